@@ -9,6 +9,11 @@ from typing import Any, TypeAlias, Unpack
 
 from transformers import PreTrainedModel
 
+from compressor.answers.generation import Answering, writer_of
+from compressor.answers.options import ServerOptions
+from compressor.answers.server import Server, refuse_tasks, servers_of
+from compressor.answers.tasks import items_of, resolve_tasks
+from compressor.answers.traces import Traces, write_traces
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
@@ -16,15 +21,6 @@ from compressor.data.batches import Calibration, EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import writer_of
-from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour, shown_sentence
-from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
-from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judging import Judging
-from compressor.evaluation.options import ServerOptions
-from compressor.evaluation.server import Server, refuse_tasks, servers_of
-from compressor.evaluation.tasks import items_of, resolve_tasks
-from compressor.evaluation.traces import Traces, write_traces
 from compressor.extras import require
 from compressor.files import alone, check_folder, default_folder
 from compressor.hub.push import check_access, push_output
@@ -55,6 +51,10 @@ from compressor.pipeline.resolve import (
 )
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
+from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
+from compressor.quality_gate.run import GateRequest, Outlook, outlook, passable, run_gate
+from compressor.quality_gate.teacher_forced import Judging
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import StepOptions, TextOptions

@@ -40,14 +40,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compressor
+from compressor.answers.generation import ServedGenerator, StockGenerator
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.options import GenerationOptions
+from compressor.answers.prompts import Prompt
+from compressor.answers.server import Server, open_server
+from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import ServedGenerator, StockGenerator
-from compressor.evaluation.evaluate import plan_evaluation
-from compressor.evaluation.options import GenerationOptions
-from compressor.evaluation.prompts import Prompt
-from compressor.evaluation.server import Server, open_server
-from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.architecture import experts_modules
 from compressor.progress import Silent
 from tests import small, zoo

@@ -11,12 +11,12 @@ It prints:
     backward passes over others: 4
         4 compressor.steps.routers.weights._moments, 6,144 tokens
     forward passes over others: 10
-        6 compressor.evaluation.evaluator.measure, 710,400 tokens
+        6 compressor.divergence.evaluator.measure, 710,400 tokens
         4 compressor.steps.routers.weights._moments, 6,144 tokens
     forward passes over the base: 3
         1 compressor.statistics.statistics.collect, 1,024 tokens
         1 compressor.steps.correct.in_order._compress_model, 1,024 tokens
-        1 compressor.evaluation.base_answers.read_base, 38,016 tokens
+        1 compressor.divergence.teacher_outputs.read_base, 38,016 tokens
     openings of others: 2
         2 compressor.pipeline.run.opened
     openings of the base: 1

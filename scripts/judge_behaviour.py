@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata, spearmanr
 
 from compressor import compress, evaluate, traces
-from compressor.evaluation.behaviour import Answering, Behaviour
-from compressor.evaluation.endings import ALL, Ending, Rate, rates
-from compressor.evaluation.judged import DomainFigures
-from compressor.evaluation.judging import Judging
-from compressor.evaluation.prompts import read_prompts
+from compressor.answers.generation import Answering
+from compressor.answers.prompts import read_prompts
+from compressor.quality_gate.behaviour import Behaviour
+from compressor.quality_gate.domain_divergence import DomainFigures
+from compressor.quality_gate.endings import ALL, Ending, Rate, rates
+from compressor.quality_gate.teacher_forced import Judging
 from compressor.recipe.step import TextOptions
 from scripts.answers_texts import DOMAINS
 from scripts.benchmarks.frame import head, options, row

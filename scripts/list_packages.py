@@ -30,7 +30,9 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
     "data": "from sources of text to batches of tokens, in named parts; the demo's data",
     "statistics": "what is measured of MoE layers while text passes them",
-    "evaluation": "how far a model is from its base; answers to lm-eval's items, and the gate that compares them",
+    "divergence": "how far models are from their base on text: KL, loss, flips, and the acceptance rule",
+    "answers": "models' answers to prompts and to the items of lm-eval's tasks, in memory, streamed or by a server",
+    "quality_gate": "statistics, conditions and verdict on what compression cost",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
     OPTIONS: "options and facts of the built-in steps, which load no torch",
     "pathways": "C3PO: which experts a token is routed to, changed at test time",
@@ -74,7 +76,7 @@ def sources() -> Iterator[Path]:
 
 
 def package_of(module: str) -> str:
-    """'compressor.evaluation.gate_verdict' -> 'evaluation'; 'strategies.hope' -> 'strategies'."""
+    """'compressor.quality_gate.verdict' -> 'evaluation'; 'strategies.hope' -> 'strategies'."""
     head, *rest = module.split(".")
     if head != "compressor":
         return head
@@ -92,7 +94,7 @@ def package_of(module: str) -> str:
 
 
 def module_of(file: Path) -> str:
-    """'compressor/evaluation/gate_verdict.py' -> 'compressor.evaluation.gate_verdict'."""
+    """'compressor/quality_gate/verdict.py' -> 'compressor.quality_gate.verdict'."""
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

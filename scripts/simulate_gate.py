@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from compressor.evaluation.gate import TASK_DROPS
-from compressor.evaluation.gate_statistics import (
+from compressor.quality_gate.run import TASK_DROPS
+from compressor.quality_gate.statistics import (
     at_least,
     at_most,
     freedom_of,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import locate
-from compressor.evaluation.evaluate import ItemScores, TaskEvaluation
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Progress, Silent
 
 CHOICE = """

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from compressor.evaluation.gate_statistics import overall
-from compressor.evaluation.gate_verdict import GateResult, TaskGate
+from compressor.quality_gate.statistics import overall
+from compressor.quality_gate.verdict import GateResult, TaskGate
 
 DIFFERING = ("boolq", "rte", "wikitext", "a|b *c*\n[d](e) <script>", "_x_ & `y` ~z~ $w$", "\x00\x1b bell", "mmlu_law")
 

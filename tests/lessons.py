@@ -10,7 +10,7 @@ from torch import Tensor
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.evaluation.base_answers import read_base
+from compressor.divergence.teacher_outputs import read_base
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.distill import engines

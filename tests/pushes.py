@@ -16,11 +16,11 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from compressor import compress
+from compressor.answers.lm_eval_run import identity
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import identity
-from compressor.evaluation.gate_verdict import GateResult
 from compressor.hub.push import PushSummary, push
+from compressor.quality_gate.verdict import GateResult
 from exporters.onnx.verify import Verification
 from tests import gates, small
 from tests.hub import Hub, serve

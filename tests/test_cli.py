@@ -544,7 +544,7 @@ MOMENTS = [
     ("os", "pwrite", 1),
     ("os", "pwrite", 9),
     ("os", "fsync", 3),
-    ("compressor.evaluation.evaluator", "compare_sequence", 3),  # while output and base are compared
+    ("compressor.divergence.evaluator", "compare_sequence", 3),  # while output and base are compared
 ]
 HALFWAY = ("compressor.steps.workdir", "_write_tensor", 40)
 

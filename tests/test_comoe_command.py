@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from compressor.evaluation.items import Item, item_lines
-from compressor.evaluation.tasks import EvaluationOptions, task_items
+from compressor.answers.items import Item, item_lines
+from compressor.answers.tasks import EvaluationOptions, task_items
 from tests import small
 from tests.command_line import Run, names, refused
 from tests.evaluations import own_tasks

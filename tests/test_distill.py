@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
-from compressor.evaluation import base_answers
-from compressor.evaluation.evaluator import Figures
+from compressor.divergence import teacher_outputs as base_answers
+from compressor.divergence.evaluator import Figures
 from compressor.formatting import short
 from compressor.hub.card import card_text
 from compressor.recipe.recipe import read_recipe

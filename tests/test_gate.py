@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compressor
+from compressor.answers import lm_eval_run as evaluating
 from compressor.data.demo import demo_checkpoint
 from compressor.entry_points import EXPORTERS
-from compressor.evaluation import evaluate as evaluating
-from compressor.evaluation.gate_report import read_gate
 from compressor.model.loaded import given
 from compressor.pipeline.compress import next_count
 from compressor.pipeline.outcome import Attempt
+from compressor.quality_gate.report import read_gate
 from compressor.recipe.recipe import recipe_yaml
 from compressor.run_record import cache_folder
 from tests import small

@@ -13,7 +13,7 @@ import pytest
 
 from tests import small
 from tests.command_line import Run, refused
-from tests.compressor.evaluation.test_decoders import export, graph, reference
+from tests.compressor.answers.test_onnx_decoder import export, graph, reference
 
 PROMPT = "some text"
 

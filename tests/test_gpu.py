@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
+from compressor.answers.generation import Answer, StockGenerator
+from compressor.answers.options import GenerationOptions
+from compressor.answers.prompts import Prompt
 from compressor.checkpoint.source import locate
-from compressor.evaluation.answers import Answer, StockGenerator
-from compressor.evaluation.options import GenerationOptions
-from compressor.evaluation.prompts import Prompt
 from compressor.model.opened import open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from compressor.progress import Silent

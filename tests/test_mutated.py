@@ -21,12 +21,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+from compressor.answers.items import item_lines, read_items
 from compressor.comoe.layer import FACTS, TENSORS, inject, load_adapters, save_adapters
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import gate_blocks, gate_json, junit, read_gate
-from compressor.evaluation.items import item_lines, read_items
+from compressor.quality_gate.report import gate_blocks, gate_json, junit, read_gate
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan

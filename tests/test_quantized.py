@@ -17,10 +17,10 @@ from transformers import (
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
+from compressor.answers.decoding import load_writing
 from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.generate import load_writing
 from compressor.model.opened import load_whole, open_model
 from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from compressor.answers import server as server_module
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.options import ServerOptions
+from compressor.answers.server import open_server
+from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation import server as server_module
-from compressor.evaluation.evaluate import plan_evaluation
-from compressor.evaluation.options import ServerOptions
-from compressor.evaluation.server import open_server
-from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small
 from tests.command_line import Run, refused, run_killed

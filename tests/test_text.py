@@ -10,14 +10,14 @@ from lm_eval.api.instance import Instance
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compressor.answers.lm_eval_models import loaded_model, streamed_model
+from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, evaluation_sets
-from compressor.evaluation.evaluator import Evaluator
-from compressor.evaluation.judging import Judging, text_sets
-from compressor.evaluation.model import loaded_model, streamed_model
-from compressor.evaluation.tasks import EvaluationOptions
+from compressor.divergence.evaluator import Evaluator
 from compressor.model.opened import open_model
 from compressor.progress import Silent
+from compressor.quality_gate.teacher_forced import Judging, text_sets
 from tests import small
 from tests.command_line import Run
 from tests.texts import write

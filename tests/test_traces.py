@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
+from compressor.answers.generation import message_text
+from compressor.answers.prompts import Prompt
+from compressor.answers.server import Message
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
-from compressor.evaluation.answers import message_text
-from compressor.evaluation.prompts import Prompt
-from compressor.evaluation.server import Message
 from tests import small
 from tests.command_line import Run, refused, run_killed
 from tests.served import serving
@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(model: Path, tmp_path: Path, run
     sampled = ["--temperature", 0.02, "--seeds", 2]
     assert run(*asked(model, tmp_path / "whole.jsonl", *sampled)).status == 0
     out = tmp_path / "again.jsonl"
-    run_killed([str(each) for each in asked(model, out, *sampled)], "compressor.evaluation.journal", "Journal.add", 11)
+    run_killed([str(each) for each in asked(model, out, *sampled)], "compressor.answers.journal", "Journal.add", 11)
     assert not out.exists() and list((tmp_path / ".again.jsonl.moe-compressor").glob("answers-*.jsonl"))
     assert run(*asked(model, out, *sampled)).status == 0
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

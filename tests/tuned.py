@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressor.answers.items import Item
 from compressor.comoe.options import ComoeConfig, TuningOptions
-from compressor.evaluation.items import Item
 from tests import small
 
 CONFIG = ComoeConfig(rank=4, experts=4)

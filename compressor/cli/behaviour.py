@@ -6,11 +6,11 @@ from typing import Annotated, Any
 import typer
 
 import compressor
+from compressor.answers.options import ServerOptions
 from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Out, Reading, Writing, flag
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.document.blocks import Block, Facts, Text
 from compressor.errors import CompressionError
-from compressor.evaluation.options import ServerOptions
 from compressor.extras import require
 from compressor.recipe.recipe import BehaviourOptions
 from compressor.records import plain_json
@@ -40,9 +40,9 @@ def evaluate(
     """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
     if output is not None:
         require("jinja2")
-    from compressor.evaluation.behaviour_report import NAMES, behaviour_blocks, write_behaviour
-    from compressor.evaluation.gate_verdict import check_confidence
     from compressor.pipeline.gate import answering_of, judging_of
+    from compressor.quality_gate.behaviour_report import NAMES, behaviour_blocks, write_behaviour
+    from compressor.quality_gate.verdict import check_confidence
 
     check_confidence(confidence)
     answering = answering_of(options, limit)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import compressor
+from compressor.answers.options import ServerOptions
 from compressor.cli.options import (
     GATE_OPTIONS,
     SERVER_OPTIONS,
@@ -21,15 +22,14 @@ from compressor.cli.terminal import print_report, reporting
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
-from compressor.evaluation.options import ServerOptions
 from compressor.extras import TASKS, require
 from compressor.progress import Progress
+from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
 from compressor.recipe.recipe import GateOptions, validated
 from compressor.records import plain_json
 
 if TYPE_CHECKING:
-    from compressor.evaluation.gate import Outlook
+    from compressor.quality_gate.run import Outlook
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
@@ -64,9 +64,9 @@ def gate(
     if tasks or demo or not judges_otherwise:
         require(*TASKS)
     from compressor.cli.rendering import show_gate
-    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
-    from compressor.evaluation.gate_report import NAMES, outlook_blocks, write_gate
     from compressor.pipeline.gate import gate_request, read_outlook
+    from compressor.quality_gate.report import NAMES, outlook_blocks, write_gate
+    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, passable
 
     usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
     if demo:
@@ -120,7 +120,7 @@ def _demo_models(progress: Progress) -> Iterator[tuple[str, str]]:
 
 def print_outlook(outlook: "Outlook") -> None:
     """Print what a gate can show."""
-    from compressor.evaluation.gate_report import outlook_blocks
+    from compressor.quality_gate.report import outlook_blocks
 
     if ranks().is_first:
         show(outlook_blocks(outlook))
@@ -128,7 +128,7 @@ def print_outlook(outlook: "Outlook") -> None:
 
 def summarise(result: GateResult) -> None:
     """Append the report to the summary page of a GitHub job, if this is one."""
-    from compressor.evaluation.gate_report import append_summary
+    from compressor.quality_gate.report import append_summary
 
     page = os.environ.get("GITHUB_STEP_SUMMARY")
     if page and ranks().is_first:

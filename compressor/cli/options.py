@@ -14,10 +14,10 @@ import typer
 from pydantic import BaseModel
 from typer.models import OptionInfo
 
+from compressor.answers.options import ServerOptions
 from compressor.cli.terminal import PROGRAM
 from compressor.entry_points import defaults
 from compressor.errors import CompressionError
-from compressor.evaluation.options import ServerOptions
 from compressor.progress import Progress
 from compressor.recipe.recipe import (
     RESIDENT,

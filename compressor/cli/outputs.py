@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from compressor.answers.options import GenerationOptions
 from compressor.cli.options import (
     RUNNING,
     TEXT,
@@ -21,7 +22,6 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars
 from compressor.errors import CompressionError
-from compressor.evaluation.options import GenerationOptions
 from compressor.extras import ONNX, require
 from compressor.files import alone
 from compressor.formatting import readable
@@ -89,7 +89,7 @@ def generate(
 ) -> None:
     """Continue a prompt with an ONNX export, showing the text as it comes."""
     require("onnxruntime")
-    from compressor.evaluation.decoders import prepare
+    from compressor.answers.onnx_decoder import prepare
 
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
     continuation = prepare(folder, text, GenerationOptions(**options), running.device)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import PROGRAM, print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.evaluation.gate_report import full_content, gate_blocks, outlook_blocks
-from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judged import heldout_blocks
 from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.serving import server_line
+from compressor.quality_gate.domain_divergence import heldout_blocks
+from compressor.quality_gate.report import full_content, gate_blocks, outlook_blocks
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from compressor.answers.items import Item, TokenRow, is_greedy, likelihoods, positions, tokenised
+from compressor.answers.tasks import items_of
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.comoe.contrastive import unit
 from compressor.comoe.layer import comoe_layers, load_adapters, read_facts, watching
 from compressor.devices import pick_device
-from compressor.evaluation.items import Item, TokenRow, is_greedy, likelihoods, positions, tokenised
-from compressor.evaluation.tasks import items_of
 from compressor.formatting import label
 from compressor.model.architecture import load_config
 from compressor.model.opened import load_whole, pick_dtype

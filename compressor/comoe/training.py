@@ -23,6 +23,9 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from compressor.answers.items import Item, item_lines
+from compressor.answers.lm_eval_run import identity as identity_of
+from compressor.answers.tasks import items_of
 from compressor.checkpoint.source import locate
 from compressor.comoe.contrastive import information_gap
 from compressor.comoe.evaluating import Example, collate, examples, load, pad_token, with_rows
@@ -39,9 +42,6 @@ from compressor.comoe.layer import (
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.evaluate import identity as identity_of
-from compressor.evaluation.items import Item, item_lines
-from compressor.evaluation.tasks import items_of
 from compressor.files import alone, check_folder, clear, json_object, whole_folder
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json

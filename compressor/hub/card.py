@@ -17,14 +17,14 @@ from compressor.document.blocks import Block, Code, Details, Figure, Heading, It
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
-from compressor.evaluation.gate_report import card_metrics
-from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.serving import FORMATS
 from compressor.pipeline.outcome import Outcome
+from compressor.quality_gate.report import card_metrics
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import changed, step_line
 from compressor.recipe.plan import ExpertPlan, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml

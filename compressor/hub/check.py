@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.answers.lm_eval_run import identity
 from compressor.checkpoint.reader import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -20,9 +21,6 @@ from compressor.checkpoint.reader import (
 )
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.evaluate import identity
-from compressor.evaluation.gate_report import read_gate
-from compressor.evaluation.gate_verdict import GateResult
 from compressor.extras import require
 from compressor.files import TEMPLATES, file_digest
 from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
@@ -31,6 +29,8 @@ from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.pipeline.outcome import read_plan
+from compressor.quality_gate.report import read_gate
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import RECIPE
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION

@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from compressor.answers.items import Item, is_greedy, likelihoods, positions, rows_of
 from compressor.checkpoint.source import locate
 from compressor.devices import as_float64
+from compressor.divergence.teacher_outputs import Distributions
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import Distributions
-from compressor.evaluation.items import Item, is_greedy, likelihoods, positions, rows_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.router_logits import logits_of, weights_of
 from compressor.model.tokenizer import load_tokenizer

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
+from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.items import TokenRow
 from compressor.model.architecture import head_of
 from compressor.model.experts import Watch
 from compressor.model.moe_layer import MoeLayer

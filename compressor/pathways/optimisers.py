@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compressor.answers.items import likelihoods
 from compressor.devices import as_float64
-from compressor.evaluation.items import likelihoods
 from compressor.model.router_logits import logits_of
 from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import Kernel, PathwayOptions

@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from compressor.document.blocks import Block, Table, Text
-from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.items import (
+from compressor.answers.items import (
     Item,
     TokenRow,
     is_greedy,
@@ -27,6 +25,8 @@ from compressor.evaluation.items import (
     read_items,
     tokenised,
 )
+from compressor.document.blocks import Block, Table, Text
+from compressor.errors import CompressionError, reason_of
 from compressor.files import whole_folder
 from compressor.formatting import counted, share
 from compressor.model.opened import OpenModel

@@ -13,13 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compressor.answers.lm_eval_run import PACKAGES
 from compressor.checkpoint.source import find_model
 from compressor.distributed import held, ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import PACKAGES
-from compressor.evaluation.gate import GateRequest, Outlook
-from compressor.evaluation.gate_report import NAMES, write_gate
-from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.files import check_folder
 from compressor.model.inspection import read_headers
 from compressor.model.moe_layer import counts_below
@@ -30,6 +27,9 @@ from compressor.pipeline.outcome import Attempt, GateFailedError, Outcome
 from compressor.pipeline.resolve import content_of, of_stage, sources_of
 from compressor.pipeline.run import Delivery, run
 from compressor.progress import Silent
+from compressor.quality_gate.report import NAMES, write_gate
+from compressor.quality_gate.run import GateRequest, Outlook
+from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import StepOptions
 from compressor.run_record import answers, cache_folder, read_cached, request_key, versions

@@ -8,7 +8,6 @@ from typing import Any, Self
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
-from compressor.evaluation.gate import Outlook, passable
 from compressor.extras import require
 from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
@@ -19,6 +18,7 @@ from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import read_outlook, request_of
 from compressor.pipeline.resolve import ResolvedRecipe, prepare, stage_numbers, text_specs
 from compressor.pipeline.run import earlier_plan
+from compressor.quality_gate.run import Outlook, passable
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import WEIGHTS
 from compressor.records import plain_json

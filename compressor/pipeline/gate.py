@@ -4,22 +4,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compressor.answers.generation import Answering
+from compressor.answers.lm_eval_run import REPORT, plan_evaluation
+from compressor.answers.prompts import read_prompts
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, read_batch_size, resolve_tasks
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.behaviour import Answering
-from compressor.evaluation.evaluate import REPORT, plan_evaluation
-from compressor.evaluation.gate import GateRequest, Outlook, check_readings, outlook, passable, run_gate
-from compressor.evaluation.gate_report import LONE_HALVES, gate_json
-from compressor.evaluation.gate_verdict import GateResult, gate_content
-from compressor.evaluation.judging import Judging
-from compressor.evaluation.prompts import read_prompts
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, read_batch_size, resolve_tasks
 from compressor.files import default_folder
 from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
+from compressor.quality_gate.report import LONE_HALVES, gate_json
+from compressor.quality_gate.run import GateRequest, Outlook, check_readings, outlook, passable, run_gate
+from compressor.quality_gate.teacher_forced import Judging
+from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.recipe import BehaviourOptions, GateOptions, Recipe
 from compressor.recipe.step import CONSTANTS
 from compressor.run_record import request_key, write_cached

@@ -14,15 +14,15 @@ from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import gate_of, read_gate
-from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judged import Judged
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
 from compressor.model.architecture import discover, load_config
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import Advice
+from compressor.quality_gate.domain_divergence import Judged
+from compressor.quality_gate.report import gate_of, read_gate
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json

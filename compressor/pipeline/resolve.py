@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from compressor.answers.decoding import read_facts
 from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
@@ -26,9 +27,8 @@ from compressor.data.batches import (
 from compressor.data.emphasis import PLAIN, Emphasis, Marked
 from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
 from compressor.distributed import launched, ranks
+from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import check_base
-from compressor.evaluation.generate import read_facts
 from compressor.files import file_digest
 from compressor.memory import PeakMemory
 from compressor.model.in_memory import opened

@@ -13,17 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compressor.answers.lm_eval_run import REPORT
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import ranks
+from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, without_tokens
-from compressor.evaluation.domains import judged
-from compressor.evaluation.evaluate import REPORT
-from compressor.evaluation.evaluator import FEWEST, Evaluator
-from compressor.evaluation.gate_report import read_gate
-from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judged import Judged
 from compressor.files import alone, clear, work_folder
 from compressor.formatting import joined
 from compressor.memory import PeakMemory
@@ -45,6 +41,10 @@ from compressor.pipeline.outcome import (
 )
 from compressor.pipeline.resolve import ResolvedRecipe, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
+from compressor.quality_gate.domain_divergence import Judged
+from compressor.quality_gate.domains import judged
+from compressor.quality_gate.report import read_gate
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import FORMAT, DecoderLayer, Step, Tensors

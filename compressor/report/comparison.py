@@ -16,14 +16,14 @@ import torch
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
+from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.entry_points import read_option
-from compressor.evaluation.domains import suffering_of
-from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
 from compressor.model.opened import OpenModel
 from compressor.model.substitution import Substitution
 from compressor.progress import Progress
+from compressor.quality_gate.domains import suffering_of
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_verdict import GateResult, gate_content
 from compressor.formatting import counted, joined, one_line, ranges
 from compressor.pipeline.outcome import Outcome, read_outcome
+from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json, read_json, value_as

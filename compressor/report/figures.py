@@ -24,8 +24,8 @@ from compressor.document.drawing import (
     spaced,
 )
 from compressor.document.picture import FONT, Drawing
-from compressor.evaluation.gate_report import gate_figure
 from compressor.formatting import counted, listed, percent, readable, short, span
+from compressor.quality_gate.report import gate_figure
 from compressor.recipe.document import changed
 from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
 from compressor.steps.distill.step import evaluations

@@ -28,11 +28,11 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import gate_blocks
-from compressor.evaluation.gate_verdict import SIGNS, GateResult
-from compressor.evaluation.judged import heldout_blocks, overall_words
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
+from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
+from compressor.quality_gate.report import gate_blocks
+from compressor.quality_gate.verdict import SIGNS, GateResult
 from compressor.recipe.document import changed, first_of, step_blocks, step_line
 from compressor.recipe.plan import ExpertPlan, correction_of, describe_split
 from compressor.report.data import (

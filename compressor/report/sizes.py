@@ -22,8 +22,8 @@ from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
+from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator, Figures
 from compressor.formatting import human_bytes, known_names
 from compressor.model.architecture import build_meta
 from compressor.model.loading import map_keys, set_tensor

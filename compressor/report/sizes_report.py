@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from compressor.divergence.evaluator import Difference
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
 from compressor.document.drawing import MARKERS, ROLES, colour, draw_key, scale_axis
 from compressor.document.picture import Drawing
-from compressor.evaluation.evaluator import Difference
 from compressor.formatting import counted, human_bytes, joined
 from compressor.report.comparison_report import ComparisonBasis, sort_key
 

@@ -9,8 +9,8 @@ import torch
 
 from compressor.data.batches import Text
 from compressor.distributed import ranks
-from compressor.evaluation.base_answers import Distributions, read_base
-from compressor.evaluation.evaluator import Evaluator
+from compressor.divergence.evaluator import Evaluator
+from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.model.mtp import fitting_heads
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress

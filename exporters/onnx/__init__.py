@@ -16,12 +16,12 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from compressor.answers.lm_eval_run import fits_whole
 from compressor.checkpoint.reader import MODELOPT
 from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.evaluate import fits_whole
 from compressor.extras import ONNX, require
 from compressor.files import TOOL, new_folder
 from compressor.formatting import human_bytes

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.answers.onnx_decoder import DTYPES, LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.decoders import DTYPES, LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference
 from exporters.onnx.trace import present_name

@@ -23,13 +23,13 @@ import torch
 from scipy.stats import t
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressor.answers.items import Item
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, ask
 from compressor.comoe.layer import comoe_layers
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.report import write_evaluation
 from compressor.comoe.training import train
 from compressor.data.demo import load_items
-from compressor.evaluation.items import Item
 from scripts.benchmarks.frame import head, options, row
 from scripts.demo_skills import SKILLS, problems
 from scripts.train_demo_model import END, build_tokenizer, token_batches

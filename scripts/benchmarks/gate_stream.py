@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from compressor.answers.lm_eval_models import WatchedModel
+from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation
+from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.data.demo import demo_checkpoint
-from compressor.evaluation.evaluate import ItemScores, TaskEvaluation
-from compressor.evaluation.model import WatchedModel
-from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.loading import PartialModel
 from compressor.progress import Silent
 from scripts.benchmarks.frame import COMMAND, Sizes, head, options, row, run_child

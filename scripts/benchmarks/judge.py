@@ -19,9 +19,9 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
-from compressor.evaluation.judging import END, TeacherForcedAnswer, answer_sets, judge
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Pass
+from compressor.quality_gate.teacher_forced import END, TeacherForcedAnswer, answer_sets, judge
 from scripts.benchmarks.frame import Sizes, head, options, row, warm
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from compressor.answers.items import Item, is_greedy, likelihoods, positions, rows_of
 from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, load_tokenizer
 from compressor.data.sources import parse_sources
-from compressor.evaluation.items import Item, is_greedy, likelihoods, positions, rows_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.engine import PathwayModel

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from compressor import Split, compress
 from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, evaluation_sets, load_tokenizer
-from compressor.evaluation.evaluator import Evaluator
+from compressor.divergence.evaluator import Evaluator
 from compressor.memory import limit_caches
 from compressor.model.opened import open_model
 from compressor.pipeline.resolve import HELDOUT

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compressor.answers.lm_eval_run import ItemScores
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.cli.demonstration import score
 from compressor.data.demo import load_documents, load_items
-from compressor.evaluation.evaluate import ItemScores
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
 from scripts.demo_skills import SKILLS
 from tests import small

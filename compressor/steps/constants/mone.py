@@ -8,7 +8,7 @@ Layers give up as many experts each, or more where the model loses least on held
 what replacing its 1, 2, 3 ... most replaceable experts costs the whole model. It is measured at a few numbers, and
 between two of them it grows with what the constants miss. Errors grow on their way through the layers, and those of
 several layers do not simply add up. So the division of least cost is then moved an expert at a time by measurements of
-the whole, and taken where it is nearer to the base than the even one (`compressor.evaluation.evaluator.accepts`).
+the whole, and taken where it is nearer to the base than the even one (`compressor.divergence.evaluator.accepts`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.data.batches import Calibration
+from compressor.divergence.evaluator import Evaluator, Figures, HeldoutProbe, accepts, require_enough
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator, Figures, HeldoutProbe, accepts, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.constant_experts import Substitutes
 from compressor.model.moe_layer import MoeLayer

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST
 from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, is_replaced, number_in
 from compressor.model.layout import expert_prefixes
 from compressor.model.moe_layer import MoeLayer, left_by

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
+from compressor.divergence.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
 from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.devices import as_float64
 from compressor.distributed import ranks
+from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator, Figures
 from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs

@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.distributed import ranks
+from compressor.divergence.evaluator import rows_at_once
+from compressor.divergence.teacher_outputs import Distributions, top_divergence
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import Distributions, top_divergence
-from compressor.evaluation.evaluator import rows_at_once
 from compressor.model.inputs import Inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor

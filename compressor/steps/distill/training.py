@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.distributed import ranks
+from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Difference, Evaluator, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.progress import Progress
 from compressor.recipe.step import Result

@@ -8,9 +8,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from compressor.distributed import ranks, refuse_several
+from compressor.divergence.evaluator import Evaluator, require_enough
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.formatting import short
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel

@@ -20,8 +20,8 @@ from torch import Tensor
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.evaluation.base_answers import Distributions, top_divergence
-from compressor.evaluation.evaluator import Difference, Evaluator, Figures
+from compressor.divergence.evaluator import Difference, Evaluator, Figures
+from compressor.divergence.teacher_outputs import Distributions, top_divergence
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from compressor.answers.items import Item, rows_of
 from compressor.comoe import comoe_layers
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, ask
 from compressor.comoe.layer import inject_config
@@ -17,7 +18,6 @@ from compressor.comoe.report import (
     workload_figure,
     write_evaluation,
 )
-from compressor.evaluation.items import Item, rows_of
 from tests import small
 from tests.command_line import names
 from tests.tuned import CONFIG, dense, questions

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.data.emphasis import PLAIN, Emphasis, Marked
-from compressor.evaluation.base_answers import Distributions, read_base
+from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.model.tokenizer import thinking_end
 from compressor.progress import Silent
 from compressor.recipe.recipe import read_recipe

@@ -12,13 +12,13 @@ import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
 
+from compressor.answers.prompts import read_prompts, usable_prompts
 from compressor.data import media
 from compressor.data.batches import calibrate
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, parse_sources
 from compressor.errors import CompressionError
-from compressor.evaluation.judging import read_answers
-from compressor.evaluation.prompts import read_prompts, usable_prompts
+from compressor.quality_gate.teacher_forced import read_answers
 from tests import pictures, small
 from tests.texts import decode, run, write
 

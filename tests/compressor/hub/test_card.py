@@ -17,12 +17,12 @@ from markdown_it import MarkdownIt
 from transformers import AutoModelForCausalLM
 
 from compressor import api
+from compressor.answers.lm_eval_run import identity
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import identity
-from compressor.evaluation.gate_report import card_metrics, gate_json
-from compressor.evaluation.gate_verdict import GateResult
 from compressor.hub.card import Card, card_text
+from compressor.quality_gate.report import card_metrics, gate_json
+from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
 from compressor.steps.quantize.options import Quantize

@@ -12,12 +12,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from compressor.answers.lm_eval_run import identity
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
-from compressor.evaluation.evaluate import identity
-from compressor.evaluation.gate_report import write_gate
 from compressor.hub import check as push_check
 from compressor.hub.push import push
+from compressor.quality_gate.report import write_gate
 from tests import small
 from tests.hub import Hub
 from tests.pushes import REPOSITORY, content, export_record, gate_of, refusal, sent, shards

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from compressor.evaluation.gate_report import write_gate
+from compressor.quality_gate.report import write_gate
 from tests import small
 from tests.command_line import Run, refused
 from tests.hub import Hub

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from compressor.answers.prompts import Prompt, tokens_of
 from compressor.errors import CompressionError
-from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.model.tokenizer import has_chat_template, render_chat
 from tests import small
 from tests.texts import run, write

@@ -13,11 +13,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import modeling_utils
 
+from compressor.answers.decoding import load_writing
+from compressor.answers.lm_eval_models import WatchedModel
 from compressor.checkpoint.source import locate
 from compressor.devices import pick_device
 from compressor.errors import CompressionError
-from compressor.evaluation.generate import load_writing
-from compressor.evaluation.model import WatchedModel
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model, pick_dtype
 from tests import small, zoo

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
+from compressor.answers.prompts import encode_text
+from compressor.answers.tasks import EvaluationOptions
 from compressor.data.documents import Document, pack
 from compressor.errors import CompressionError
-from compressor.evaluation.prompts import encode_text
-from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.tokenizer import load_tokenizer
 from tests import small
 
@@ -36,8 +36,8 @@ def compress(folder: Path, text: Path) -> Any:
 
 
 def lm_eval(folder: Path, text: Path) -> Any:
+    from compressor.answers.lm_eval_models import loaded_model
     from compressor.checkpoint.source import locate
-    from compressor.evaluation.model import loaded_model
 
     with loaded_model(locate(str(folder)), EvaluationOptions(tasks=("demo-skills",))) as model:
         return model

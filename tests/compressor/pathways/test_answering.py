@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import compressor
+from compressor.answers.items import Item, item_lines, likelihoods, rows_of
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, item_lines, likelihoods, rows_of
 from compressor.pathways import lm_eval_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.options import PathwayOptions

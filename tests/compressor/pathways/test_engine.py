@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.answers.items import TokenRow, is_greedy, likelihoods
 from compressor.errors import CompressionError
-from compressor.evaluation.items import TokenRow, is_greedy, likelihoods
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import Tokens

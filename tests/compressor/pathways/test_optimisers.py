@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.answers.items import TokenRow, likelihoods
 from compressor.errors import CompressionError
-from compressor.evaluation.items import TokenRow, likelihoods
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import (
     Neighbour,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from compressor.answers.items import Item
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Item
 from compressor.pathways.reference import (
     NAMES,
     ReferenceFacts,

@@ -10,11 +10,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 import compressor
+from compressor.answers.items import Item, item_lines
+from compressor.answers.lm_eval_models import loaded_model
+from compressor.answers.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, item_lines
-from compressor.evaluation.model import loaded_model
-from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.pathways.answering import open_answering
 from compressor.pathways.lm_eval_model import PathwayLM
 from compressor.pathways.options import PathwayOptions

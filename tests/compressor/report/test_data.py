@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import compressor
 from compressor.attribution.hubs import Hub
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import gate_json
-from compressor.evaluation.gate_verdict import gate_from_content
+from compressor.quality_gate.report import gate_json
+from compressor.quality_gate.verdict import gate_from_content
 from compressor.records import plain_json, read_as
 from compressor.report.data import LayerMeasures, Load, Measured, load_of, report_data
 from tests import gates, small

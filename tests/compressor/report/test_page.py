@@ -8,7 +8,7 @@ import pytest
 
 from compressor.document.drawing import ROLES
 from compressor.document.html import POLICY, stylesheet
-from compressor.evaluation.gate_report import verdict_line
+from compressor.quality_gate.report import verdict_line
 from compressor.report.data import Report
 from compressor.report.figures import NAMES, figures
 from compressor.report.page import page

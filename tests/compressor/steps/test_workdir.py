@@ -23,8 +23,8 @@ from compressor import files as whole_files
 from compressor.attribution.report import NAMES as ATTRIBUTION
 from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import NAMES as GATE
 from compressor.files import work_folder
+from compressor.quality_gate.report import NAMES as GATE
 from compressor.report.comparison_report import NAMES as COMPARISON
 from compressor.report.page import FIGURES, MADE_BY
 from compressor.steps import workdir

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator
 from compressor.model.substitution import Substitution
 from compressor.progress import Silent
 from compressor.steps.constants.mone import (

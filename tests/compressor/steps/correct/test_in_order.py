@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 import compressor
 from compressor.data.batches import Calibration
+from compressor.divergence.evaluator import Difference, Evaluator
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Difference, Evaluator
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent

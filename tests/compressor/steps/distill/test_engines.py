@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.checkpoint.source import locate
+from compressor.divergence import teacher_outputs as base_answers
 from compressor.errors import CompressionError
-from compressor.evaluation import base_answers
 from compressor.model.opened import open_model
 from compressor.steps.distill import engines
 from compressor.steps.distill.engines import (

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compressor.divergence.teacher_outputs import Distributions
 from compressor.errors import CompressionError
-from compressor.evaluation.base_answers import Distributions
 from compressor.recipe.recipe import make_step
 from compressor.steps.distill.objective import Batch, Text
 from compressor.steps.distill.options import Distill

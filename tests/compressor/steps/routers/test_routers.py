@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compressor.evaluation.base_answers import read_base
-from compressor.evaluation.evaluator import Evaluator
+from compressor.divergence.evaluator import Evaluator
+from compressor.divergence.teacher_outputs import read_base
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.steps.routers import step as routers_step

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import compressor
+from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator
 from compressor.model.router_logits import router_weight
 from compressor.model.streaming import ReversePass
 from compressor.pathways.answering import Average

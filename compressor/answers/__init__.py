@@ -1,0 +1,1 @@
+"""Models' answers to prompts and to the items of lm-eval's tasks."""

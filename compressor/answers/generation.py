@@ -1,0 +1,428 @@
+"""Answers of models to prompts, written whole by stock transformers, and a journal in which nothing is asked twice.
+
+Each token of a sampled answer is drawn with a number of its own: those of an answer depend on its prompt and seed, not
+on what else is in the batch. (Rounding does, as on any server: two tokens that are all but equally probable may change
+places in bfloat16.) B rows of a batch, S tokens, V words of the vocabulary.
+"""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from pydantic import TypeAdapter
+from pydantic_core import from_json
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from compressor.answers.decoding import ModelFacts, choose, free, load_writing, read_facts
+from compressor.answers.journal import Journal
+from compressor.answers.lm_eval_run import PACKAGES, fits_whole, identity
+from compressor.answers.options import GenerationOptions
+from compressor.answers.prompts import Prompt, is_chat, tokens_of, usable_prompts
+from compressor.answers.server import (
+    AT_ONCE,
+    Chat,
+    ChatChoice,
+    Completion,
+    Message,
+    Server,
+    TextChoice,
+    served_facts,
+)
+from compressor.checkpoint.source import ModelSource
+from compressor.devices import pick_device
+from compressor.errors import CompressionError, wrap_faults
+from compressor.model.tokenizer import (
+    THINKING_END,
+    load_tokenizer,
+    thinking_end,
+    with_json_arguments,
+)
+from compressor.progress import Progress, quiet_transformers
+from compressor.run_record import request_key, versions
+
+logger = logging.getLogger(__name__)
+
+GenerationRequest: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
+Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
+REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
+ENDED = ("stop", "tool_calls", "function_call")  # a server's reasons to finish that are the model's own
+NEW_TOKENS = 512  # of an answer, where nobody says how many, and half of the model's positions are no fewer
+CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
+TRIED = 16  # tokens, to see whether padding changes them
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """Which answers are written, and what may rise in them."""
+
+    prompts: tuple[Prompt, ...]
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float | None = None
+    seeds: int = 1  # answers to each prompt
+    seed: int = 0  # of the first
+    chat: bool = False  # texts become a user's message
+    max_loop_rise: float | None = None
+    max_missed_rise: float | None = None  # of answers that do not end by themselves; None: as of loops
+    strict: bool = False  # whether a prompt that cannot be read ends the run
+
+    def __post_init__(self) -> None:
+        self.options(NEW_TOKENS)  # whose errors name what is wrong
+        if self.seeds > 1 and not self.temperature:
+            raise CompressionError("--seeds has no effect without sampling; add --temperature 1")
+
+    def options(self, most: int) -> GenerationOptions:
+        """How each answer is written, where nobody says otherwise of at most so many tokens."""
+        return GenerationOptions(
+            self.max_new_tokens or most, self.temperature, self.top_p, seed=self.seed, chat=self.chat
+        )
+
+    def asked(self, prompts: Sequence[Prompt]) -> list[GenerationRequest]:
+        """Each of these prompts with each seed."""
+        return [(prompt, self.seed + number) for prompt in prompts for number in range(self.seeds)]
+
+    @property
+    def answers(self) -> int:
+        """Answers of each model."""
+        return len(self.prompts) * self.seeds
+
+    @property
+    def limits(self) -> dict[str, tuple[str, float]]:
+        """By measure: the option and the rise that it allows."""
+        limits = dict[str, tuple[str, float]]()
+        if self.max_loop_rise is not None:
+            limits["loops"] = ("--max-loop-rise", self.max_loop_rise)
+        missed = self.max_loop_rise if self.max_missed_rise is None else self.max_missed_rise
+        if missed is not None and missed != 1:
+            limits["missed ends"] = ("--max-missed-rise", missed)
+        return limits
+
+
+def fitting(
+    wanted: Answering, opened: Sequence[tuple[Any, ModelFacts]]
+) -> tuple[GenerationOptions, tuple[Prompt, ...]]:
+    """How answers are written, and the prompts that all of these writers take: tokenizers and facts of models."""
+    positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
+    options = wanted.options(NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions // 2)))
+    most = sys.maxsize if positions is None else max(0, positions - options.max_new_tokens)
+    prompts = wanted.prompts
+    for tokenizer, _ in opened:
+        prompts = usable_prompts(prompts, tokenizer, wanted.chat, most, wanted.strict)
+    return options, prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer: its tokens, an end token included where it came, and their text without it."""
+
+    prompt: str  # the prompt's id
+    seed: int
+    tokens: tuple[int, ...]  # [S]; empty where a server does not tell them
+    text: str  # special tokens are shown
+    ended: Ended
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.prompt, self.seed
+
+
+@dataclass(frozen=True, slots=True)
+class StockGenerator:
+    """A checkpoint that stock transformers hold in memory while it writes."""
+
+    source: ModelSource
+    device: str = "auto"
+    dtype: str = "auto"
+    rows: int | None = None  # written together
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {
+            "model": identity(self.source),
+            "dtype": self.dtype,
+            "device": self.device,
+            "packages": versions(PACKAGES),
+        }
+
+    def opened(self) -> tuple[Any, ModelFacts]:
+        tokenizer = load_tokenizer(self.source.folder)
+        facts = read_facts(self.source.folder, tokenizer)
+        if not facts.stops:
+            raise CompressionError(
+                f"{self.label} has no end token, so no answer would end; name one as eos_token_id in "
+                "generation_config.json"
+            )
+        return tokenizer, facts
+
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
+        if not asked:
+            return
+        tokenizer, facts = self.opened()
+        if not fits_whole(self.source, self.dtype, self.device):
+            raise CompressionError(
+                f"{self.label} does not fit into memory, which writing answers takes; let a server write them "
+                "(--server), or judge without generating (--text)"
+            )
+        queue = [_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)) for prompt, seed in asked]
+        queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
+        device = pick_device(self.device)
+        rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
+        progress.start(f"Writing answers by {self.label}", len(queue))
+        with wrap_faults(f"{self.label} cannot write answers", *REMEDIES):
+            model = load_writing(self.source.folder, self.device, self.dtype)
+            largest = max(max(question.tokens) for question in queue)
+            if largest >= model.get_input_embeddings().weight.shape[0]:
+                raise CompressionError(f"the tokenizer of {self.label} makes tokens that the model does not know")
+            try:
+                for batch in _batches(model, queue, rows):
+                    for question, tokens in zip(batch, _generate(model, batch, facts.stops, options), strict=True):
+                        progress.advance("")
+                        # some decoders drop the space that opens a text: what is continued comes with its start
+                        opening = () if question.prompt.messages or options.chat else question.tokens
+                        yield _answer(tokenizer, question, opening, tokens, facts.stops)
+            finally:
+                del model
+                free(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A prompt with the seed of its answer, and its tokens [S]."""
+
+    prompt: Prompt
+    seed: int
+    tokens: tuple[int, ...]
+
+
+def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
+    """Questions of falling length, at most so many to a batch; of one length where padding changes answers."""
+    longest = queue[0].tokens
+    shortest = queue[-1].tokens
+    padding = len(longest) - len(shortest)
+    pads = not padding or _takes_padding(model, longest, padding)
+    for _, same in groupby(queue, lambda question: None if pads else len(question.tokens)):
+        group = list(same)
+        for begin in range(0, len(group), rows):
+            yield group[begin : begin + rows]
+
+
+def padded(rows: Sequence[Sequence[int]], token: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [B, S], padded on the left, and their mask [B, S]."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=token, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
+    return ids.to(device), mask.to(device)
+
+
+@torch.inference_mode()
+def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
+    """Return True if so much padding leaves the next tokens as they are, but for rounding.
+
+    Some recurrent layers read it like text, and some sparse attention chooses it as keys.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=TRIED, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+    )
+
+    def written(rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        ids, mask = padded(rows, 0, model.device)
+        with quiet_transformers():
+            written = model.generate(ids, attention_mask=mask, generation_config=settings)
+        return [step[-1].float() for step in written.logits]
+
+    try:
+        alone = written([tokens])
+        beside = written([[0] * (len(tokens) + most), tokens])
+    except Exception:  # a family that cannot take a mask raises what it likes
+        return False
+    for one, other in zip(alone, beside, strict=False):  # of the same text, until a token differs
+        if float((one - other).abs().max()) > torch.finfo(model.dtype).eps ** 0.5 * float(one.max() - one.min()):
+            return False
+        if one.argmax() != other.argmax():
+            break
+    return True
+
+
+def seed_of(asked: GenerationRequest) -> int:
+    """The seed that an answer is drawn with; each prompt has its own."""
+    return int(hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).hexdigest()[:15], 16)
+
+
+def draws(asked: GenerationRequest, count: int) -> Tensor:
+    """The numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed_of(asked)), dtype=torch.float64)
+
+
+@torch.inference_mode()
+def _generate(
+    model: Any, batch: Sequence[_Question], stops: frozenset[int], options: GenerationOptions
+) -> list[list[int]]:
+    """New tokens of each row, up to its end token."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    ids, mask = padded([question.tokens for question in batch], min(stops), model.device)
+    numbers = torch.stack([draws((question.prompt, question.seed), options.max_new_tokens) for question in batch])
+
+    def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
+        """Leave of the logits [B, V] the one token that each row is to go on with."""
+        chosen = choose(scores, options, numbers[:, tokens.shape[1] - ids.shape[1]]).to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+
+    model.generation_config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens, do_sample=False, eos_token_id=sorted(stops), pad_token_id=min(stops)
+    )
+    with quiet_transformers():
+        written = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=model.generation_config,
+            logits_processor=LogitsProcessorList([leave_chosen]),
+        )
+    rows = []
+    for row in written[:, ids.shape[1] :].tolist():
+        end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
+        rows.append(row[: end + 1])
+    return rows
+
+
+def _answer(
+    tokenizer: Any, question: _Question, opening: Sequence[int], tokens: Sequence[int], stops: frozenset[int]
+) -> Answer:
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    ended: Ended = "end" if tokens[-1] in stops else "length"
+    of_text = tokens[:-1] if ended == "end" else tokens
+    text = decode([*opening, *of_text])[len(decode(opening)) :]
+    return Answer(question.prompt.id, question.seed, tuple(tokens), text, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGenerator:
+    """A served model that writes; `source` holds its tokenizer, by which answers are judged and kept."""
+
+    server: Server  # checked
+    source: ModelSource
+    at_once: int = AT_ONCE
+
+    @property
+    def label(self) -> str:
+        return self.server.label
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return served_facts(self.server, self.source.folder)
+
+    def opened(self) -> tuple[Any, ModelFacts]:
+        facts = read_facts(self.source.folder)
+        tokenizer = load_tokenizer(self.source.folder)
+        lengths = [length for length in (facts.positions, self.server.max_length) if length is not None]
+        return tokenizer, replace(facts, positions=min(lengths, default=None))
+
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
+        tokenizer = load_tokenizer(self.source.folder)
+        progress.start(f"Writing answers by {self.label}", len(asked))
+
+        def ask(request: GenerationRequest) -> Answer:
+            prompt, seed = request
+            settings = self._settings(request, options)
+            choice: ChatChoice | TextChoice
+            if is_chat(prompt, tokenizer, options.chat):
+                question = {"messages": [with_json_arguments(message) for message in prompt.chat], **settings}
+                if prompt.tools:
+                    question["tools"] = prompt.tools
+                choice = self.server.ask("/chat/completions", Chat, question).choices[0]
+                text = message_text(choice.message, prompt, tokenizer, options.chat)
+            else:
+                choice = self.server.ask("/completions", Completion, {"prompt": prompt.text, **settings}).choices[0]
+                text = choice.text
+            return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
+
+        for answer in self.server.all(asked, ask, self.at_once):
+            progress.advance("")
+            yield answer
+
+    def _settings(self, asked: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
+        """How an answer is written."""
+        settings = {
+            "model": self.server.model,
+            "max_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "seed": seed_of(asked) % 2**31,  # what servers take
+            **self.server.plain,
+        }
+        if options.top_p is not None:
+            settings["top_p"] = options.top_p
+        return settings
+
+
+def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:
+    """The text that the model wrote, of a message from which a server has taken apart thinking and calls of tools."""
+    text = message.text
+    thinking = message.reasoning_content or message.reasoning
+    if thinking is not None:
+        end = thinking_end(tokenizer) or THINKING_END
+        begin = end.replace("/", "", 1)
+        is_open = tokenizer.decode(tokens_of(prompt, tokenizer, chat)).rstrip().endswith(begin)
+        opening = "" if is_open else f"{begin}\n"
+        text = f"{opening}{thinking.strip()}\n{end}\n\n{text.lstrip()}"
+    for call in message.tool_calls or ():
+        arguments = call.function.arguments
+        with suppress(ValueError):  # else it is shown as it was written
+            arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+        shown = json.dumps({"name": call.function.name, "arguments": arguments}, ensure_ascii=False)
+        text = f"{text}\n<tool_call>\n{shown}\n</tool_call>".lstrip("\n")
+    return text
+
+
+TextGenerator = StockGenerator | ServedGenerator
+
+
+def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> TextGenerator:
+    """The writer of a model's answers: stock transformers, so many together, or its server."""
+    if server is not None:
+        return ServedGenerator(server, source, rows or AT_ONCE)
+    return StockGenerator(source, device, dtype, rows)
+
+
+def journal_of(writer: TextGenerator, options: GenerationOptions, folder: Path) -> Journal:
+    """Return the journal of a writer's answers in a folder: one for each model and options."""
+    facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
+    return Journal(folder / f"answers-{request_key(writer.facts, facts)[:32]}.jsonl", TypeAdapter(Answer))
+
+
+def answer_all(
+    writer: TextGenerator,
+    asked: Iterable[GenerationRequest],
+    options: GenerationOptions,
+    folder: Path,
+    progress: Progress,
+) -> list[Answer]:
+    """The answers in the order of what is asked; those that the folder's journal has are not asked again."""
+    asked = list(asked)
+    journal = journal_of(writer, options, folder)
+    known = {answer.key: answer for answer in journal.read()}
+    missing = [(prompt, seed) for prompt, seed in asked if (prompt.id, seed) not in known]
+    for answer in writer.write(missing, options, progress):
+        journal.add(answer)
+        known[answer.key] = answer
+    return [known[prompt.id, seed] for prompt, seed in asked]

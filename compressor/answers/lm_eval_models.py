@@ -1,0 +1,428 @@
+"""lm-eval's transformers model, watched: it reports progress, and stops at the first number that is not finite.
+
+It is in memory, or answers log likelihoods from one streamed pass: equal inputs run once, and there are logits only
+where they count. Importing this module imports lm-eval. B rows of a batch, S tokens, N scored positions, H hidden size,
+V words of the vocabulary.
+
+Or a server answers, by lm-eval's model of a completions API with requests of our own: several at once, and each answer
+kept as it comes, so that a run that a server's timeout ended goes on from what it has been answered.
+"""
+
+import copy
+import math
+import sys
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from pydantic import FiniteFloat, TypeAdapter
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from compressor.answers.decoding import free, read_facts
+from compressor.answers.journal import Journal
+from compressor.answers.server import AT_ONCE, Completion, PromptScores, Server
+from compressor.answers.tasks import EvaluationOptions
+from compressor.checkpoint.source import ModelSource
+from compressor.devices import pick_device
+from compressor.distributed import ranks
+from compressor.errors import CompressionError
+from compressor.memory import available
+from compressor.model.architecture import head_of
+from compressor.model.opened import OpenModel, load_whole, open_model
+from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
+from compressor.model.tokenizer import load_tokenizer
+from compressor.progress import Progress, Silent
+from compressor.run_record import request_key
+
+CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
+GPU_BATCH = 32  # rows of a streamed model where nobody says how many; all of the device but a layer is free for them
+LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
+TOGETHER = 256  # positions whose probabilities are held at once
+WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what is beyond goes to disk
+POSITIONS = 2048  # of a model that doesn't say how many it was made for
+LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
+
+Request = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
+Answer = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
+
+
+class Watched(TemplateLM):
+    """Counts the answers of one of lm-eval's models, and refuses a log-likelihood that is not finite."""
+
+    tok_encode: Any  # of lm-eval's model
+
+    def watch(self, label: str, task: str, progress: Progress) -> None:
+        """Report the answers to come under these names."""
+        self.label = label
+        self.task = task
+        self.answered = progress
+        self.set_cache_hook(self)
+
+    def start(self, total: int) -> None:
+        self.answered.start(f"Evaluating {self.label} on {self.task}", total)
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        """Take one answer: (log-likelihood, is greedy), a log-likelihood, or text."""
+        if kind != "generate_until":
+            value = answer[0] if isinstance(answer, tuple) else answer
+            if not math.isfinite(value):
+                raise self.fault(f"a log-likelihood of {value}")
+        self.answered.advance("")
+
+    def check_logits(self, module: Any, inputs: Any, output: Any) -> None:
+        """Refuse NaN where the next token is chosen, which would choose one in silence: [B, S, V]."""
+        if not bool((output.logits[:, -1] < torch.inf).all()):
+            raise self.fault("logits that are NaN or infinite")
+
+    def fault(self, what: str) -> CompressionError:
+        return CompressionError(
+            f"{self.label} gives {what} on task {self.task!r}, so its results mean nothing; check its weights, or "
+            "pass --dtype float32 if they are sound"
+        )
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        self.start(len(requests))
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        self.start(len(requests))
+        encode = self.tok_encode
+        # the prefix token already opens each text, and a tokenizer that does so too would open it twice
+        self.tok_encode = partial(encode, add_special_tokens=False)
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        finally:
+            del self.tok_encode
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        self.start(len(requests))
+        return super().generate_until(requests, disable_tqdm=True)
+
+
+class WatchedModel(Watched, HFLM):
+    """A causal language model of transformers."""
+
+    # refuses a checkpoint that lacks weights: they would be random
+    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
+
+    def _get_config(self, *arguments: Any, **named: Any) -> None:
+        super()._get_config(*arguments, **named)
+        if hasattr(self.config, "quantization_config"):  # the model is loaded dequantised, and lm-eval need not read it
+            del self.config.quantization_config
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def _model_generate(self, *arguments: Any, **named: Any) -> Any:
+        with self.model.register_forward_hook(self.check_logits):
+            return super()._model_generate(*arguments, **named)
+
+
+@contextmanager
+def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[WatchedModel]:
+    """A model in memory, which is free again afterwards."""
+    device = pick_device(options.device)
+    load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
+    batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
+    model = WatchedModel(
+        pretrained=str(source.folder.resolve()),  # an absolute path is never asked for on the Hub
+        device=str(device),
+        dtype=options.dtype,
+        batch_size=batch,
+        softmax_dtype="float32",  # sums in bfloat16 would round a perplexity by more than a compression costs
+    )
+    try:
+        if torch.device(model.device).type != device.type:
+            raise CompressionError(f"lm-eval cannot use device {options.device!r}; pass --device cpu or cuda")
+        yield model
+    finally:
+        model._model = None
+        del model
+        free(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """[S] tokens that a model runs once, and the continuations that end with the token it predicts last."""
+
+    tokens: tuple[int, ...]
+    continuations: tuple[tuple[int, tuple[int, ...]], ...]  # each with the number of its request
+
+    @property
+    def scored(self) -> int:
+        """Number of positions, the last ones, whose logits are needed."""
+        return max(len(tokens) for _, tokens in self.continuations)
+
+
+def inputs_of(requests: Sequence[Request], most: int) -> list[Input]:
+    """The different inputs of all requests, longest first, cut on the left to `most` tokens as lm-eval cuts them.
+
+    The answers A and B to one question differ in their last token alone, so they share an input.
+    """
+    continuations = defaultdict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]](list)
+    for number, (before, after) in enumerate(requests):
+        continuations[(*before, *after)[-most - 1 : -1]].append((number, tuple(after)))
+    inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
+    return sorted(inputs, key=lambda row: (-len(row.tokens), row.tokens))
+
+
+def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[Input]]:
+    """The inputs in their order, at most so many rows and scored positions to a batch, of which each has a row."""
+    batches: list[list[Input]] = []
+    left = 0
+    for row in inputs:
+        if not batches or len(batches[-1]) == rows or row.scored > left:
+            batches.append([])
+            left = positions
+        batches[-1].append(row)
+        left -= row.scored
+    return batches
+
+
+def score(logits: Tensor, tokens: Sequence[int]) -> Answer:
+    """Return the answer of a continuation that ends where the logits [N, V] of its row do, of at most N tokens."""
+    targets = torch.tensor(tokens, device=logits.device)[:, None]
+    value = 0.0
+    greedy = True
+    for part, expected in zip(logits[-len(tokens) :].split(TOGETHER), targets.split(TOGETHER), strict=True):
+        logs = part.log_softmax(-1, dtype=torch.float32)
+        value += float(logs.gather(1, expected).sum())
+        greedy = greedy and bool((logs.argmax(-1, keepdim=True) == expected).all())
+    return value, greedy
+
+
+class _Answers(LayerVisitor):
+    """Takes the answers where a batch reaches the head, which is shown the scored positions alone."""
+
+    repeatable = True
+
+    def __init__(self, batches: Sequence[Sequence[Input]]) -> None:
+        self.batches = batches
+        self.answers = dict[int, Answer]()  # by request
+        self.chosen = False
+
+    def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
+        """Hidden states [B, S, H] -> [1, N, H]; others, which a head of another form may take, stay."""
+        hidden = args[0]
+        batch = self.batches[self.at.batch]
+        self.chosen = hidden.shape[:-1] == (len(batch), len(batch[0].tokens))
+        if not self.chosen:
+            return None
+        return (_scored(hidden, batch)[None], *args[1:])
+
+    @torch.no_grad()
+    def on_batch_end(self, batch: int, output: Any) -> None:
+        rows = self.batches[batch]
+        logits = output.logits[0] if self.chosen else _scored(output.logits, rows)
+        for row, part in zip(rows, logits.split([row.scored for row in rows]), strict=True):
+            for number, tokens in row.continuations:
+                self.answers[number] = score(part, tokens)
+
+
+def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
+    """[B, S, ...] -> [N, ...]: each row's scored positions, which are the last of its own tokens."""
+    spans = []
+    for row, own_values in zip(batch, values, strict=True):
+        end = len(row.tokens)
+        spans.append(own_values[end - row.scored : end])
+    return torch.cat(spans)
+
+
+class StreamedModel(WatchedModel):
+    """A causal language model that answers requests of likelihood, one layer in memory at a time."""
+
+    def __init__(self, opened: OpenModel, rows: int) -> None:
+        self.opened = opened
+        self.rows = rows
+        self.layers: Progress = Silent()
+        # all windows of long texts are handed over at once, to be cut into batches here
+        super().__init__(
+            pretrained=str(opened.source.folder.resolve()), device=str(opened.partial.device), batch_size=sys.maxsize
+        )
+
+    def _create_model(self, *_: Any, **settings: Any) -> None:
+        self._model = SimpleNamespace(config=self.config, to=lambda device: None)  # for what lm-eval asks of a model
+
+    def watch(self, label: str, task: str, progress: Progress) -> None:
+        """Report progress in layers, not in answers."""
+        self.layers = progress
+        super().watch(label, task, Silent())
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        """The answer to each request, all batches in lockstep through one layer after the other.
+
+        Several ranks share the batches, and each gets all answers.
+        """
+        pairs = [(before, after) for _, before, after in requests]
+        for before, after in pairs:
+            if not before or not after:
+                raise CompressionError("an item has a prompt or an answer without a token; give both some text")
+            if len(after) > self.max_length:
+                raise CompressionError(
+                    f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; shorten it"
+                )
+        model = self.opened
+        batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
+        budget = DEFAULT_ACTIVATION_BUDGET
+        free_memory = available()
+        if free_memory is not None:
+            budget = min(budget, free_memory // WAITING_SHARE)
+        # padded on the right: what follows a token does not reach it, so no mask is needed
+        tokens = []
+        for batch in batches:
+            tokens.append(pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True))
+        visitor = _Answers(batches)
+        phase = f"Evaluating {self.label} on {self.task}, layer by layer"
+        one = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
+        head = head_of(model.partial.model)
+        with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
+            one.run(visitor)
+        answers = dict(ChainMap(*ranks().all_gather(visitor.answers)))
+        for number, (request, _, _) in enumerate(requests):
+            if request is not None:  # windows of a longer text are watched as one
+                self.cache_hook.add_partial("loglikelihood", request, answers[number])
+        return [answers[number] for number in range(len(pairs))]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        raise CompressionError("a streamed model writes no answers; pass --no-stream")
+
+
+@contextmanager
+def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[StreamedModel]:
+    """A model that is read layer by layer whenever it is asked."""
+    load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
+    opened = open_model(source, options.dtype, options.device)
+    usual = CPU_BATCH if opened.partial.device.type == "cpu" else GPU_BATCH
+    try:
+        yield StreamedModel(opened, usual if isinstance(options.batch_size, str) else options.batch_size)
+    finally:
+        opened.partial.release("")
+        free(opened.partial.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, and how its answer is read; `item` is lm-eval's key of it, None for a window of a longer text."""
+
+    key: str  # of the journal
+    payload: Mapping[str, Any]
+    read: Callable[[Completion], Any]
+    item: Any
+
+
+class ServedModel(Watched, LocalCompletionsAPI):
+    """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
+
+    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Journal) -> None:
+        TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
+        self.server = server
+        self.journal = journal
+        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer_backend = "huggingface"
+        self.tokenized_requests = server.scored == "tokens"
+        positions = read_facts(folder).positions or POSITIONS
+        self.max_length = min(positions, server.max_length or positions) - 1  # one token is always written
+        self.model = server.model
+        self._seed = options.seed
+        self._max_gen_toks = 256
+        self.add_bos_token = False
+        self.custom_prefix_token_id = None
+        self._eos_string = None
+        self._batch_size = 1
+        self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """The answers to requests, each a key of the cache, a context's tokens and a continuation's."""
+        inputs, contexts, items = self.batch_loglikelihood_requests([requests])
+        questions = []
+        for tokens, begin, item in zip(inputs, contexts, items, strict=True):
+            payload = self._create_payload(self._prompt(tokens), seed=self._seed)
+            read = partial(self._likelihood, tokens, max(1, begin))
+            questions.append(Question(request_key(payload, begin), payload, read, item))
+        return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions)]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        self.start(len(requests))
+        questions = []
+        for context, settings in (request.args for request in requests):
+            room = max(1, self.max_length - settings.get("max_gen_toks", self._max_gen_toks))
+            prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
+            settings = copy.deepcopy(settings)
+            payload = self._create_payload(
+                self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
+            )
+            payload |= self.server.plain
+            item = (context, settings)
+            questions.append(Question(request_key(payload), payload, lambda response: response.choices[0].text, item))
+        return self._answers("generate_until", questions)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihoods of whole texts, of which all windows are asked together."""
+        self.start(len(requests))
+        windows = list[Any]()
+        counts = list[int]()
+        for (text,) in (request.args for request in requests):
+            # the token before a text, the tokens of a window, and of the context of each
+            cuts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            of_text = [(None, *make_disjoint_window(cut)) for cut in cuts]
+            windows += of_text
+            counts.append(len(of_text))
+        likelihoods = iter([value for value, _ in self._loglikelihood_tokens(windows)])
+        sums = [sum(islice(likelihoods, count)) for count in counts]
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def _prompt(self, prompt: Any) -> Any:
+        """Token ids as they are where the server takes them, or else text."""
+        return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> tuple[float, bool]:
+        pieces = None if self.tokenized_requests else [self.tokenizer.decode([token]) for token in tokens]
+        scores = PromptScores.of(response.choices[0].logprobs, len(tokens), pieces)
+        likelihood = None if scores is None else scores.likelihood(begin)
+        if likelihood is not None:
+            return likelihood
+        raise CompressionError(
+            f"task {self.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, and "
+            f"{self.server.label} gives others: it hides the token that opens a text, cuts long prompts, or has "
+            "another tokenizer; name another task, or serve the model by vLLM"
+        )
+
+    def _answers(self, kind: str, questions: Sequence[Question]) -> list[Any]:
+        """The answer to each question, which the journal keeps under its key."""
+        known = dict(self.journal.read())
+
+        def ask(question: Question) -> tuple[Question, Any]:
+            if question.key in known:
+                return question, known[question.key]
+            return question, question.read(self.server.ask("/completions", Completion, question.payload))
+
+        for question, answer in self.server.all(questions, ask, self.at_once):
+            if question.key not in known:
+                known[question.key] = answer
+                self.journal.add((question.key, answer))
+            if question.item is not None:
+                self.cache_hook.add_partial(kind, question.item, answer)
+        return [known[question.key] for question in questions]
+
+
+@contextmanager
+def served_model(server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> Iterator[ServedModel]:
+    """A served model, whose answers the file `journal` keeps until all tasks have their results."""
+    yield ServedModel(server, folder, options, Journal(journal, LINE))
+    journal.unlink(missing_ok=True)

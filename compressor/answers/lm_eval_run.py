@@ -1,0 +1,295 @@
+"""Evaluates a model with lm-eval, item by item: one metric, one number an item, greater is better.
+
+Results are stored, and taken from an earlier run of the same model, task and options. A model that does not fit into
+memory, or is shared by several ranks, answers layer by layer.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from compressor.answers.server import Server, served_facts
+from compressor.answers.tasks import (
+    PERPLEXITIES,
+    EvaluationOptions,
+    EvaluationTask,
+    quiet_lm_eval,
+)
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import ModelSource
+from compressor.devices import pick_device
+from compressor.distributed import ranks
+from compressor.errors import CompressionError, wrap_faults
+from compressor.files import file_digest
+from compressor.formatting import human_bytes
+from compressor.model.architecture import build_meta, load_config
+from compressor.model.opened import memory_budget, pick_dtype
+from compressor.progress import Progress
+from compressor.records import read_as
+from compressor.run_record import read_cached, request_key, versions, write_cached
+
+logger = logging.getLogger(__name__)
+
+HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits take
+PACKAGES = ("lm-eval", "torch", "transformers")
+PACKAGE = "moe-compressor"  # whose own code asks a server
+REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
+READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
+REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
+
+Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
+Kind = Literal["score", "likelihood"]
+PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats as the other perplexities are
+
+
+@dataclass(frozen=True, slots=True)
+class ItemScores:
+    """One model's results on one task, item by item."""
+
+    task: str  # as it was asked for: a task or a group of tasks
+    metric: str
+    version: str  # of the task's definition
+    kind: Kind
+    ids: tuple[str, ...]  # [n] of the items, unique
+    values: tuple[float, ...]  # [n] scores, greater is better; of a likelihood task the log-likelihoods in nats
+    weights: tuple[float, ...] = ()  # [n] words or bytes of each item of a likelihood task; empty otherwise
+    streamed: bool = False  # one layer in memory at a time
+
+
+def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
+    """The results of one model on one task, or on all parts of a group under one metric."""
+    # of a task that reads its answers in several ways, the results of the first
+    rows = dict[str, Rows]()
+    for part in task.parts:
+        first_filter = samples[part][0]["filter"]
+        rows[part] = [row for row in samples[part] if row["filter"] == first_filter]
+    metric, kind = choose_metric(task, rows)
+    first = next(iter(task.parts.values()))
+    negated = kind == "score" and not first.higher_is_better().get(metric, True)
+    ids = list[str]()
+    values = list[float]()
+    weights = list[float]()
+    for part in task.parts:
+        for row in rows[part]:
+            number = row["doc_id"]
+            result = row[metric]
+            value, weight = result if isinstance(result, tuple) else (result, 1)
+            if not math.isfinite(value):
+                raise CompressionError(
+                    f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
+                )
+            ids.append(f"{part}/{number}" if task.grouped else str(number))
+            values.append(-float(value) if negated else float(value))
+            weights.append(float(weight))
+    return ItemScores(
+        task=task.name,
+        metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
+        version=task.version,
+        kind=kind,
+        ids=tuple(ids),
+        values=tuple(values),
+        weights=tuple(weights) if kind == "likelihood" else (),
+    )
+
+
+def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, Kind]:
+    """The first metric that gives every item of every part a number, and what sort of number that is."""
+    first = next(iter(task.parts))
+    names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
+    for name in names:
+        kinds = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
+        if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+            return name, kind
+    raise CompressionError(
+        f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), so models cannot be "
+        "compared item by item; name another task"
+    )
+
+
+def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
+    """The kind of an item's value: a score, a log-likelihood, or nothing that belongs to the item alone."""
+    value = row.get(metric)
+    is_perplexity = getattr(task.aggregation().get(metric), "__name__", "") in PERPLEXITIES
+    if isinstance(value, tuple) and len(value) == 2:
+        return "likelihood" if is_perplexity else None
+    if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
+        return None
+    return "likelihood" if is_perplexity else "score"
+
+
+def identity(source: ModelSource, server: Server | None = None, digests: bool = False) -> dict[str, Any]:
+    """Facts that a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder.
+
+    Of a served model they are all that its server says of it.
+    With the SHA-256 `digests` of a folder's weight files, a copy is known for the model that was evaluated.
+    """
+    if server is not None:
+        return served_facts(server, source.folder)
+    if source.revision is not None:
+        return {"repository": source.name, "commit": source.revision}
+    texts = [path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()]
+    files = {path.name: file_digest(path) for path in sorted(texts) if path.name != REPORT}
+    weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
+    facts: dict[str, Any] = {"weights": weights, "files": files}
+    if digests:
+        facts["digests"] = {str(name): file_digest(source.folder / str(name)) for name, *_ in weights}
+    return facts
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEvaluation:
+    """A model and the tasks that it answers, some of which it may have answered in an earlier run."""
+
+    source: ModelSource
+    tasks: tuple[EvaluationTask, ...]
+    options: EvaluationOptions
+    server: Server | None = None  # that answers for the model
+    journal: Path | None = None  # its answers, until all tasks have their results
+    streamed: bool = False  # one layer in memory at a time
+    files: Mapping[str, Mapping[Path, Any]] = field(default_factory=dict)  # by task: where its result is kept, with key
+    known: Mapping[str, ItemScores] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[EvaluationTask, ...]:
+        return tuple(task for task in self.tasks if task.name not in self.known)
+
+    def run(self, progress: Progress) -> dict[str, ItemScores]:
+        """All results by task: load the model once for those that are missing, and keep each as soon as it is there.
+
+        A streamed model is read once for all tasks, which are answered together.
+        """
+        results = dict(self.known)
+        if not self.missing:
+            return results
+        label = self.source.label if self.server is None else self.server.label
+        options = self.options
+        with quiet_lm_eval():
+            import lm_eval
+            from lm_eval.tasks import TaskManager
+
+            from compressor.answers.lm_eval_models import Watched, loaded_model, served_model, streamed_model
+
+            opening: AbstractContextManager[Watched]
+            if self.server is not None:
+                assert self.journal is not None
+                opening = served_model(self.server, self.source.folder, options, self.journal)
+            elif self.streamed:
+                opening = streamed_model(self.source, options)
+            else:
+                opening = loaded_model(self.source, options)
+            progress.start(f"{'Opening' if self.streamed else 'Loading'} {label}", 1)
+            with wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES), opening as model:
+                progress.advance("")
+                for together in [self.missing] if self.streamed else [(task,) for task in self.missing]:
+                    names = ", ".join(task.name for task in together)
+                    with wrap_faults(f"{label} could not be evaluated on task {names!r}", *REMEDIES):
+                        model.watch(label, names, progress)
+                        evaluated = lm_eval.simple_evaluate(
+                            model=model,
+                            tasks=[task.loaded for task in together],
+                            task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
+                            num_fewshot=options.num_fewshot,
+                            limit=options.limit,
+                            bootstrap_iters=0,
+                            log_samples=True,
+                            random_seed=options.seed,
+                            numpy_random_seed=options.seed % 2**32,
+                            torch_random_seed=options.seed,
+                            fewshot_random_seed=options.seed,
+                        )
+                        for task in together:
+                            scores = item_scores(task, evaluated["samples"])
+                            results[task.name] = replace(scores, streamed=self.streamed)
+                            self._store(results[task.name])
+        return {task.name: results[task.name] for task in self.tasks}
+
+    def _store(self, scores: ItemScores) -> None:
+        """Store a result. Where that fails, the run goes on with a warning."""
+        if not ranks().is_first:
+            return
+        for path, key in self.files.get(scores.task, {}).items():
+            error = write_cached(path, {"key": key, "scores": asdict(scores)})
+            if error:
+                logger.warning("the results on %s could not be stored in %s: %s", scores.task, path.parent, error)
+
+
+def plan_evaluation(
+    source: ModelSource,
+    tasks: Sequence[EvaluationTask],
+    options: EvaluationOptions,
+    cache: Path,
+    server: Server | None = None,
+    content: Mapping[str, Any] | None = None,
+) -> TaskEvaluation:
+    """Look for results in the folder `cache`, also under the model's `content` where that is known.
+
+    Raises `CompressionError` for a missing task that cannot be answered the way that it has to be.
+    """
+    facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
+    if server is not None:
+        facts["package"] = versions((PACKAGE,))
+    models = [identity(source, server), *([] if content is None else [content])]
+    files = dict[str, dict[Path, Any]]()
+    for task in tasks:
+        files[task.name] = {}
+        for model in models:
+            key = {**facts, "model": model, "task": task.name, "version": task.version}
+            files[task.name][cache / f"{request_key(key)[:32]}.json"] = key
+    stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})
+    known = {name: scores for name, scores in stored.items() if scores is not None}
+    journal = None
+    if server is not None:
+        journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
+    missing = [task for task in tasks if task.name not in known]
+    streamed = bool(missing) and server is None and streams(source, options)
+    for task in missing:
+        if streamed and "generate_until" in task.kinds:  # all layers would be read anew for every token
+            size = human_bytes(weight_bytes(source, options.dtype))
+            raise CompressionError(
+                f"task {task.name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
+                "tasks of multiple choice or likelihood, or pass --no-stream"
+            )
+    return TaskEvaluation(source, tuple(tasks), options, server, journal, streamed, files, known)
+
+
+def _stored(files: Iterable[Path]) -> ItemScores | None:
+    """The first result that can be read."""
+    for content in filter(None, map(read_cached, files)):
+        with suppress(KeyError, CompressionError):  # of another version of this package
+            return read_as(ItemScores, content["scores"])
+    return None
+
+
+def weight_bytes(source: ModelSource, dtype: str) -> int:
+    """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
+    checkpoint = Checkpoint(source.folder)
+    config = load_config(source.folder)
+    model = build_meta(config, pick_dtype(dtype, config, checkpoint))
+    return sum(value.nbytes for value in model.parameters())
+
+
+def streams(source: ModelSource, options: EvaluationOptions) -> bool:
+    """Return True if the model is to be streamed: as the options say, by several ranks, or where it does not fit.
+
+    Raises `CompressionError` where several ranks are asked not to.
+    """
+    if ranks().is_alone:
+        return options.stream if options.stream is not None else not fits_whole(source, options.dtype, options.device)
+    if options.stream is False:
+        raise CompressionError(
+            "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
+        )
+    return True
+
+
+def fits_whole(source: ModelSource, dtype: str, device: str) -> bool:
+    """Return True if the stock loader can hold the model in the machine's memory, and in the device's own."""
+    budgets = map(memory_budget, (torch.device("cpu"), pick_device(device)))
+    needed = weight_bytes(source, dtype) + HEADROOM
+    return all(budget is None or needed <= budget for budget in budgets)

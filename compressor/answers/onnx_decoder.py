@@ -1,0 +1,218 @@
+"""Continues a prompt with an ONNX export, token by token.
+
+Names, shapes and dtypes are the graph's own, so that any layout of a cache works. V words of the vocabulary.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compressor.answers.decoding import choose, read_facts
+from compressor.answers.options import GenerationOptions
+from compressor.answers.prompts import Prompt, tokens_of
+from compressor.checkpoint.reader import MODEL_NAME
+from compressor.errors import CompressionError, reason_of, wrap_faults
+from compressor.model.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
+RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))  # of a cache: in -> out
+DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(bool)": torch.bool,
+}
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
+
+
+class OnnxDecoder:
+    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32.
+
+    Caches go from one run to the next as they are: no copy, and no dtype that numpy must know.
+    """
+
+    def __init__(self, session: Any) -> None:
+        """Find the caches; raises `CompressionError` for a graph that is no decoder."""
+        self._session = session
+        self._inputs = {entry.name: entry for entry in session.get_inputs()}
+        outputs = {entry.name for entry in session.get_outputs()}
+        if TOKENS not in self._inputs or LOGITS not in outputs:
+            raise CompressionError(
+                f"{MODEL_NAME} has no input {TOKENS!r} or no output {LOGITS!r}; export a causal language model"
+            )
+        self._next = dict[str, str]()  # by input: the output with its next value
+        self._caches = dict[str, Any]()  # by input: its value now
+        for name, entry in self._inputs.items():
+            if name in (TOKENS, MASK, POSITIONS):
+                continue
+            renamed = [name.replace(old, new, 1) for old, new in RENAMINGS if old in name]
+            output = next((candidate for candidate in renamed if candidate in outputs), None)
+            if output is None:
+                raise CompressionError(
+                    f"{MODEL_NAME}: nothing is known to feed its input {name!r} with, and no output gives its next "
+                    "value; export the model again"
+                )
+            # no past before the first token, zeros along axes that are fixed; a name is that of a length that may vary
+            shape = [
+                size if isinstance(size, int) else int(axis == 0 or "batch" in (size or ""))
+                for axis, size in enumerate(entry.shape)
+            ]
+            self._next[name] = output
+            self._caches[name] = ort_value(torch.zeros(shape, dtype=DTYPES[entry.type]))
+        self._past = 0  # tokens that the caches hold
+        self._seen: list[int] = []
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        self._seen.extend(tokens)
+        total = len(self._seen)
+        fresh = self._seen[self._past :]  # without a cache all of it is read again
+        inputs = {
+            TOKENS: torch.tensor([fresh]),
+            MASK: torch.ones(1, total, dtype=torch.long),
+            POSITIONS: torch.arange(self._past, total)[None],
+        }
+        fed = {
+            name: ort_value(value.to(DTYPES[self._inputs[name].type]))
+            for name, value in inputs.items()
+            if name in self._inputs
+        }
+        logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
+        self._caches = dict(zip(self._next, caches, strict=True))
+        self._past = total if self._next else 0
+        last: Tensor = torch.utils.dlpack.from_dlpack(logits)[0, -1]
+        return last.to("cpu", torch.float32, copy=True)
+
+
+def ort_value(tensor: Tensor) -> Any:
+    """The tensor as ONNX Runtime takes it."""
+    from onnxruntime import OrtValue
+
+    return OrtValue.from_dlpack(tensor.contiguous())
+
+
+def providers(device: str, available: Sequence[str]) -> list[Any]:
+    """Execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not installed."""
+    cpu = "CPUExecutionProvider"
+    cuda = "CUDAExecutionProvider"
+    kind, _, number = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (number and not number.isdecimal()):
+        raise CompressionError(f"ONNX Runtime has no device {device!r} here; pass --device cpu, cuda or auto")
+    if kind == "cuda" and cuda not in available:
+        raise CompressionError(f"device {device!r} needs onnxruntime-gpu, which is not installed; pass --device cpu")
+    if kind == "cpu" or cuda not in available:
+        return [cpu]
+    return [(cuda, {"device_id": int(number or 0)}), cpu]
+
+
+def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
+    """Open the folder's graph; raises `CompressionError` if ONNX Runtime cannot read it."""
+    import onnxruntime
+
+    chosen = providers(device, onnxruntime.get_available_providers())
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3  # what fails is raised, too
+    try:
+        session = onnxruntime.InferenceSession(str(folder / MODEL_NAME), settings, providers=chosen)
+    except Exception as error:  # ONNX Runtime's exceptions share no class
+        raise CompressionError(
+            f"ONNX Runtime cannot read {folder / MODEL_NAME}: {reason_of(error)}; export it again"
+        ) from error
+    return OnnxDecoder(session)
+
+
+def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Turn tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
+
+    All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge a run of bytes as
+    one. What is out stays, also where such a decoder takes it back. A character comes out once it is whole.
+    """
+    seen = list(before)
+
+    def decode() -> str:
+        return str(tokenizer.decode(seen, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    shown = len(decode())
+    for token in tokens:
+        seen.append(token)
+        piece = decode().rstrip(UNFINISHED)[shown:]
+        shown += len(piece)
+        yield piece
+    yield decode()[shown:]
+
+
+@dataclass(slots=True)
+class Continuation:
+    """A prompt being continued: iterating gives pieces of text, and fills in the rest."""
+
+    decoder: OnnxDecoder
+    tokenizer: Any
+    options: GenerationOptions
+    stops: frozenset[int]
+    prompt: tuple[int, ...]  # [S]
+    tokens: list[int] = field(default_factory=list)  # chosen so far, an end token included
+    stopped: Literal["end", "length"] = "length"  # an end token came, or enough tokens
+    first_seconds: float | None = None  # from the start to the first token
+    seconds: float = 0.0  # from the start to the last token
+
+    def __iter__(self) -> Iterator[str]:
+        opening = () if self.options.chat else self.prompt  # an answer opens a text of its own
+        yield from stream_text(self.tokenizer, opening, self._write())
+
+    def _write(self) -> Iterator[int]:
+        """Choose tokens, without the end token."""
+        start = time.perf_counter()
+        generator = torch.Generator().manual_seed(self.options.seed)
+        fresh = self.prompt
+        while len(self.tokens) < self.options.max_new_tokens:
+            number = torch.rand(1, generator=generator, dtype=torch.float64)
+            token = int(choose(self.decoder(fresh)[None], self.options, number))
+            self.tokens.append(token)
+            self.seconds = time.perf_counter() - start
+            self.first_seconds = self.first_seconds or self.seconds
+            if token in self.stops:
+                self.stopped = "end"
+                return
+            yield token
+            fresh = (token,)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Rate of all tokens after the first; None if there are none."""
+        if self.first_seconds is None or self.seconds <= self.first_seconds:
+            return None
+        return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
+
+
+def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str = "auto") -> Continuation:
+    """Read the prompt and open the graph; every fault is a `CompressionError`."""
+    if not (folder / MODEL_NAME).is_file():
+        raise CompressionError(
+            f"{folder} has no {MODEL_NAME}; name the folder of an ONNX export, or run a safetensors checkpoint by "
+            "transformers"
+        )
+    tokenizer = load_tokenizer(folder)
+    facts = read_facts(folder, tokenizer)
+    ids = tokens_of(Prompt.of(prompt, where="the prompt"), tokenizer, options.chat)
+    in_a_sentence = wrap_faults(f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can")
+    decoder = in_a_sentence(onnx_decoder(folder, device))
+    most = options.max_new_tokens
+    if facts.positions is not None and len(ids) + most > facts.positions:
+        logger.warning(
+            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; what "
+            "comes after them may be nonsense",
+            len(ids),
+            most,
+            facts.positions,
+        )
+    return Continuation(decoder, tokenizer, options, facts.stops, ids)

@@ -1,0 +1,446 @@
+"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and how it scores prompts.
+
+The one place where a server's answers are checked. A request follows no redirect. A key is taken from the environment
+variable OPENAI_API_KEY alone, sent to the server that was named, and kept nowhere.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
+from operator import eq
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
+
+from compressor.answers.options import SECONDS, ServerOptions
+from compressor.answers.tasks import EvaluationTask
+from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
+from compressor.files import file_digest
+from compressor.formatting import known_names
+from compressor.model.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
+BUSY = (408, 425, 429, 502, 503, 504)
+LOCAL = ("localhost", "127.0.0.1", "::1")  # for which no proxy is asked
+REMEDY = "is it an OpenAI-compatible server?"
+AT_ONCE = 8  # requests, where nobody says how many
+MOST_PORT = 2**16 - 1
+ENDPOINTS = ("/chat/completions", "/completions", "/models")
+PLAIN = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}  # which some servers raise, and so hide loops
+PROBE = "The quick brown fox: 3 + 4 = 7.\nA lazy dog sleeps"
+PROBED = 8  # tokens that are asked for
+TOKENIZER = ("tokenizer*.json", "*.model", "special_tokens_map.json", "vocab*", "merges.txt")
+
+Scored = Literal["tokens", "text", None]  # in what form a prompt gets log-probabilities; None: in none
+Q = TypeVar("Q")
+
+
+class RefusedError(CompressionError):
+    """A server that is there does not take a request."""
+
+
+def _or_none(value: Any, validate: Any) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+T = TypeVar("T")
+Lenient = Annotated[T | None, WrapValidator(_or_none)]  # None in place of another type
+
+
+class Checked(BaseModel):
+    """An object of an answer; fields that nobody reads are left aside."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Meta(Checked):
+    model_config = ConfigDict(extra="allow")
+    n_ctx: Lenient[PositiveInt] = None
+
+
+class ListedModel(Checked):
+    id: str
+    root: Lenient[str] = None
+    owned_by: Lenient[str] = None
+    max_model_len: Lenient[PositiveInt] = None
+    meta: Lenient[Meta] = None
+
+
+class Models(Checked):
+    data: tuple[ListedModel, ...]
+
+
+class Version(Checked):
+    version: str
+
+
+class Logprobs(Checked):
+    """Log-probabilities of n tokens; the first may have none."""
+
+    tokens: list[str]
+    token_logprobs: list[FiniteFloat | None]
+    top_logprobs: list[dict[str, FiniteFloat] | None]
+
+
+class TextChoice(Checked):
+    text: str
+    finish_reason: str | None = None
+    logprobs: Lenient[Logprobs] = None
+
+
+class Usage(Checked):
+    prompt_tokens: Lenient[int] = None
+
+
+class Completion(Checked):
+    choices: tuple[TextChoice]
+    usage: Lenient[Usage] = None
+
+
+class MessagePart(Checked):
+    type: Literal["text"]
+    text: str
+
+
+class Function(Checked):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Checked):
+    function: Function
+
+
+class Message(Checked):
+    content: str | tuple[MessagePart, ...] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+
+class ChatChoice(Checked):
+    message: Message
+    finish_reason: str | None = None
+
+
+class Chat(Checked):
+    choices: tuple[ChatChoice]
+
+
+class Fault(Checked):
+    message: str
+
+
+class Refusal(Checked):
+    """The body of an error: servers write {"error": {"message": TEXT}}, {"error": TEXT} or {"message": TEXT}."""
+
+    error: Lenient[Fault | str] = None
+    message: Lenient[str] = None
+
+
+Answer = TypeVar("Answer", bound=Checked)
+
+
+def _refusal(url: str, response: Any) -> CompressionError:
+    status = response.status_code
+    reason = response.reason_phrase or "no reason"
+    with suppress(ValidationError):  # no JSON object
+        refusal = Refusal.model_validate_json(response.content)
+        error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
+        reason = refusal.message or error or reason
+    remedy = "see its log"
+    if status in (401, 403):
+        remedy = f"put its key into the environment variable {KEY_VARIABLE}"
+    elif status == 404:
+        remedy = "is it an OpenAI-compatible server, and has it this model?"
+    return RefusedError(f"{url} answers {status} ({reason_of(Exception(reason))}); {remedy}")
+
+
+@cache
+def _certificates() -> Any:
+    """The certificates of all connections, which take long to read."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One model of a server that is there; the server itself where none is named."""
+
+    address: str  # of its API, without a slash at the end
+    timeout: float  # seconds to wait for an answer
+    model: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # plain JSON: what it says of itself and of the model
+    max_length: int | None = None  # tokens of a prompt with its answer
+    scored: Scored = None
+    plain: Mapping[str, float] = field(default_factory=dict)  # settings of each answer, where it takes them
+
+    @property
+    def label(self) -> str:
+        return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
+
+    def ask(self, path: str, kind: type[Answer], payload: Mapping[str, Any] | None = None) -> Answer:
+        """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else."""
+        url = f"{self.address}{path}"
+        response = self._send(url, payload)
+        if response.is_error:
+            raise _refusal(url, response)
+        if not response.is_success:
+            location = response.headers.get("location") or "nowhere"
+            raise CompressionError(
+                f"{url} redirects to {location}, which is not followed; name the address of the server itself"
+            )
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "its answer"
+            raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
+
+    def _send(self, url: str, payload: Mapping[str, Any] | None) -> Any:
+        """Send a request until it is answered by something else than an error that may pass."""
+        import httpx2
+
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE, "").strip():
+            headers["Authorization"] = f"Bearer {key}"
+        method, content = ("GET", None) if payload is None else ("POST", json.dumps(payload))
+        proxies = httpx2.URL(url).host not in LOCAL
+        try:
+            with httpx2.Client(timeout=self.timeout, trust_env=proxies, verify=_certificates()) as client:
+                for attempt in range(TRIES - 1):
+                    # a connection may be reset
+                    with suppress(httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                        response = client.request(method, url, headers=headers, content=content)
+                        if response.status_code not in BUSY:
+                            return response
+                    time.sleep(PAUSE * 2**attempt)
+                return client.request(method, url, headers=headers, content=content)
+        except httpx2.TimeoutException as error:
+            raise CompressionError(
+                f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
+                "see what keeps it, or raise --timeout, and repeat the command"
+            ) from error
+        except httpx2.ConnectError as error:
+            raise CompressionError(
+                f"{self.address} cannot be reached ({reason_of(error)}); start the server, or correct its address"
+            ) from error
+        except (httpx2.TransportError, httpx2.InvalidURL, OSError, ImportError, ValueError) as error:
+            raise CompressionError(
+                f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the address, or the proxy "
+                "that the environment names"
+            ) from error
+
+    def all(self, asked: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
+        """Yield the answers in any order, each as soon as it is there; so many are asked at once.
+
+        Where one fails, no further one is asked; those under way are waited for and yielded first.
+        """
+        waiting = iter(asked)
+        error: BaseException | None = None
+        with ThreadPoolExecutor(at_once) as pool:
+            running = {pool.submit(ask, question) for question in islice(waiting, at_once)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    error = error or future.exception()
+                    if future.exception() is None:
+                        yield future.result()
+                if error is None:
+                    running |= {pool.submit(ask, question) for question in islice(waiting, len(done))}
+        if error is not None:
+            raise error
+
+    def checked(self, folder: Any, label: str) -> "Server":
+        """The same, knowing how it scores prompts; refuses one of another vocabulary than the folder's tokenizer.
+
+        The first tokens that it writes are among its facts: weights that were changed behind a name are noticed.
+        """
+        tokenizer = load_tokenizer(folder)
+        ids = [int(token) for token in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
+        asked = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
+        other = CompressionError(
+            f"{self.label} has another vocabulary than {label}: it reads the same text as other tokens; name the "
+            "folder with the tokenizer of the served model, or serve the other model"
+        )
+        pieces = [tokenizer.decode([token]) for token in ids]
+        forms: tuple[tuple[Scored, Any], ...] = (("tokens", ids), ("text", PROBE))
+        for form, prompt in forms:
+            with suppress(RefusedError):  # of token ids, of echo, or of log-probabilities
+                question = {**asked, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
+                logs = self.ask("/completions", Completion, question).choices[0].logprobs
+                if PromptScores.of(logs, len(ids)) is None:
+                    continue  # log-probabilities of what it writes alone, or of none
+                scores = PromptScores.of(logs, len(ids), pieces)
+                if scores is None:
+                    raise other
+                if scores.shifted():
+                    break
+                facts = {**self.facts, "answer": "".join(scores.written)}
+                return replace(self, scored=form, facts=facts, plain=PLAIN)
+        for plain in (PLAIN, {}):
+            with suppress(RefusedError):
+                response = self.ask("/completions", Completion, {**asked, **plain, "prompt": PROBE})
+                break
+        else:  # it knows chats alone
+            return self
+        counted = response.usage and response.usage.prompt_tokens
+        if counted not in (None, len(ids), len(ids) + 1):  # with a token that opens texts
+            raise other
+        return replace(self, facts={**self.facts, "answer": response.choices[0].text}, plain=plain)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of the n tokens of a prompt, and what the server has written after it."""
+
+    values: Sequence[float | None]  # [n] log-probabilities; of the first token there may be none
+    tops: Sequence[Mapping[str, float] | None]  # [n] of the most probable tokens by their texts
+    written: Sequence[str]
+    after: Sequence[Mapping[str, float] | None]  # of the prompt's last token and the written ones, what `tops` has
+
+    @classmethod
+    def of(cls, logs: Logprobs | None, count: int, pieces: Sequence[str] | None = None) -> "PromptScores | None":
+        """Read the scores of a prompt of so many tokens; None if it has none.
+
+        Where their texts are given as `pieces`, the tokens have to be these, after one that opens texts if need be.
+        """
+        if logs is None:
+            return None
+        tokens = logs.tokens
+        values = logs.token_logprobs
+        tops = logs.top_logprobs
+        for begin in (0, 1) if pieces is not None else (0,):
+            of_prompt = slice(begin, begin + count)
+            if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[of_prompt], pieces):
+                after = tops[begin + count - 1 :]
+                return cls(values[of_prompt], tops[of_prompt], tokens[begin + count :], after)
+        return None
+
+    def shifted(self) -> bool:
+        """Return True if what was written is most probable by the token before, more than by itself.
+
+        Some servers give the probability that each token has after itself.
+        """
+        tops = [max(top, key=top.__getitem__) if top else None for top in self.after]
+        by_token_before = sum(map(eq, self.written, tops))
+        by_itself = sum(map(eq, self.written, tops[1:]))
+        return bool(by_token_before > by_itself)
+
+    def likelihood(self, begin: int) -> tuple[float, bool] | None:
+        """The log-likelihood of all tokens from `begin` on, and whether each is the most probable one.
+
+        None where one has no log-probability.
+        """
+        total = 0.0
+        greedy = True
+        for value, top in zip(self.values[begin:], self.tops[begin:], strict=True):
+            if value is None or not top:
+                return None
+            total += value
+            greedy = greedy and value >= max(top.values())
+        return total, greedy
+
+
+def alike(shown: Sequence[str], pieces: Sequence[str] | None) -> bool:
+    """Return True if a server's tokens may be these, by their texts, as far as both show them.
+
+    Blanks and parts of characters are shown in several ways.
+    """
+
+    def letters(text: str) -> str:
+        return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
+
+    for one, other in zip(map(letters, shown), map(letters, pieces or ()), strict=False):
+        if one and other and one != other and not one.startswith("token_id:"):
+            return False
+    return True
+
+
+def open_server(
+    url: str,
+    model: str | None = None,
+    timeout: float = SECONDS,
+    options: tuple[str, str] = ("--server", "--served-model"),
+) -> Server:
+    """Ask a server for its models; a sentence where it is none, cannot be reached, or has no such model."""
+    import httpx2
+
+    try:
+        parts = httpx2.URL(url.strip())
+    except httpx2.InvalidURL:
+        parts = httpx2.URL()
+    if parts.userinfo or parts.query:
+        raise CompressionError(
+            f"{options[0]} holds a user's name or a key; write the address without, and put a key into {KEY_VARIABLE}"
+        )
+    if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 0) > MOST_PORT:
+        raise CompressionError(
+            f"{options[0]} {url!r} is no address of a server; write one such as http://localhost:8000"
+        )
+    path = parts.path.rstrip("/")
+    for end in ENDPOINTS:
+        path = path.removesuffix(end)
+    address = str(parts.copy_with(path=path or "/v1", fragment=None))
+    server = Server(address, timeout)
+    by_name = {entry.id: entry for entry in server.ask("/models", Models).data}
+    if model is None:
+        if len(by_name) != 1:
+            names = ", ".join(by_name) or "none"
+            raise CompressionError(f"{address} has the models {names}; name one with {options[1]}")
+        (model,) = by_name
+    if model not in by_name:
+        raise CompressionError(f"{address} has no model {model!r}; {known_names(model, by_name)}")
+    said = by_name[model]
+    facts = {"server": address, "model": model, **said.model_dump(exclude={"id"}, exclude_none=True)}
+    try:
+        facts["version"] = Server(str(parts.join("/")).rstrip("/"), timeout).ask("/version", Version).version
+    except CompressionError:  # which few servers say
+        logger.debug("%s says no version", address)
+    length = said.max_model_len or (said.meta.n_ctx if said.meta else None)
+    return replace(server, model=model, facts=facts, max_length=length)
+
+
+def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:
+    """The servers of the base and of the smaller model, as far as they are named; each is asked what it has."""
+    base = smaller = None
+    if options.base_server is not None:
+        flags = ("--base-server", "--base-served-model")
+        base = open_server(options.base_server, options.base_served_model, options.timeout, flags)
+    if options.server is not None:
+        smaller = open_server(options.server, options.served_model, options.timeout)
+    return base, smaller
+
+
+def served_facts(server: Server, folder: Path) -> dict[str, Any]:
+    """All that is known of what decides a server's answers, with the tokenizer by which it is asked."""
+    files = sorted({path for pattern in TOKENIZER for path in folder.glob(pattern)})
+    return {**server.facts, "tokenizer": {path.name: file_digest(path) for path in files}}
+
+
+def refuse_tasks(server: Server, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse a task that needs log-probabilities that the server does not give."""
+    for task in tasks:
+        if server.scored is None and task.kinds != {"generate_until"}:
+            raise CompressionError(
+                f"task {task.name!r} takes log-probabilities of its prompts, and {server.label} gives none, or wrong "
+                "ones; name tasks that write their answers (generate_until), or serve the model by vLLM or SGLang"
+            )

@@ -1,0 +1,358 @@
+"""Questions to models: the options, lm-eval's tasks and their items, and a version that changes when those do."""
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, is_dataclass
+from difflib import get_close_matches
+from importlib.resources import as_file, files
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from compressor.answers.items import Item, read_items
+from compressor.devices import pick_device
+from compressor.distributed import unseen_launcher
+from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
+from compressor.extras import TASKS, require
+from compressor.progress import quiet_transformers
+from compressor.records import check_fields
+
+logger = logging.getLogger(__name__)
+
+SEED = 1234  # lm-eval's own for drawing few-shot examples
+VERSION_DIGITS = 12
+PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """Tasks that a model is asked, and how."""
+
+    tasks: tuple[str, ...]  # names of lm-eval tasks, groups or tags
+    limit: PositiveInt | None = None  # the first items of each task, and of each part of a group
+    include_path: Path | None = None  # a folder with the user's own task definitions
+    batch_size: PositiveInt | Literal["auto"] = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    num_fewshot: NonNegativeInt | None = None  # None leaves it to each task
+    seed: int = SEED
+    stream: bool | None = None  # one layer in memory at a time; None: where the model does not fit
+
+    def __post_init__(self) -> None:
+        if not all(name.strip() for name in self.tasks):
+            raise CompressionError("no task is named; give --tasks a list such as boolq,rte")
+        for name in self.tasks:
+            if self.tasks.count(name) > 1:
+                raise CompressionError(f"task {name!r} is named twice; name each task once")
+        check_fields(self)
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise CompressionError(f"{self.include_path} is not a folder; give --include-path a folder of task files")
+
+    def facts(self) -> dict[str, Any]:
+        """Facts that decide the results beside model and tasks; where definitions lie does not, what they say does.
+
+        Nor does streaming, which changes nothing but the order of sums.
+        """
+        names = ("limit", "batch_size", "device", "dtype", "num_fewshot", "seed")
+        return {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
+
+
+def read_batch_size(text: str) -> Any:
+    """'auto' or a number, as the command line gives it."""
+    return int(text) if text.strip().isdecimal() else text.strip()
+
+
+class _Relay(logging.Handler):
+    """Warns, once each, of what lm-eval warns of in the models it runs, numbers aside; logs the rest as debugging."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._relayed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = " ".join(record.getMessage().split())
+        shape = re.sub(r"\d+", "#", message)
+        level = logging.WARNING if record.name.startswith("lm_eval.models") else logging.ERROR
+        is_new = record.levelno >= level and shape not in self._relayed
+        if is_new:
+            self._relayed.add(shape)
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "lm-eval: %s", message)
+
+
+@contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Silence lm-eval while it works, without the facts on the machine that it collects through other programs.
+
+    It sees no launcher, for it would share the items out by itself, and give the results to one rank alone.
+    """
+    import datasets
+    from lm_eval import evaluator
+    from lm_eval.api import task
+
+    source = logging.getLogger("lm_eval")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as stack:
+        silent = warnings.catch_warnings(action="ignore")
+        for manager in (redirect_stdout(nowhere), silent, quiet_transformers(), unseen_launcher()):
+            stack.enter_context(manager)
+        if not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        stack.enter_context(patch.object(source, "handlers", [_Relay()]))
+        stack.enter_context(patch.object(source, "propagate", False))
+        stack.enter_context(patch.object(task, "tqdm", lambda items, **_: items))
+        stack.enter_context(patch.object(evaluator, "get_git_commit_hash", lambda: None))
+        stack.enter_context(patch.object(evaluator, "add_env_info", lambda storage: None))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTask:
+    """A task or a group of tasks as it was asked for, with its data loaded."""
+
+    name: str
+    version: str  # the definition's own number, and a hash of definition and data
+    parts: Mapping[str, Any]  # lm-eval's task objects by name; one of the same name unless it is a group
+    grouped: bool
+    loaded: Any  # what lm-eval evaluates: a task or a group
+    counts: tuple[int, ...]  # items of each part
+
+    def items(self, limit: int | None) -> int:
+        """How many items a model answers, of each part at most `limit`."""
+        return sum(count if limit is None else min(count, limit) for count in self.counts)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of its items in lm-eval: loglikelihood, generate_until and so on."""
+        return {str(getattr(part, "OUTPUT_TYPE", None)) for part in self.parts.values()}
+
+    @property
+    def likelihood(self) -> bool:
+        """True if the first metric, which counts, is a perplexity."""
+        first = next(iter(next(iter(self.parts.values())).aggregation().values()), None)
+        return getattr(first, "__name__", "") in PERPLEXITIES
+
+
+def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
+    """Find and load the tasks; a tag stands for its tasks, a group stays one with several parts."""
+    if not options.tasks:  # a gate of conditions on behaviour alone
+        return ()
+    require(*TASKS)
+    owners = dict[str, str]()
+    tasks = list[EvaluationTask]()
+    with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
+        manager = _manager(options, demo)
+        for asked in options.tasks:
+            for loaded in _load(manager, asked, options):
+                task = _evaluation_task(loaded, options)
+                for part in task.parts.keys() & owners:  # no item may count twice
+                    raise CompressionError(
+                        f"task {part!r} is asked for twice, by {owners[part]!r} and by {task.name!r}; name one of the "
+                        "two"
+                    )
+                owners |= dict.fromkeys(task.parts, task.name)
+                tasks.append(task)
+    return tuple(tasks)
+
+
+def _evaluation_task(loaded: Any, options: EvaluationOptions) -> EvaluationTask:
+    """A task or group that lm-eval has loaded."""
+    grouped = hasattr(loaded, "get_all_tasks")
+    name = str(loaded.name if grouped else loaded.task_name)
+    parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
+    version = _version(name, parts, options)
+    counts = tuple(len(part.eval_docs) for part in parts.values())
+    if not any(counts):
+        raise CompressionError(f"task {name!r} has no items; check its definition")
+    return EvaluationTask(name, version, parts, grouped, loaded, counts)
+
+
+def _manager(options: EvaluationOptions, demo: Path) -> Any:
+    """lm-eval's index of definitions; its own thousands are read only where they are needed."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(demo), *([str(options.include_path)] if options.include_path else [])]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if all(_complete(manager.task_index, name) for name in options.tasks):
+        return manager
+    manager = TaskManager(include_path=folders, include_defaults=True)
+    for name in options.tasks:
+        if name not in manager.task_index:
+            near = get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists those that there are"
+            raise CompressionError(
+                f"there is no task {name!r}: neither lm-eval nor --include-path has a readable definition of it; {hint}"
+            )
+    return manager
+
+
+def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) -> bool:
+    """Return True if a definition and all that a group names are in the index."""
+    entry = index.get(name)
+    if entry is None or name in above:
+        return False
+    config = entry.cfg or {}
+    members = config.get("task") if config.get("group") else None
+    for member in members if isinstance(members, list) else ():
+        named = member if isinstance(member, str) else str(member.get("task", member.get("group")))
+        if not _complete(index, named, (*above, name)):
+            return False
+    return True
+
+
+def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
+    """The task, the group, or the tasks of a tag; raises `CompressionError` where its data cannot be had."""
+    import numpy
+
+    random.seed(options.seed)  # some definitions shuffle their data
+    numpy.random.seed(options.seed % 2**32)
+    try:
+        loaded = manager.load([name])
+    except ModuleNotFoundError as error:
+        raise CompressionError(f"task {name!r} needs the package {error.name}; install it with pip") from error
+    except Exception as error:
+        raise CompressionError(
+            f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and the network if its "
+            "data set is not on this machine yet"
+        ) from error
+    if name in loaded["groups"]:
+        return [loaded["groups"][name]]
+    return list(loaded["tasks"].values())
+
+
+def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) -> str:
+    if not parts:
+        raise CompressionError(f"the group {name!r} has no tasks; check its definition")
+    digest = hashlib.sha256()
+    for part, task in parts.items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise CompressionError(f"task {part!r} would run code that the model writes; name another task")
+        try:
+            for entry in _content(part, task, options):
+                line = json.dumps(entry, sort_keys=True, default=_plain) + "\n"
+                digest.update(line.encode())
+        except Exception as error:
+            raise CompressionError(f"the items of task {part!r} could not be read: {reason_of(error)}") from error
+    numbers = {str(getattr(task, "VERSION", None)) for task in parts.values()}
+    return f"{numbers.pop() if len(numbers) == 1 else 'mixed'}+{digest.hexdigest()[:VERSION_DIGITS]}"
+
+
+def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
+    """All that decides a task's items: its definition but for its file, the items, the few-shot items.
+
+    As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
+    """
+    config = {key: value for key, value in vars(task.config).items() if value is not None}
+    metadata = config.pop("metadata", None) or {}
+    config["class"] = type(task) if type(task).__module__ != "lm_eval.api.task" else None
+    config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
+    yield [part, config]
+    yield from task.doc_iterator(limit=options.limit)
+    count = task.get_config("num_fewshot")
+    if count != 0 and options.num_fewshot is not None:
+        count = options.num_fewshot
+    if count:
+        yield from (["few-shot", doc] for doc in task.fewshot_docs())
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has no type for as plainer values; a function as the file that defines it.
+
+    It may call others there.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, set):
+        return sorted(value, key=str)
+    if not callable(value):
+        from lm_eval.utils import handle_non_serializable
+
+        return handle_non_serializable(value)
+    inner = getattr(value, "func", value)  # of functools.partial
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    try:
+        content = Path(str(inspect.getsourcefile(named))).read_bytes()
+    except (OSError, TypeError):
+        content = b""
+    bound = [getattr(value, "args", ()), getattr(value, "keywords", {})]
+    return [named.__qualname__, hashlib.sha256(content).hexdigest(), bound]
+
+
+def items_of(
+    tasks: Sequence[str],
+    file: str | Path | None,
+    limit: int | None,
+    include_path: str | Path | None,
+    strict: bool,
+    option: str = "--calibration",
+    training: bool = False,
+) -> list[Item]:
+    """The items of lm-eval `tasks`, or the first ones of the JSONL `file` that `option` names; one has to be given."""
+    if bool(tasks) == (file is not None):
+        raise CompressionError(f"say what to ask: either --tasks with lm-eval tasks, or {option} with a JSONL file")
+    options = EvaluationOptions(tuple(tasks) or ("file",), limit, None if include_path is None else Path(include_path))
+    return task_items(options, training, strict) if file is None else read_items(Path(file), strict)[:limit]
+
+
+def task_items(options: EvaluationOptions, training: bool = False, strict: bool = False) -> list[Item]:
+    """The items of all tasks, in their order; of their `training` splits without few-shot examples.
+
+    Items without one right choice are left out with one warning, or refused if `strict`. Raises `CompressionError` for
+    a task that is not multiple choice, asks each choice with a context of its own, or has no training split where that
+    is wanted.
+    """
+    items = list[Item]()
+    left_out = LeftOut("items of tasks", strict)
+    parts = dict[str, Any]()
+    for resolved in resolve_tasks(options):
+        parts |= resolved.parts
+    for name, task in parts.items():
+        if task.OUTPUT_TYPE != "multiple_choice":
+            raise CompressionError(f"task {name!r} is not multiple choice, so no answer of it is right; name another")
+        if training:
+            if not task.has_training_docs() or not hasattr(task.config, "training_split"):
+                raise CompressionError(
+                    f"task {name!r} has no training split; name another, or give its items as --calibration"
+                )
+            task.config.test_split = task.config.training_split
+        if training or task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        message = f"the items of task {name!r} could not be read"
+        with quiet_lm_eval(), wrap_faults(message, "shorten them", "see whether lm-eval alone can do it"):
+            task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
+            task.build_all_requests(limit=options.limit, rank=0, world_size=1)
+            docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
+            for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
+                with left_out.each():
+                    items.append(_item(name, task, number, docs[number], list(requests)))
+    left_out.report()
+    return items
+
+
+def _item(name: str, task: Any, number: int, doc: Any, requests: list[Any]) -> Item:
+    where = f"task {name}, item {number}"
+    choices = task.doc_to_choice(doc)
+    gold = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+    if isinstance(gold, str) and gold in choices:
+        gold = choices.index(gold)
+    contexts, continuations = zip(*(request.args for request in requests[: len(choices)]), strict=True)
+    if len(set(contexts)) > 1:
+        raise CompressionError(
+            f"task {name!r} asks each choice with a context of its own, so its items have no prompt; name another task"
+        )
+    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(continuations):
+        raise ItemError(f"{where} has not one right choice")
+    try:
+        return Item(contexts[0], continuations[gold], continuations, name, where)
+    except ItemError as error:
+        raise ItemError(f"{where}: {error}") from error

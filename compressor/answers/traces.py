@@ -1,0 +1,128 @@
+"""Traces: a model's own complete answers to prompts, as text that it is calibrated on.
+
+Each line of the file has the text as the model saw and wrote it, from the start of the prompt to its own end token, and
+the same as messages. What it did not end by itself is dropped and counted. A manifest beside it says how it was made.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compressor.answers.generation import Answer, Answering, TextGenerator, answer_all, fitting, journal_of
+from compressor.answers.prompts import Prompt, is_chat
+from compressor.errors import CompressionError
+from compressor.files import alone, file_digest, json_object, replacing
+from compressor.formatting import counted
+from compressor.model.tokenizer import render_chat
+from compressor.progress import Progress
+from compressor.records import plain_json, read_as, readable_json
+from compressor.run_record import report_in_place, request_key, versions
+
+FORMAT = "moe-compressor-traces/1"
+SUFFIX = ".jsonl"
+UNENDED, EMPTY = "not ended by itself", "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """How many answers were asked and kept, and where they are."""
+
+    model: str
+    asked: int
+    kept: int
+    dropped: Mapping[str, int]  # by reason
+    domains: Mapping[str, int]  # of what was kept
+    file: Path = Path()
+    manifest: Path = Path()
+
+
+def write_traces(
+    writer: TextGenerator, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False
+) -> Traces:
+    """Have the answers written, and keep the complete ones in `out`; a run that was killed goes on when repeated.
+
+    Files that this very request has put in place stay. Raises `CompressionError` for other files that are there
+    already, and where no answer is complete.
+    """
+    if out.suffix != SUFFIX:
+        raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
+    manifest = out.with_suffix(".manifest.json")
+    with alone(out) as folder:
+        tokenizer, facts = writer.opened()
+        options, prompts = fitting(wanted, [(tokenizer, facts)])
+        journal = journal_of(writer, options, folder)
+        asked = wanted.asked(prompts)
+        request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
+        earlier = json_object(manifest)
+        is_same = earlier.get("request") == request
+        if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
+            report_in_place(out)
+            journal.path.unlink(missing_ok=True)
+            return replace(read_as(Traces, earlier, str(manifest)), file=out, manifest=manifest)
+        if out.exists() or not is_same:  # else a run was killed between its two files
+            _check_files(out, manifest, overwrite)
+        rows = list[dict[str, Any]]()
+        dropped = Counter[str]()
+        answers = answer_all(writer, asked, options, folder, progress)
+        for (prompt, _), answer in zip(asked, answers, strict=True):
+            if answer.ended != "end":
+                dropped[UNENDED] += 1
+            elif not answer.text.strip():
+                dropped[EMPTY] += 1
+            else:
+                rows.append(trace(prompt, answer, tokenizer, wanted.chat))
+        if not rows:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            raise CompressionError(
+                f"none of {counted(len(asked), 'answer')} of {writer.label} is complete ({reasons}); raise "
+                f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model knows them (--chat)"
+            )
+        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        domains = Counter(row["domain"] for row in rows)
+        traces = Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
+        content = {
+            "format": FORMAT,
+            **plain_json(traces),
+            "made_by": plain_json(writer.facts),
+            "options": options.facts("max_new_tokens", "temperature", "top_p", "chat"),
+            "seeds": [wanted.seed + number for number in range(wanted.seeds)],
+            "prompts": len(prompts),
+            "request": request,
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "versions": versions(),
+        }
+        del content["file"], content["manifest"]
+        with ExitStack() as complete:  # the last is put in place first: a manifest alone says what is missing
+            for path, written in ((out, text), (manifest, readable_json(content))):
+                fresh = complete.enter_context(replacing(path, folder / f"{path.name}.new"))
+                fresh.write_text(written, encoding="utf-8")
+        journal.path.unlink(missing_ok=True)
+    return traces
+
+
+def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
+    """Refuse files that are there already, or that `overwrite` must not replace."""
+    for path in (out, manifest):
+        if path.exists() and not (overwrite and path.is_file()):
+            raise CompressionError(f"{path} is there already; name another file, or pass --overwrite")
+    if manifest.exists() and json_object(manifest).get("format") != FORMAT:
+        raise CompressionError(
+            f"{manifest} is no manifest of traces, so --overwrite will not replace it; name another file"
+        )
+
+
+def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
+    """One line: the whole text, which calibration takes, and of a chat its messages."""
+    end = tokenizer.decode([answer.tokens[-1]]) if answer.tokens else tokenizer.eos_token or ""
+    row: dict[str, Any] = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
+    if not is_chat(prompt, tokenizer, chat):
+        return {"text": f"{prompt.text}{answer.text}{end}", **row}
+    before = render_chat(tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True)
+    messages = [*prompt.chat, {"role": "assistant", "content": answer.text}]
+    tools = {"tools": prompt.tools} if prompt.tools else {}
+    return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **row}

@@ -1,0 +1,1 @@
+"""How far models are from their base on text."""

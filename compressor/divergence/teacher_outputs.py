@@ -1,0 +1,177 @@
+"""The base's next-token distributions on text that is trained on, and its answers to an evaluator, from one pass.
+
+Of each position the largest log probabilities are kept on disk, and the mass of all others as one more outcome, so that
+base and smaller model are never in memory together. The divergence from what is kept is a lower bound of that from the
+whole distribution, and differs little from it: good enough to train toward; an `Evaluator` has the full vocabulary.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.batches import load_tokenizer
+from compressor.devices import as_float64
+from compressor.divergence.evaluator import Evaluator, require_head, rows_at_once
+from compressor.errors import CompressionError
+from compressor.kept import facts_of, keep_tensors, kept_tensors
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
+from compressor.progress import Progress
+
+KEPT = 64  # log probabilities of each position
+LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concerned
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """Of one batch [B, L]: ids and log probabilities [B, L, K] of the top tokens, and the log of all others' mass."""
+
+    tokens: Tensor
+    logs: Tensor
+    others: Tensor  # [B, L]
+    hidden: Tensor | None = None  # [B, L, H] of the last decoder layer, where it was wanted
+
+    def rows(self, chosen: slice) -> "Distributions":
+        """Those of some sequences of the batch."""
+        return Distributions(**{name: value[chosen] for name, value in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def check_base(smaller: OpenModel, base: OpenModel) -> None:
+    """Refuse a base whose distributions are no target for the smaller model: of another vocabulary or tokenizer."""
+    if smaller.vocabulary != base.vocabulary:
+        raise CompressionError(
+            f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} {smaller.vocabulary}; "
+            "name the model that the checkpoint was made of"
+        )
+    if load_tokenizer(smaller.source.folder).get_vocab() != load_tokenizer(base.source.folder).get_vocab():
+        raise CompressionError(
+            f"{base.source.label} and {smaller.source.label} have different tokenizers; name the model that the "
+            "checkpoint was made of"
+        )
+
+
+def read_base(
+    model: OpenModel,
+    texts: Mapping[str, Sequence[Tensor]],
+    evaluator: Evaluator | None,
+    progress: Progress,
+    folder: Path,
+    hidden: Collection[str] = (),
+) -> dict[str, list[Distributions]]:
+    """The base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
+
+    Of the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
+    that is killed, and only what is missing there, or was made of something else, is computed. Of several ranks each
+    names its own batches. Raises `CompressionError` for a model without a language-model head.
+    """
+    require_head(model.partial.model)
+    answers, wanted = dict[str, list[_Answer]](), list[_Answer]()
+    for name, batches in texts.items():
+        paths = (folder / f"{name}-{number:07d}.safetensors" for number in range(len(batches)))
+        answers[name] = [
+            _Answer(model, path, batch, name in hidden) for path, batch in zip(paths, batches, strict=True)
+        ]
+        wanted += [answer for answer in answers[name] if not answer.is_kept]
+    inputs: dict[int, _Answer] = {}  # by the evaluator's batch: what enters the base's head
+    if evaluator is not None:
+        for number in evaluator.missing():
+            path = folder / f"held-out-{number:07d}.safetensors"
+            inputs[number] = _Answer(evaluator.base, path, evaluator.batches[number], True)
+            if inputs[number].is_kept:
+                evaluator.inputs[number] = kept_tensors(path)["input"]
+    asked = [] if evaluator is None else evaluator.missing()
+    if wanted or asked:
+        passing = [answer.batch for answer in wanted]
+        visitors: list[LayerVisitor] = [_Asking(model.architecture.units[-1], wanted)]
+        with ExitStack() as stack:
+            if evaluator is not None and asked:
+                probe = stack.enter_context(evaluator.keeping(len(wanted)))
+                visitors.append(probe)
+                passing += probe.batches
+            Pass(model, passing, progress, "ask the base", to_end=True).run(*visitors)
+        if evaluator is not None:
+            for number in asked:
+                inputs[number].keep({"input": evaluator.inputs[number]})
+    distributions = dict[str, list[Distributions]]()
+    for name, of_text in answers.items():
+        distributions[name] = [answer.read() for answer in of_text]
+    return distributions
+
+
+class _Answer:
+    """What is kept on disk of a model's answer to one batch, with all that decides it."""
+
+    def __init__(self, model: OpenModel, path: Path, batch: Tensor, hidden: bool) -> None:
+        self.path, self.batch, self.hidden = path, batch, hidden
+        digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
+        self.facts = [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
+
+    @property
+    def is_kept(self) -> bool:
+        """False if the file is missing, cut short or of another question."""
+        return bool(facts_of(self.path) == self.facts)
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        keep_tensors(self.path, tensors, self.facts)
+
+    def read(self) -> Distributions:
+        return Distributions(**kept_tensors(self.path))
+
+
+class _Asking(LayerVisitor):
+    """Keeps the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
+
+    repeatable = True
+
+    def __init__(self, last: str, wanted: Sequence[_Answer]) -> None:
+        self.last, self.wanted = last, wanted
+        self.states: dict[int, Tensor] = {}
+
+    def on_layer_output(self, output: Any) -> None:
+        batch = self.at.batch
+        if self.at.layer == self.last and batch < len(self.wanted) and self.wanted[batch].hidden:
+            hidden = hidden_of(output)
+            self.states[batch] = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0).copy_(hidden.detach())
+
+    @torch.no_grad()
+    def on_batch_end(self, batch: int, output: Any) -> None:
+        if batch >= len(self.wanted):
+            return
+        logits: Tensor = output.logits
+        shape, kept = logits.shape[:2], min(KEPT, logits.shape[-1])
+        tokens, logs = torch.empty(*shape, kept, dtype=torch.int32), torch.empty(*shape, kept)
+        others = torch.empty(shape)
+        rows = rows_at_once(1, logits.shape[-1])
+        for number, sequence in enumerate(logits):
+            for begin in range(0, len(sequence), rows):
+                part = slice(begin, begin + rows)
+                best, chosen = sequence[part].float().log_softmax(-1).topk(kept)
+                tokens[number, part], logs[number, part] = chosen.int(), best
+                others[number, part] = _log_rest(as_float64(best)).float()
+        self.wanted[batch].keep(Distributions(tokens, logs, others, self.states.pop(batch, None)).tensors)
+
+
+def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
+    """KL(base || other) of what is kept, in nats at every position [B, L], from the other's `logits` [B, L, V]."""
+    tokens, logs, others = (value.to(logits.device) for value in (base.tokens, base.logs, base.others))
+    scores = logits.float()
+    ours = scores.gather(-1, tokens.long()) - scores.logsumexp(-1, keepdim=True)
+    return (logs.exp() * (logs - ours)).sum(-1) + others.exp() * (others - _log_rest(ours))
+
+
+def _log_rest(logs: Tensor) -> Tensor:
+    """The log of what these log probabilities [..., K] leave of 1."""
+    return (1 - logs.exp().sum(-1)).clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)

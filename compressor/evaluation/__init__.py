@@ -1,1 +1,0 @@
-"""A model's answers to the items of lm-eval's tasks."""

@@ -1,0 +1,1 @@
+"""The gate: statistics, conditions and verdict on what compression cost."""

@@ -1,0 +1,267 @@
+"""How a smaller model behaves beside its base: what both write to the same prompts, and what either would have.
+
+`Behaviour` is the record, of parts that may be missing; commands, reports and the gate's conditions are made of it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compressor.answers.generation import (
+    Answer,
+    Answering,
+    StockGenerator,
+    TextGenerator,
+    answer_all,
+    fitting,
+)
+from compressor.answers.lm_eval_run import fits_whole
+from compressor.answers.prompts import Prompt, tokens_of
+from compressor.errors import CompressionError
+from compressor.formatting import counted
+from compressor.model.opened import open_model
+from compressor.progress import Progress
+from compressor.quality_gate.domain_divergence import Judged
+from compressor.quality_gate.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
+from compressor.quality_gate.statistics import POWER, advise, holm, measure, shown_by, verdict
+from compressor.quality_gate.teacher_forced import (
+    ForcedFigures,
+    JudgedModels,
+    Judging,
+    judge,
+    judged_conditions,
+    marks_of,
+    read_all,
+    teacher_forced,
+)
+from compressor.quality_gate.verdict import GateCondition, TaskGate
+from compressor.records import plain_json
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "moe-compressor-behaviour/1"
+UNIT = "answers"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """Both answers to a prompt with the same seed."""
+
+    prompt: Prompt
+    seed: int
+    base: Answer
+    smaller: Answer
+    base_ending: Ending
+    smaller_ending: Ending
+
+    @property
+    def verdict(self) -> str:
+        """In a word, what became of the base's answer."""
+        base = self.base_ending
+        smaller = self.smaller_ending
+        if smaller.looped and not base.looped:
+            return "new loop"
+        if base.ended and not smaller.ended:
+            return "end missed"
+        if (base.looped and not smaller.looped) or (smaller.ended and not base.ended):
+            return "better"
+        return "same text" if self.base.text == self.smaller.text else "other text"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Answers of both models, in figures, and pair by pair."""
+
+    prompts: int
+    seeds: int
+    options: Mapping[str, Any]
+    rates: tuple[Rate, ...]
+    pairs: tuple[AnswerPair, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """All that was found; parts that nobody asked for are None."""
+
+    base: str
+    smaller: str
+    confidence: float
+    written: Written | None = None
+    text: Judged | None = None  # read by both
+    answers: Judged | None = None  # the base's, read by both
+    each: tuple[ForcedFigures, ...] = ()  # of these answers
+    conditions: tuple[GateCondition, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON without the answers, which stand beside it line by line."""
+        written = None if self.written is None else replace(self.written, pairs=())
+        return {"format": FORMAT, **plain_json(replace(self, written=written))}
+
+
+def shown_sentence(answers: int, confidence: float) -> str:
+    """Say beforehand what so many answers can show."""
+    alpha = 1 - confidence
+    least, some = (shown_by(answers, flips, alpha) for flips in (0.0, 0.02))
+    return (
+        f"{counted(answers, 'answer')} of each model can show, with confidence {100 * confidence:g}%, that loops or "
+        f"missed ends rise by no more than {least:.2g} where no answer changes in that, and than {some:.2g} with "
+        f"probability {POWER:g} where 2% do."
+    )
+
+
+def write_both(
+    base: TextGenerator,
+    smaller: TextGenerator,
+    wanted: Answering,
+    confidence: float,
+    cache: Path,
+    progress: Progress,
+    announce: Callable[[Answering], object] | None = None,
+) -> Written:
+    """Both models' answers to all prompts, and what differs; answers of earlier runs are in the folder `cache`.
+
+    `announce` gets what is asked, of the prompts that both models take, before they are loaded. Raises
+    `CompressionError` where no prompt is left, or a model cannot write.
+    """
+    opened = [writer.opened() for writer in (base, smaller)]
+    options, prompts = fitting(wanted, opened)
+    if announce is not None:
+        announce(replace(wanted, prompts=prompts))
+    asked = wanted.asked(prompts)
+    answers = list[list[Answer]]()
+    endings = list[list[Ending]]()
+    for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
+        own_answers = answer_all(writer, asked, options, cache, progress)
+        if not answers:
+            _check_ends(own_answers, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
+        markers = Markers.of(tokenizer)
+        own_endings = list[Ending]()
+        for answer, (prompt, _) in zip(own_answers, asked, strict=True):
+            before = str(tokenizer.decode(tokens_of(prompt, tokenizer, wanted.chat))) if markers.thinking else ""
+            own_endings.append(ending_of(answer, prompt, markers, tokenizer, before))
+        answers.append(own_answers)
+        endings.append(own_endings)
+    rows = zip(asked, *answers, *endings, strict=True)
+    pairs = tuple(AnswerPair(prompt, seed, *compared) for (prompt, seed), *compared in rows)
+    facts = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
+    domains = [prompt.domain for prompt, _ in asked]
+    measured = rates(domains, endings[0], endings[1], confidence)
+    return Written(len(prompts), wanted.seeds, facts, measured, pairs)
+
+
+def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
+    """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none can be missed."""
+    missed = sum(answer.ended != "end" for answer in answers)
+    fault = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
+    remedy = "raise --max-new-tokens, or ask as the model was taught (--chat)"
+    if judged and missed == len(answers):
+        raise CompressionError(f"{fault}, so no end can be missed; {remedy}, or judge loops alone: --max-missed-rise 1")
+    if 2 * missed > len(answers):
+        logger.warning("%s, so little can be said of ends; %s", fault, remedy)
+
+
+def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[GateCondition, ...]:
+    """The conditions on what was written, corrected for their number (Holm) where they fail: each has to pass."""
+    alpha = 1 - confidence
+    base = [pair.base_ending for pair in written.pairs]
+    smaller = [pair.smaller_ending for pair in written.pairs]
+    tasks = list[TaskGate]()
+    for name, (_, limit) in wanted.limits.items():
+        pairs = pair_endings(name, base, smaller)
+        assert pairs is not None, "every answer loops and ends, or does not"
+        tasks.append(measure(pairs, limit, alpha, True))
+    failing = holm(np.array([task.p_fail for task in tasks]))
+    conditions = []
+    for task, p_fail in zip(tasks, failing.tolist(), strict=True):
+        judged = verdict(task.p_pass, p_fail, alpha)
+        advice = f"{advise(task, confidence, UNIT, 'rise')}; name more --prompts, or sample more --seeds"
+        conditions.append(
+            GateCondition(
+                name=f"rise of {task.task}",
+                option=wanted.limits[task.task][0],
+                limit=task.max_drop,
+                observed=task.drop,
+                lower=task.lower,
+                upper=task.upper,
+                items=task.items,
+                unit=UNIT,
+                verdict=judged,
+                base=task.compressed,
+                compressed=task.base,
+                advice=advice if judged == "inconclusive" else "",
+            )
+        )
+    return tuple(conditions)
+
+
+def evaluate_behaviour(
+    base: TextGenerator,
+    smaller: TextGenerator,
+    wanted: Answering | None,
+    judging: Judging | None,
+    confidence: float,
+    cache: Path,
+    progress: Progress,
+    announce: Callable[[Answering], object] | None = None,
+    reads_written: bool = True,
+) -> Behaviour:
+    """All that is wanted of two models; `announce` gets the prompts that both take, before either is loaded.
+
+    With `reads_written` both models read what the base has written, too, where both are checkpoints; and that alone
+    where the smaller one does not fit into memory.
+    """
+    judging = judging or Judging()
+    stock = stock_pair(base, smaller, judging)
+    if stock is not None:
+        model, texts, forced_answers = read_all(stock[0], judging)
+    written = None
+    answers = list[tuple[Prompt, Answer]]()
+    conditions = tuple[GateCondition, ...]()
+    forced = judging.forced
+    if wanted is not None and reads_written and stock is not None and not forced:
+        forced = not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)
+        if forced:
+            logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
+    if wanted is not None and forced:
+        options, prompts = fitting(wanted, [base.opened()])
+        asked = wanted.asked(prompts)
+        base_answers = answer_all(base, asked, options, cache, progress)
+        answers = [(prompt, answer) for (prompt, _), answer in zip(asked, base_answers, strict=True)]
+    elif wanted is not None:
+        written = write_both(base, smaller, wanted, confidence, cache, progress, announce)
+        conditions = written_conditions(written, wanted, confidence)
+        if reads_written:
+            answers = [(pair.prompt, pair.base) for pair in written.pairs]
+    judged = JudgedModels()
+    if stock is not None and (answers or texts or forced_answers):
+        marks = dict[str, tuple[int, ...]]()
+        if answers or forced_answers:
+            tokenizer, facts = base.opened()
+            end = min(facts.stops)
+            chat = wanted is not None and wanted.chat
+            forced_answers += tuple(teacher_forced(*each, tokenizer, end, chat) for each in answers)
+            marks = marks_of(tokenizer, facts.stops)
+        compressed = open_model(stock[1].source, stock[1].dtype, stock[1].device)
+        judged = judge(model, compressed, texts, forced_answers, marks, confidence, progress)
+    conditions += judged_conditions(judged, judging, confidence)
+    return Behaviour(
+        base.label, smaller.label, confidence, written, judged.text, judged.answers, judged.each, conditions
+    )
+
+
+def stock_pair(
+    base: TextGenerator, smaller: TextGenerator, judging: Judging
+) -> tuple[StockGenerator, StockGenerator] | None:
+    """Both models as checkpoints, which may read; None where one is a server, and nothing has to be read."""
+    if isinstance(base, StockGenerator) and isinstance(smaller, StockGenerator):
+        return base, smaller
+    if judging.texts or judging.answers or judging.forced:
+        raise CompressionError(
+            "a server does not show what reading takes, the probabilities of all tokens; name two checkpoints, or "
+            "leave out --text, --answers and --teacher-forced"
+        )
+    return None

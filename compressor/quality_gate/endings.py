@@ -1,0 +1,227 @@
+"""How answers end: by themselves or not, in a loop, with thinking or a tool call left open; and how they repeat.
+
+Loop: an answer loops if its last tokens are one sequence of at most `PERIOD` tokens, at least `TIMES` times over and
+`LEAST` tokens in all; or if of the 4-grams of its last `WINDOW` tokens less than `DISTINCT` are different ones, where
+there are at least `LEAST_WINDOW`. The first is how Holtzman et al. (ICLR 2020, arXiv:1904.09751) recognise a text that
+is stuck: it ends in a phrase that is repeated. The second is seq-rep-4 of Welleck et al. (ICLR 2020, arXiv:1908.04319)
+above 1 - `DISTINCT`, which finds loops that count or vary; they report 0.006 for people's text and up to 0.44 for
+greedy text of GPT-2. The end token is no part of an answer here.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from compressor.answers.generation import Answer
+from compressor.answers.prompts import Prompt
+from compressor.quality_gate.statistics import PairedItems, measure
+from compressor.quality_gate.verdict import TaskGate
+
+PERIOD, TIMES, LEAST = 64, 4, 16  # tokens; LEAST keeps a rule or an ellipsis from being a loop
+WINDOW, LEAST_WINDOW, DISTINCT = 256, 64, 0.3
+GRAM = 4
+ALL = "all together"  # of the domains
+NAME = r"[^\s<>\[\]◁▷'\"{}]*"
+TAG = re.compile(rf"[<\[◁](?!/){NAME}(?:think|reason|tool.?call){NAME}[>\]▷]", re.IGNORECASE)
+FENCE = re.compile(r"^```json\s*\n(.*?)(^```|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def loop_start(tokens: Sequence[int]) -> int | None:
+    """The token from which an answer's end is one sequence over and over; None if it is not. [S] -> place."""
+    count = len(tokens)
+    for period in range(1, min(PERIOD, count // TIMES) + 1):
+        alike = period
+        while alike < count and tokens[count - 1 - alike] == tokens[count - 1 - alike + period]:
+            alike += 1
+        if alike >= max(TIMES * period, LEAST):
+            return count - alike
+    return None
+
+
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Share of 4-grams that were there before: 1 - different / all, 0 for fewer than two of them (seq-rep-4)."""
+    grams = list(zip(*(tokens[begin:] for begin in range(GRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """Text by which a model's template opens and closes thinking and tool calls, as far as it has such."""
+
+    thinking: tuple[tuple[str, str], ...] = ()
+    calls: tuple[tuple[str, str], ...] = ()
+    has_tools: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "Markers":
+        """The pairs that stand in a tokenizer's chat template or among its added tokens."""
+        template = getattr(tokenizer, "chat_template", None) or ""
+        if not isinstance(template, str):  # several, by name
+            template = " ".join(template.values())
+        known = " ".join([template, *getattr(tokenizer, "get_added_vocab", dict)()])
+        thinking = list[tuple[str, str]]()
+        calls = list[tuple[str, str]]()
+        for opening in dict.fromkeys(TAG.findall(known)):
+            for closing in (
+                f"{opening[0]}/{opening[1:]}",
+                opening.replace("begin", "end"),
+                opening.replace("start", "end"),
+            ):
+                if closing != opening and closing in known:
+                    kind = calls if "call" in opening.lower() else thinking
+                    kind.append((opening, closing))
+                    break
+        if "<|channel|>" in known and "analysis" in known:
+            thinking.append(("<|channel|>analysis", "<|channel|>final"))
+        return cls(tuple(thinking), tuple(calls), "tools" in template)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Counts of one answer."""
+
+    ended: bool
+    looped: bool
+    loop_start: int | None  # place in the answer's text at which the loop begins, where it is an exact one
+    tokens: int
+    repeated: float  # share of its 4-grams that were there before
+    open_thinking: bool | None = None  # None where the template knows no thinking
+    broken_calls: bool | None = None  # a tool call or JSON that is not closed or no JSON; None without a template
+
+
+def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = "") -> Ending:
+    """Count what there is to count of an answer; `before` is its prompt's text, which may open the thinking.
+
+    A server's answer without tokens is tokenised anew.
+    """
+    tokens = answer.tokens[: len(answer.tokens) - (answer.ended == "end")]
+    if not answer.tokens:
+        tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+    start = loop_start(tokens)
+    letters = None
+    if start is not None:  # as letters of the text
+        opening = tokenizer.decode(tokens[:start], clean_up_tokenization_spaces=False)
+        letters = min(len(opening), len(answer.text))
+    last = tokens[-WINDOW:]
+    varied = len(last) >= LEAST_WINDOW and repeated_share(last) > 1 - DISTINCT
+    whole = before + answer.text
+    thinking = any(whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking)
+    return Ending(
+        ended=answer.ended == "end",
+        looped=start is not None or varied,
+        loop_start=letters,
+        tokens=len(tokens),
+        repeated=repeated_share(tokens),
+        open_thinking=thinking if markers.thinking else None,
+        broken_calls=broken(answer.text, markers, prompt.tools) if markers.calls or markers.has_tools else None,
+    )
+
+
+def broken(text: str, markers: Markers, tools: Any = None) -> bool:
+    """Return True if a tool call is not closed, or it, or a block of JSON, begins like JSON and is none."""
+    contents = list[str]()
+    for opening, closing in markers.calls:
+        for call in text.split(opening)[1:]:
+            content, end, _ = call.partition(closing)
+            if not end:
+                return True
+            contents.append(content)
+    for content, end in FENCE.findall(text):
+        if not end:
+            return True
+        contents.append(content)
+    if tools and not contents:
+        contents = [text]
+    return any(content.strip()[:1] in ("{", "[") and not _is_json(content) for content in contents)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+MEASURES: Mapping[str, Callable[[Ending], float | bool | None]] = {
+    "loops": lambda ending: ending.looped,
+    "missed ends": lambda ending: not ending.ended,
+    "open thinking": lambda ending: ending.open_thinking,
+    "broken tool calls": lambda ending: ending.broken_calls,
+    "repeated 4-grams": lambda ending: ending.repeated,
+    "tokens": lambda ending: float(ending.tokens),
+}
+NUMBERS = ("repeated 4-grams", "tokens")  # the measures that are no yes or no
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One measure of both models' answers; a rise is the smaller model's less the base's, worse is positive."""
+
+    measure: str
+    domain: str  # or ALL
+    answers: int
+    base: float
+    smaller: float
+    rise: float
+    lower: float  # one-sided confidence bounds of the rise
+    upper: float
+    more: int  # answers with more of it than the base's to the same prompt and seed
+    fewer: int
+    mcnemar: float | None  # exact two-sided p; None of measures that are no yes or no
+
+
+def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
+    """A measure of the same prompts and seeds, whose drop from the smaller model to the base is its rise.
+
+    None where it has none.
+    """
+    before = [MEASURES[name](ending) for ending in base]
+    after = [MEASURES[name](ending) for ending in smaller]
+    if None in before or None in after:
+        return None
+    columns = np.array(after, dtype=float), np.array(before, dtype=float)
+    return PairedItems(name, domain, "", "score", *columns, np.ones(len(base)))
+
+
+def rate_of(task: TaskGate) -> Rate:
+    """A measured pair in terms of what rises."""
+    return Rate(
+        measure=task.task,
+        domain=task.metric,
+        answers=task.items,
+        base=task.compressed,
+        smaller=task.base,
+        rise=task.drop,
+        lower=task.lower,
+        upper=task.upper,
+        more=task.lost,
+        fewer=task.gained,
+        mcnemar=None if task.task in NUMBERS else task.mcnemar,
+    )
+
+
+def rates(
+    domains: Sequence[str], base: Sequence[Ending], smaller: Sequence[Ending], confidence: float
+) -> tuple[Rate, ...]:
+    """All measures, over all answers and, where there are several, by domain; `domains` are the answers' own."""
+    groups = defaultdict[str, list[int]](list)
+    for index, domain in enumerate(domains):
+        groups[ALL].append(index)
+        groups[domain].append(index)
+    if len(groups) == 2:
+        del groups[domains[0]]
+    measured = []
+    for domain, indices in groups.items():
+        before = [base[index] for index in indices]
+        after = [smaller[index] for index in indices]
+        for name in MEASURES:
+            pairs = pair_endings(name, before, after, domain)
+            if pairs is not None:
+                measured.append(rate_of(measure(pairs, 0.0, 1 - confidence, True)))
+    return tuple(measured)

@@ -1,0 +1,422 @@
+"""The gate's result in words, as blocks, as a figure, as card metrics and as files.
+
+A result that lies beside the weights it judged, or was handed in for them, is known by what it says of their files.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from xml.etree import ElementTree as Xml
+
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
+from compressor.answers.lm_eval_run import REPORT
+from compressor.document.blocks import (
+    Block,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Items,
+    Strong,
+    Table,
+    Text,
+    Toned,
+    Words,
+)
+from compressor.document.drawing import Dots, draw_dots
+from compressor.document.markdown import markdown
+from compressor.document.picture import Drawing
+from compressor.errors import CompressionError
+from compressor.files import file_digest, whole_folder
+from compressor.formatting import counted, joined, one_line, readable
+from compressor.quality_gate.domain_divergence import judged_blocks
+from compressor.quality_gate.run import Outlook
+from compressor.quality_gate.statistics import POWER, advise
+from compressor.quality_gate.verdict import (
+    EXIT_STATUS,
+    SIGNS,
+    GateResult,
+    TaskGate,
+    Verdict,
+    conditions_table,
+    gate_content,
+    gate_from_content,
+)
+from compressor.records import read_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
+
+logger = logging.getLogger(__name__)
+
+NAMES = (REPORT, "gate.xml", "gate.md")
+SUITE = "moe-compress gate"
+LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
+WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
+MOST_LETTERS = 28  # of a task's name
+MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
+FARTHEST = 10.0  # drops allowed, beyond which a drop is drawn there
+METHOD = (
+    "Both models answered the same items, and the differences were tested item by item (Miller, arXiv:2411.00640): "
+    "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A drop passes if its "
+    "upper confidence bound is within the drop allowed, fails if the lower bound is beyond it, and is inconclusive "
+    "otherwise. The items of all tasks that are answered right or wrong have to pass together; each of these tasks "
+    "has a drop of its own allowed, and only fails the gate beyond that, corrected for the number of tasks (Holm). "
+    "Perplexities and other scores have to pass by themselves.",
+    "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided bounds. Detectable: the "
+    f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: items answered worse and "
+    "better than by the base.",
+)
+MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
+CAPTION = (
+    "Each line runs from the lower to the upper confidence bound of a drop, as a multiple of the drop allowed. Left of "
+    "the dashed line is a pass (circle), right of it a fail (cross), across it inconclusive (hollow diamond)."
+)
+
+
+def level(value: float) -> str:
+    """A score or a perplexity."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def change(value: float, kind: Literal["score", "likelihood"]) -> str:
+    """A drop of a score as it is, a rise of a perplexity in percent; always with its sign."""
+    decimals, unit = (2, "%") if kind == "likelihood" else (4, "")
+    scaled = 100 * value if kind == "likelihood" else value
+    if not abs(scaled) < 1e4:
+        return f"{scaled:+.4g}{unit}"
+    rounded = round(scaled, decimals) + 0.0  # of two zeros the one without a minus
+    return f"{rounded:+.{decimals}f}{unit}"
+
+
+def margin(row: TaskGate) -> str:
+    """The drop allowed, in the terms of what was measured."""
+    return f"{100 * row.max_drop:g}% of perplexity" if row.kind == "likelihood" else f"{row.max_drop:g}"
+
+
+COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
+    "task": lambda task: task.task,
+    "metric": lambda task: task.metric,
+    "items": lambda task: f"{task.items:,}",
+    "base": lambda task: level(task.base),
+    "compressed": lambda task: level(task.compressed),
+    "allowed": margin,
+    "drop": lambda task: change(task.drop, task.kind),
+    "at least": lambda task: change(task.lower, task.kind),
+    "at most": lambda task: change(task.upper, task.kind),
+    "detectable": lambda task: change(task.detectable, task.kind),
+    "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
+}
+TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
+OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
+
+
+def verdict_line(result: GateResult) -> str:
+    """The verdict as a sentence, with what it is due to."""
+    passes = result.verdict == "pass"
+    lost = "no more than" if passes else "more than"
+    reasons = []
+    for row in result.rows:
+        if row.verdict == result.verdict and (row.decides or row.verdict == "fail"):
+            where = f"over all {counted(row.items, 'item')}" if row is result.pooled else f"on {row.task}"
+            reasons.append(f"{lost} {margin(row)} was lost {where}")
+    than = "at most" if passes else "more than"
+    for condition in result.conditions:
+        if condition.verdict == result.verdict:
+            reasons.append(f"the {condition.name} is {than} {condition.limit:g}")
+    due = joined(reasons) or "anything was lost on any task"
+    sure = f"with confidence {100 * result.confidence:g}%"
+    if result.verdict == "inconclusive":
+        return f"Inconclusive: {sure}, it cannot be said whether {due}."
+    return f"{result.verdict.capitalize()}: {sure}, {due}."
+
+
+def advice(result: GateResult) -> list[str]:
+    """For all that decides and is inconclusive, what would decide it, as a sentence."""
+    sentences = []
+    for task in result.rows:
+        if task.decides and task.verdict == "inconclusive":
+            sentences.append(f"{task.task}: {advise(task, result.confidence)}.")
+    needs_items = bool(sentences)
+    for condition in result.conditions:
+        if condition.verdict == "inconclusive" and condition.advice:
+            sentences.append(f"{condition.name[0].upper()}{condition.name[1:]}: {condition.advice}.")
+    limit = result.options.get("limit")
+    if needs_items and limit is not None:
+        sentences.append(f"Raise --limit, which is {limit}, or leave it out; or name more tasks.")
+    elif needs_items:
+        sentences.append("Name more tasks, or say with --inconclusive what that counts as.")
+    return sentences
+
+
+def outlook_blocks(outlook: Outlook) -> tuple[Block, ...]:
+    """For each task and for all together: items, the drop allowed, and what the items can show; of none, a sentence."""
+    rows = [*outlook.tasks, *([] if outlook.pooled is None else [outlook.pooled])]
+    if not rows:
+        return (Text("What text shows of loss and flips depends on how much they vary; its bounds tell."),)
+    cells = []
+    for row in rows:
+        shown = ["-"] * len(outlook.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
+        cells.append((row.task, f"{row.items:,}", f"{row.max_drop:g}", *shown))
+    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in outlook.flips))
+    caption = f"What the gate can show, with confidence {100 * outlook.confidence:g}%"
+    text = (
+        "Shown: the smallest drop allowed that a model passes which lost nothing and answers this share of items "
+        f"differently, at 0% for certain, else with probability {POWER:g}."
+    )
+    if outlook.pooled is not None:
+        text += (
+            " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
+            "one shown."
+        )
+    return Table(caption, columns, tuple(cells), ruled=frozenset({len(outlook.tasks) - 1})), Text(text)
+
+
+def gate_blocks(result: GateResult) -> tuple[Block, ...]:
+    """The verdict, what would decide it, the tasks and the pool, and how they were tested, exactly.
+
+    On a terminal, in gate.md, on a report's page and on a model card it is the same, as each of them shows details.
+    """
+    tone, sign = SIGNS[result.verdict]
+    blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
+    if sentences := advice(result):
+        blocks.append(Items(tuple(sentences)))
+    rows = list[tuple[Words, ...]]()
+    for row in result.rows:
+        figures = [show(row) for show in COLUMNS.values()]
+        rows.append((*figures, Toned(row.verdict, *SIGNS[row.verdict])))
+    if rows or not result.conditions:
+        confidence = f"{100 * result.confidence:g}%"
+        caption = (
+            f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
+        )
+        last_task = frozenset({len(result.tasks) - 1})
+        blocks.append(Table(caption, (*COLUMNS, "verdict"), tuple(rows), TEXTS, OPTIONAL, last_task))
+    if result.conditions:
+        blocks.append(conditions_table(result.conditions))
+    if result.text:
+        blocks += judged_blocks(result.text, "Text, read by both")
+    if result.answers:
+        blocks += judged_blocks(result.answers, "The base's answers, read by both")
+    if result.streamed:
+        names = {"base": "the base", "compressed": "the compressed model"}
+        streamed = joined([names[name] for name in result.streamed])
+        blocks.append(Text(f"With one layer in memory at a time: {streamed}."))
+    if result.reused_base:
+        blocks.append(Text("The base's results are of an earlier run."))
+    facts = {
+        "Base": f"{result.base}{_commit(result.base_identity)}",
+        "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
+        "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
+        "Options": _pairs(result.options),
+        "Versions": _pairs(result.versions),
+        "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
+    }
+    known = Facts(tuple((name, fact) for name, fact in facts.items() if fact))
+    blocks.append(Details("How it was tested", (*map(Text, METHOD), known)))
+    return tuple(blocks)
+
+
+def _commit(identity: Mapping[str, Any]) -> str:
+    if "commit" in identity:
+        return f", commit {identity['commit']}"
+    return ", files as in gate.json" if identity else ""
+
+
+def _pairs(entries: Mapping[str, Any]) -> str:
+    pairs = []
+    for name, value in entries.items():
+        if isinstance(value, list | tuple):
+            value = " ".join(map(str, value))
+        pairs.append(f"{name} {'not set' if value is None else value}")
+    return ", ".join(pairs)
+
+
+def gate_figure(result: GateResult) -> Figure | None:
+    """A line for each drop from its lower to its upper bound; None without tasks, or with too many."""
+    if not 0 < len(result.rows) <= MOST_DRAWN:
+        return None
+    size = (WIDTH, ROW * len(result.rows) + AROUND)
+    drops = []
+    for row in result.rows:
+        bounds = ", ".join(f"{name} {COLUMNS[name](row)}" for name in ("drop", "at least", "at most"))
+        drops.append(f"{row.task}: {bounds}, {row.verdict}")
+    alt = f"{verdict_line(result)} {'; '.join(drops)}."
+    drawing = Drawing("Drops and the drop allowed", alt, size, partial(_draw, result=result))
+    return Figure("gate", "Drops of the gate's tasks with their bounds", CAPTION, (drawing,))
+
+
+def placed(drop: float, allowed: float) -> float:
+    """A drop as a multiple of the one allowed; those out of all proportion at the edge."""
+    if allowed == 0:
+        return math.copysign(FARTHEST, drop)
+    return min(max(drop / allowed, -FARTHEST), FARTHEST)
+
+
+def _draw(canvas: "FigureBase", result: GateResult) -> None:
+    names = [f"{SIGNS[row.verdict][1]} {one_line(row.task, MOST_LETTERS)}\n{row.verdict}" for row in result.rows]
+    kinds = []
+    for verdict, marker in MARKERS.items():
+        drops = list[float | None]()
+        bounds = list[tuple[float, float] | None]()
+        for row in result.rows:
+            drop, lower, upper = (placed(value, row.max_drop) for value in (row.drop, row.lower, row.upper))
+            drops.append(drop if row.verdict == verdict else None)
+            bounds.append((lower, upper) if row.verdict == verdict else None)
+        kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
+    draw_dots(canvas.add_subplot(), names, kinds, "drop / drop allowed, worse to the right", 1.0)
+
+
+def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, JUnit XML and Markdown into a new folder, all of them or, when anything fails, nothing.
+
+    With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
+    """
+    with whole_folder(folder, NAMES, overwrite) as scratch:
+        (scratch / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        (scratch / NAMES[1]).write_bytes(junit(result))
+        (scratch / NAMES[2]).write_text(gate_page(result), encoding="utf-8", errors=LONE_HALVES)
+    return [folder / name for name in NAMES]
+
+
+def gate_page(result: GateResult) -> str:
+    """The result as Markdown."""
+    return markdown((Heading(f"Accuracy gate: {result.verdict}", level=1), *gate_blocks(result)))
+
+
+def junit(result: GateResult) -> bytes:
+    """JUnit XML for CI servers: tasks and pool are test cases; failed ones are failures, inconclusive ones skipped."""
+
+    def add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
+        element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+        element.text = None if text is None else readable(text)
+        return element
+
+    verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
+    counts = {
+        "tests": str(len(verdicts)),
+        "failures": str(verdicts.count("fail")),
+        "errors": "0",
+        "skipped": str(verdicts.count("inconclusive")),
+        "time": f"{sum(result.seconds.values()):.3f}",
+    }
+    plain = {name: value for name, value in gate_content(result).items() if isinstance(value, str | float)}
+    root = Xml.Element("testsuites", {"name": SUITE, **counts})
+    suite = add(root, "testsuite", name=f"{SUITE}: {result.base}, {result.compressed}", **counts)
+    properties = add(suite, "properties")
+    for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
+        add(properties, "property", name=name.replace("_", "-"), value=str(value))
+
+    def add_case(name: str, verdict: Verdict, message: str, output: str) -> None:
+        case = add(suite, "testcase", classname="moe-compress.gate", name=name)
+        if verdict == "fail":
+            add(case, "failure", message, message=message, type="fail")
+        elif verdict == "inconclusive":
+            add(case, "skipped", message=f"inconclusive: {message}")
+        add(case, "system-out", output)
+
+    for task in result.rows:
+        shown = {name: show(task) for name, show in COLUMNS.items()}
+        message = (
+            f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
+            f"{shown['allowed']} is allowed"
+        )
+        shown |= {"verdict": task.verdict, "version": task.version}
+        shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
+        lines = [f"{name}: {value}" for name, value in shown.items()]
+        add_case(task.task, task.verdict, message, "\n".join(lines))
+    for condition in result.conditions:
+        add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
+    add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
+    Xml.indent(root)
+    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
+def full_content(result: GateResult) -> dict[str, Any]:
+    """The content of gate.json: the result, and its metrics as a model card has them, which names no folders."""
+    index = eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result))
+    return {**gate_content(result), "model_index": list(index)}
+
+
+def gate_json(result: GateResult) -> str:
+    return json.dumps(full_content(result), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_gate(path: Path) -> GateResult:
+    """A result from its gate.json, or the folder that holds it."""
+    file = path / NAMES[0] if path.is_dir() else path
+    remedy = "name a gate.json that moe-compress gate has written"
+    content = read_json(file, remedy, remedy)
+    try:
+        return gate_from_content(content)
+    except CompressionError as error:
+        raise CompressionError(f"{file}: {error}; {remedy}") from error
+
+
+def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
+    """The result handed in, refused if it names other files than these; else that beside them, if it is theirs."""
+    if gate is not None:
+        if (name := differing(folder, gate.compressed_identity)) is not None:
+            raise CompressionError(
+                f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on "
+                "this folder"
+            )
+        return gate
+    if not (folder / REPORT).is_file():
+        return None
+    result = read_gate(folder / REPORT)
+    identity = result.compressed_identity
+    return result if "weights" in identity and differing(folder, identity) is None else None
+
+
+def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
+    """The first file that is not what the identity says; None if all are, or it names none.
+
+    Times of change are left aside: a copied or downloaded model is the same model.
+    """
+    for name, size, *_ in identity.get("weights", ()):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return str(name)
+    for name, digest in identity.get("files", {}).items():
+        path = folder / name
+        if not path.is_file() or file_digest(path) != digest:
+            return str(name)
+    return None
+
+
+def append_summary(result: GateResult, path: Path) -> None:
+    """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning, no failed gate."""
+    try:
+        with path.open("a", encoding="utf-8", errors=LONE_HALVES) as stream:
+            stream.write(f"\n{gate_page(result)}\n")
+    except OSError as error:
+        logger.warning("the gate's summary could not be appended to %s: %s", path, error.strerror)
+
+
+def card_metrics(result: GateResult) -> list[EvalResult]:
+    """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
+    sure = f"with confidence {100 * result.confidence:g}%"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_name=task.task,
+            dataset_type=task.task,
+            dataset_args={"version": task.version, "items": task.items},
+            metric_type=task.metric,
+            metric_name=(
+                f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at most "
+                f"{change(task.upper, task.kind)} {sure})"
+            ),
+            metric_value=float(f"{task.compressed:.6g}"),
+            verified=False,
+        )
+        for task in result.tasks
+        if math.isfinite(task.compressed)
+    ]

@@ -1,0 +1,435 @@
+"""Statistics of the accuracy gate: what compression cost, over all items and on each task, and whether it is too much.
+
+Both models answer the same items, so the items' differences are tested, not two means (Miller, "Adding Error Bars to
+Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper confidence bound of the drop is under
+the margin; fail the same on the other side; anything else is inconclusive. Shapes: n items, m tasks; `...` stands for
+repetitions, as in a simulation.
+
+One verdict over the items of all tasks. Items that both models answer right or wrong are pooled, those of a group's
+subtasks too: the pooled drop is the mean over items of what the base got right less what the compressed model did, and
+it has to be within `max_drop`. Each task's own drop is reported, and refuses the model only by a clear loss: its lower
+bound, corrected for the number of tasks (Holm), is above `max_task_drop`. Perplexities, and scores other than 0 and 1,
+have no unit in common with other items, so such a task decides by itself: it has to be within `max_drop`, too.
+
+Answers that are right or wrong: only items that flip count, of which the compressed model gets `lost` wrong and the
+base right, and `gained` the other way round. Under a true drop d = P(lost) - P(gained) one probability stays unknown;
+the constrained maximum of the likelihood takes its place (Tango, Statistics in Medicine 17, 1998). Tango's normal score
+statistic is too liberal where flips are few: 272 items without a flip would pass a margin of 0.01, though a true drop
+of 0.01 shows none in 6.5 % of such samples. So the tail is summed from the trinomial distribution itself: an estimated
+p-value in the sense of Lloyd (Australian & New Zealand Journal of Statistics 50, 2008). Enumerated over 20 to 2,000
+items, flips of 0.5 % to 40 %, margins of 0 to 0.1 and confidences of 0.9, 0.95 and 0.99, its rate of false verdicts
+never exceeds 1 - confidence; without a flip it is the binomial test.
+
+Tasks are fixed strata, not draws from a population of tasks, so the test holds for pooled items as well. Let task s
+have n_s of N items, a share f_s that flips and a drop d_s. The net loss has mean N d, with d the item-weighted mean of
+d_s, and variance sum n_s (f_s - d_s^2). That is at most N (f - d^2), the variance of N items that all flip at the mean
+rate f, since the mean of squares is at least the square of the mean: the trinomial of the pooled counts is as wide as
+the truth or wider. `scripts/simulate_gate.py` measures the rates of false verdicts with strata that differ much.
+
+Other scores and likelihoods: Student's t holds its level where items differ in many small ways. Where few of the items
+differ `rule_of_three` counts too, where a few differ very much `student` with `skew`; of several tests of one drop the
+most careful one counts. With differences as skewed as an exponential distribution and lengths as uneven as 1 to 20, 62
+documents pass falsely in 6.4 % of samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import binom, binomtest
+from scipy.stats import t as student_t
+
+from compressor.answers.lm_eval_run import ItemScores
+from compressor.errors import CompressionError
+from compressor.formatting import joined
+from compressor.quality_gate.verdict import GateCondition, TaskGate, Verdict
+
+TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
+SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
+POWER = 0.8  # the probability with which a sample shows the smallest detectable drop
+POOLED = "all together"  # name of the pool beside those of tasks
+FEW = 30  # scores that differ, under which what none of them showed counts as well
+MOST_ITEMS = 10_000_000  # beyond which a number of items helps nobody
+FAR = 1e6  # standard errors, beyond which a distance says no more
+
+Array = NDArray[np.float64]
+
+
+class Evidence(NamedTuple):
+    """One-sided bounds of a drop, and p-values of one as small or as large if the true one were the margin: [...]."""
+
+    lower: Any
+    upper: Any
+    p_pass: Any
+    p_fail: Any
+
+
+def ratio(values: Array, weights: Array) -> Any:
+    """Sum of values by sum of weights, a mean where weights are 1: [..., n], [n] -> [...]."""
+    return values.sum(axis=-1) / weights.sum()
+
+
+def residuals_of(values: Array, weights: Array) -> Array:
+    """How far `ratio` moves, times the sum of weights, as each unit is left out: [..., n], [n], n > 1 -> [..., n]."""
+    residuals = values - np.asarray(ratio(values, weights))[..., None] * weights
+    return np.asarray(residuals / (1 - weights / weights.sum()))
+
+
+def ratio_error(values: Array, weights: Array) -> Any:
+    """Jackknife standard error of `ratio` over independent units: [..., n], [n] -> [...]; infinite for one unit.
+
+    With weights of 1 it is the usual error of a mean.
+    """
+    units = weights.shape[-1]
+    if units < 2:
+        return np.full(values.shape[:-1], np.inf)
+    return np.sqrt((units - 1) / units * np.square(residuals_of(values, weights)).sum(axis=-1)) / weights.sum()
+
+
+def skewness(values: Array, weights: Array) -> Any:
+    """Skewness of the residuals of `ratio` by the root of their number, in [-1, 1]: [..., n], [n], n > 1 -> [...]."""
+    residuals = residuals_of(values, weights)
+    squares = np.square(residuals).sum(axis=-1)
+    return (residuals**3).sum(axis=-1) / np.where(squares > 0, squares, 1) ** 1.5
+
+
+def freedom_of(weights: Array) -> float:
+    """Degrees of freedom of `ratio_error`: n - 1 for even weights [n], fewer for uneven ones (Kish's effective n).
+
+    Never under 1, except that one unit has none.
+    """
+    if weights.shape[-1] < 2:
+        return 0.0
+    return max(float(weights.sum() ** 2 / np.square(weights).sum()) - 1, 1.0)
+
+
+def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: float, skew: Any = 0.0) -> Evidence:
+    """Student's t on `freedom` degrees of freedom; with none, nothing is known.
+
+    With `skew` the statistic is first freed of skewness by the cubic of Hall ("On the removal of skewness by
+    transformation", Journal of the Royal Statistical Society B 54, 1992): rare large losses are easily missed by a
+    sample, which then shows too small a drop and too small an error.
+    """
+    if freedom < 1:
+        nothing = np.zeros(np.shape(estimate))
+        return Evidence(nothing - np.inf, nothing + np.inf, nothing + 1, nothing + 1)
+    skew = np.asarray(skew)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        distance = np.clip(np.nan_to_num((estimate - margin) / error, nan=0.0), -FAR, FAR)
+        distance = distance * (1 + skew * distance / 3 + np.square(skew * distance) / 27) + skew / 6
+    quantile = student_t.isf(alpha, freedom) * np.array([1.0, -1.0]) - skew[..., None] / 6
+    straight = (abs(skew) < 1e-6)[..., None]
+    divisor = np.where(straight, 1.0, skew[..., None])
+    bent = np.where(straight, quantile, 3 * (np.cbrt(1 + divisor * quantile) - 1) / divisor)
+    lower, upper = (estimate - error * bent[..., side] for side in (0, 1))
+    return Evidence(lower, upper, student_t.cdf(distance, freedom), student_t.sf(distance, freedom))
+
+
+def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha: float) -> Evidence:
+    """A kind of change that none of `count` items showed befalls up to -log(alpha) / count of all (3 / count at 0.05).
+
+    Each such item may move by `reach`. This keeps the bounds apart where next to nothing differs.
+    """
+    half = -math.log(alpha) * reach / count
+    with np.errstate(over="ignore"):
+        room = count * (margin - estimate) / reach
+    p_pass = np.exp(-np.maximum(room, 0))
+    p_fail = np.exp(-np.maximum(-room, 0))
+    return Evidence(estimate - half, estimate + half, p_pass, p_fail)
+
+
+def most_careful(parts: Sequence[Evidence]) -> Evidence:
+    """The widest bounds and the largest p-values: a claim stands only if every test supports it."""
+    lower, *others = zip(*parts, strict=True)
+    return Evidence(np.minimum.reduce(lower), *map(np.maximum.reduce, others))
+
+
+def holm(p_values: Array) -> Array:
+    """p-values corrected for being m tests (Holm 1979): [..., m] -> [..., m].
+
+    The i-th smallest of them, from 0, is multiplied by m - i, and is at least what smaller ones became.
+    """
+    order = np.argsort(p_values, axis=-1, kind="stable")
+    factors = np.arange(p_values.shape[-1], 0, -1)
+    grown = np.maximum.accumulate(np.take_along_axis(p_values, order, axis=-1) * factors, axis=-1)
+    adjusted = np.empty_like(grown)
+    np.put_along_axis(adjusted, order, np.minimum(grown, 1.0), axis=-1)
+    return adjusted
+
+
+def constrained_gain(lost: float, gained: float, items: int, drop: float) -> float:
+    """The likeliest P(gained) if P(lost) - P(gained) were `drop`, in [max(0, -drop), (1 - drop) / 2] (Tango 1998)."""
+    linear = (2 * items - lost + gained) * drop - lost - gained
+    constant = -gained * drop * (1 - drop)
+    root = math.sqrt(max(linear * linear - 8 * items * constant, 0.0))
+    return min(max((root - linear) / (4 * items), 0.0, -drop), (1 - drop) / 2)
+
+
+def at_most(lost: float, gained: float, items: int, drop: float) -> float:
+    """p of a net loss of `lost - gained` or less of `items` items, if the true drop were `drop`.
+
+    Falls as `drop` rises, so that a small one shows a drop under `drop`.
+    """
+    if abs(drop) > 1:  # no such drop exists, so the true one lies on the near side of it
+        return float(drop < 0)
+    gain = constrained_gain(lost, gained, items, drop)
+    flip = min(2 * gain + drop, 1.0)
+    flip = 0.0 if flip < 1e-290 else flip  # with which SciPy would overflow
+    share = min(max((gain + drop) / flip, 0.0), 1.0) if flip > 0 else 0.5  # of flips that are losses
+    width = TAILS * math.sqrt(items * flip * (1 - flip)) + SLACK
+    fewest = max(0, math.floor(items * flip - width))
+    most = min(items, math.ceil(items * flip + width))
+    flips = np.arange(fewest, most + 1)
+    tail = binom.pmf(flips, items, flip) * binom.cdf((flips + lost - gained) // 2, flips, share)
+    return min(float(tail.sum()), 1.0)
+
+
+def at_least(lost: float, gained: float, items: int, drop: float) -> float:
+    """p of a net loss of `lost - gained` or more of `items` items, if the true drop were `drop`."""
+    return at_most(gained, lost, items, -drop)
+
+
+def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
+    """The drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
+    if lost == items:
+        return 1.0
+    return float(brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
+
+
+def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
+    """The drop at which `at_least` is `alpha`."""
+    return -upper_bound(gained, lost, items, alpha)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairedItems:
+    """Two models' results on the same items of a task, or of several, in the order of the items' names."""
+
+    task: str
+    metric: str
+    version: str
+    kind: Literal["score", "likelihood"]
+    base: Array  # [n]
+    compressed: Array  # [n]
+    weights: Array  # [n] 1 for each score; words or bytes of a likelihood
+
+    @property
+    def binary(self) -> bool:
+        """True if every answer is plainly right or wrong, so that the items may be pooled."""
+        return self.kind == "score" and bool(np.isin([self.base, self.compressed], (0, 1)).all())
+
+
+def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
+    """Pair two models' results by item; refused where the two were not scored alike."""
+    ids, before, weights = _by_item(base)
+    other_ids, after, other_weights = _by_item(compressed)
+    differing = [name for name in ("metric", "version", "kind") if getattr(base, name) != getattr(compressed, name)]
+    if ids != other_ids or weights != other_weights:
+        differing.append("items")
+    if differing:
+        raise CompressionError(
+            f"{base.task}: the base and the compressed model were scored with different {joined(differing)}: evaluate "
+            "both anew, with another --cache-dir"
+        )
+    empty = sum(weight <= 0 for weight in weights)
+    if empty:
+        raise CompressionError(
+            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: leave them out of "
+            "the task"
+        )
+    columns = np.array(before), np.array(after), np.array(weights)
+    return PairedItems(base.task, base.metric, base.version, base.kind, *columns)
+
+
+def _by_item(scores: ItemScores) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
+    """Names, values and weights (1 of a score) in the order of the names."""
+    weights = scores.weights if scores.kind == "likelihood" else (1.0,) * len(scores.ids)
+    ids, values, sizes = zip(*sorted(zip(scores.ids, scores.values, weights, strict=True)), strict=True)
+    return ids, values, sizes
+
+
+def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
+    """The items of all tasks that are answered right or wrong; None without such a task."""
+    binary = [task for task in pairs if task.binary]
+    if not binary:
+        return None
+    metric = " and ".join(dict.fromkeys(task.metric for task in binary))
+    base = np.concatenate([task.base for task in binary])
+    compressed = np.concatenate([task.compressed for task in binary])
+    return PairedItems(POOLED, metric, "", "score", base, compressed, np.ones(len(base)))
+
+
+def unseen(pairs: PairedItems) -> tuple[float, float] | None:
+    """How far an item may move, and of how many, by changes too rare for t; None if enough items differ to trust it.
+
+    Scores span the range of those seen, or 1. Of a likelihood task every word is compared, and a model that changes
+    changes all of them a little, so there is something to add only if nothing differs at all.
+    """
+    differing = int((pairs.base != pairs.compressed).sum())
+    if differing >= (1 if pairs.kind == "likelihood" else FEW):
+        return None
+    seen = np.concatenate([pairs.base, pairs.compressed]) / np.tile(pairs.weights, 2)
+    return float(np.ptp(seen)) or 1.0, float(pairs.weights.sum())
+
+
+def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
+    """All tests of one drop: a difference of means, or the logarithm of a ratio of perplexities."""
+    drops = pairs.base - pairs.compressed
+    items = len(pairs.base)
+    if pairs.binary:
+        counts = int((drops > 0).sum()), int((drops < 0).sum()), items
+        return Evidence(
+            lower=lower_bound(*counts, alpha),
+            upper=upper_bound(*counts, alpha),
+            p_pass=at_most(*counts, margin),
+            p_fail=at_least(*counts, margin),
+        )
+    estimate = ratio(drops, pairs.weights)
+    error = ratio_error(drops, pairs.weights)
+    freedom = freedom_of(pairs.weights)
+    tests = [student(estimate, error, freedom, margin, alpha)]
+    if items > 1:
+        tests.append(student(estimate, error, freedom, margin, alpha, skewness(drops, pairs.weights)))
+    rare = unseen(pairs)
+    if rare is not None:
+        tests.append(rule_of_three(estimate, *rare, margin, alpha))
+    return most_careful(tests)
+
+
+def detectable(half: float, freedom: float, alpha: float) -> float:
+    """The drop that a one-sided bound `half` away from the estimate shows with probability `POWER`.
+
+    It is also the smallest margin that a model which lost nothing passes that often.
+    """
+    freedom = max(freedom, 1)
+    return half * float(1 + student_t.ppf(POWER, freedom) / student_t.isf(alpha, freedom))
+
+
+def shown_by(items: int, flips: float, alpha: float) -> float:
+    """The smallest margin that so many items pass where as many answers are gained as lost, a share `flips` in all.
+
+    An identical model passes it for certain, one with flips with probability `POWER`.
+    """
+    half = upper_bound(items * flips / 2, items * flips / 2, items, alpha)
+    return detectable(half, items - 1, alpha) if flips else half
+
+
+def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) -> TaskGate:
+    """One task, or the pool, as if it were the only one: p-values not yet corrected, and the verdict they give."""
+    likelihood = pairs.kind == "likelihood"
+    drops = pairs.base - pairs.compressed
+    tests = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
+    drop, base, compressed = (float(ratio(x, pairs.weights)) for x in (drops, pairs.base, pairs.compressed))
+    lower = float(tests.lower)
+    upper = float(tests.upper)
+    error = float(ratio_error(drops, pairs.weights))
+    shown = detectable(upper - drop, freedom_of(pairs.weights), alpha)
+    perplexity_ratio = None
+    if likelihood:
+        with np.errstate(over="ignore"):
+            base, compressed = float(np.exp(-base)), float(np.exp(-compressed))
+            drop, lower, upper, shown = (float(np.expm1(x)) for x in (drop, lower, upper, shown))
+        perplexity_ratio = (1 + drop, 1 + lower, 1 + upper)
+        error *= 1 + drop
+    lost = int((drops > 0).sum())
+    gained = int((drops < 0).sum())
+    mcnemar = None
+    if pairs.binary:
+        mcnemar = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+    return TaskGate(
+        task=pairs.task,
+        metric=pairs.metric,
+        version=pairs.version,
+        kind=pairs.kind,
+        decides=decides,
+        items=len(drops),
+        base=base,
+        compressed=compressed,
+        max_drop=max_drop,
+        drop=drop,
+        standard_error=error,
+        lower=lower,
+        upper=upper,
+        p_pass=float(tests.p_pass),
+        p_fail=float(tests.p_fail),
+        lost=lost,
+        gained=gained,
+        verdict=verdict(float(tests.p_pass), float(tests.p_fail), alpha),
+        detectable=shown,
+        mcnemar=mcnemar,
+        perplexity_ratio=perplexity_ratio,
+    )
+
+
+def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
+    """The verdict of two p-values; they never add up to less than 1, so both cannot be under an alpha below 0.5."""
+    if p_pass < alpha:
+        return "pass"
+    return "fail" if p_fail < alpha else "inconclusive"
+
+
+def judge(
+    pairs: Sequence[PairedItems], max_drop: float, max_task_drop: float, confidence: float
+) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
+    """All tasks, and the pool if there is one.
+
+    Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm 1979). All that has
+    to pass has to do so by itself, so the pool needs no correction.
+    """
+    alpha = 1 - confidence
+    tasks = [measure(task, max_task_drop if task.binary else max_drop, alpha, not task.binary) for task in pairs]
+    passing = holm(np.array([task.p_pass for task in tasks])).tolist()
+    failing = holm(np.array([task.p_fail for task in tasks])).tolist()
+    judged = tuple(
+        replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha))
+        for task, p_pass, p_fail in zip(tasks, passing, failing, strict=True)
+    )
+    together = pool(pairs)
+    return judged, None if together is None else measure(together, max_drop, alpha, True)
+
+
+def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) -> Verdict:
+    """Fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
+
+    Tasks outside the pool, the pool and conditions decide.
+    """
+    deciding = {condition.verdict for condition in conditions}
+    deciding |= {row.verdict for row in rows if row.decides}
+    if "fail" in deciding or any(row.verdict == "fail" for row in rows):
+        return "fail"
+    return "pass" if deciding == {"pass"} else "inconclusive"
+
+
+def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "drop") -> str:
+    """Say how many items would decide a task that is inconclusive."""
+    count = items_needed(task, confidence)
+    if count is None:
+        return f"the {what} is too near the margin for any number of {unit} to decide"
+    return (
+        f"about {float(f'{count:.2g}'):,.0f} {unit} would decide it instead of {task.items:,}, an estimate for a "
+        f"{what} that stays what it is and a probability of {POWER:g}"
+    )
+
+
+def items_needed(task: TaskGate, confidence: float) -> int | None:
+    """Roughly how many items would decide a task with probability `POWER`; None if they are too many.
+
+    If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
+    of items: n * (now / needed)^2. With perplexities this holds of logarithms.
+    """
+    scores = [task.drop, task.lower, task.upper, task.max_drop]
+    if task.kind == "likelihood":
+        scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
+    drop, lower, upper, allowed = scores
+    wider = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(confidence)
+    half = upper - drop if drop < allowed else drop - lower
+    needed = abs(allowed - drop)
+    if not (needed > 0 and 0 < wider * half / needed < MOST_ITEMS):
+        return None
+    estimate = math.ceil(task.items * (wider * half / needed) ** 2)
+    return estimate if estimate <= MOST_ITEMS else None

@@ -1,0 +1,330 @@
+"""Judging without generating: both models read the same text, or the base's own answers, one layer in memory at a time.
+
+Under teacher forcing the base's answer is what a model has said so far, whatever it would have said itself; only the
+answer's tokens count. Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy.stats import t as student_t
+from torch.nn.utils.rnn import pad_sequence
+
+from compressor.answers.generation import Answer, StockGenerator
+from compressor.answers.prompts import Prompt, is_chat, tokens_of
+from compressor.data.batches import BATCH_SIZE, EvaluationSet
+from compressor.data.chats import note_columns, read_row, untaken
+from compressor.data.documents import read_tokens
+from compressor.data.rows import source_rows
+from compressor.data.sources import WeightedSource, domain_of
+from compressor.divergence.evaluator import FEWEST, Evaluator, Figures
+from compressor.divergence.teacher_outputs import check_base
+from compressor.errors import CompressionError, ItemError, LeftOut
+from compressor.formatting import common_prefix
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
+from compressor.progress import Progress, Silent, quiet_transformers
+from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainFigures, Judged
+from compressor.quality_gate.domains import judged
+from compressor.quality_gate.endings import Markers
+from compressor.quality_gate.verdict import GateCondition, Verdict
+
+SHORTEST = 16  # tokens of a sequence of text
+SAMPLES, LENGTH = 64, 512  # sequences of each text at most, and their tokens
+COLUMNS = (("messages",), ("conversations",), ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"))
+END, THINKING_END = "the answer", "its thinking"
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Texts and answers that both models read, and how far figures may rise."""
+
+    texts: tuple[str, ...] = ()  # SOURCE or SOURCE=DOMAIN
+    samples: int = SAMPLES
+    length: int = LENGTH
+    answers: tuple[str, ...] = ()  # FILE or FILE=DOMAIN
+    forced: bool = False  # of prompts, only the base writes answers, and both read them
+    max_flips: float | None = None  # share of positions, in each domain
+    max_loss_rise: float | None = None  # nats per token, in each domain
+    strict: bool = False  # whether a row that cannot be read ends the run
+
+    def __post_init__(self) -> None:
+        if self.samples < FEWEST or self.length < SHORTEST:
+            raise CompressionError(
+                f"{self.samples} sequences of {self.length} tokens tell no difference; give --text-samples {FEWEST} "
+                f"and --text-length {SHORTEST} at the least"
+            )
+
+    @property
+    def limits(self) -> dict[str, tuple[str, float]]:
+        """By figure: the option and what it allows."""
+        named = {"flips": ("--max-flips", self.max_flips), "loss": ("--max-loss-rise", self.max_loss_rise)}
+        return {name: (option, limit) for name, (option, limit) in named.items() if limit is not None}
+
+
+def text_sets(wanted: Judging, tokenizer: Any, vocabulary: int) -> tuple[EvaluationSet, ...]:
+    """A set for each domain of the texts: at most so many sequences of each source.
+
+    A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
+    is too short even so.
+    """
+    batches = defaultdict[str, list[torch.Tensor]](list)
+    for source, domain in map(domain_of, dict.fromkeys(wanted.texts)):
+        most = wanted.samples * wanted.length
+        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, most, 0, vocabulary, "text", wanted.strict)
+        tokens = len(stream.ids)
+        sequence_length = min(wanted.length, tokens // FEWEST)
+        if sequence_length < SHORTEST:
+            raise CompressionError(
+                f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it more text, at least "
+                f"{FEWEST * SHORTEST:,}"
+            )
+        batches[domain] += stream.rows(sequence_length)[: wanted.samples].split(BATCH_SIZE)
+    return tuple(EvaluationSet(domain, tuple(parts)) for domain, parts in batches.items())
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherForcedAnswer:
+    """An answer that models read, an end token included where it ended, and the tokens that it answers."""
+
+    id: str  # the prompt's
+    domain: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    seed: int = 0
+
+
+def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
+    """An answer that was written; one without tokens, a server's, is tokenised anew. `end` ends it then."""
+    tokens = answer.tokens
+    if not tokens:
+        tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+        if answer.ended == "end":
+            tokens += (end,)
+    return TeacherForcedAnswer(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
+
+
+def read_answers(
+    arguments: Sequence[str], tokenizer: Any, stops: Collection[int], most: int = sys.maxsize, strict: bool = False
+) -> tuple[TeacherForcedAnswer, ...]:
+    """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
+
+    A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
+    `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most` tokens, are left out with one
+    warning for each file, or refused if `strict`.
+    """
+    answers = list[TeacherForcedAnswer]()
+    for argument in arguments:
+        source, domain = domain_of(argument)
+        left_out = LeftOut(f"answers of {source}", strict)
+        with quiet_transformers():
+            for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers").rows:
+                with left_out.each():
+                    own_domain = domain
+                    if source == argument and isinstance(row, Mapping):
+                        own_domain = str(row.get("domain") or domain)
+                    answers.append(_given(row, own_domain, tokenizer, stops, most, where, left_out))
+        left_out.report()
+        if not left_out.used:
+            raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
+    return tuple(answers)
+
+
+def _given(
+    row: Any, domain: str, tokenizer: Any, stops: Collection[int], most: int, where: str, left_out: LeftOut
+) -> TeacherForcedAnswer:
+    """A row's answer; raises `ItemError` for one that cannot be read."""
+    conversation = read_row(row, None, where, COLUMNS)
+    note_columns(row, conversation, left_out)
+    *asked, last = conversation.messages
+    if last.get("role") != "assistant" or not asked:
+        raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
+    is_pair = len(conversation.columns) == 2 and len(asked) == 1
+    prompt = Prompt.of(asked, domain, conversation.tools, where, asked[0]["content"] if is_pair else None)
+    before = tokens_of(prompt, tokenizer, most=most)
+    text = str(last["content"])
+    if is_chat(prompt, tokenizer, False):
+        try:
+            whole = render_chat(tokenizer, [*asked, last], tools=prompt.tools)
+            opening = render_chat(tokenizer, asked, tools=prompt.tools, add_generation_prompt=True)
+        except Exception as error:  # a template raises what it likes
+            raise untaken(where, error) from error
+        text = whole[common_prefix(whole, opening) :]
+    if not text.strip():
+        raise ItemError(f"{where} has an empty answer; give it some text or remove it")
+    try:
+        ids = [int(token) for token in first_part(tokenizer, text, most + 1)[1]]
+    except Exception as error:  # tokenizers, too
+        raise untaken(where, error, "tokenizer") from error
+    end = next((index for index, token in enumerate(ids) if token in stops), None)
+    if end is not None:
+        ids = ids[: end + 1]  # a template may go on after it
+    elif stops and row.get("ended") != "length":
+        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in stops else min(stops))
+    if len(before) + len(ids) > most:
+        raise ItemError(f"{where} has more tokens than the {most:,} positions that the model was made for; shorten it")
+    return TeacherForcedAnswer(prompt.id, domain, before, tuple(ids))
+
+
+def answer_sets(
+    answers: Sequence[TeacherForcedAnswer], vocabulary: int
+) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
+    """A set for each domain, longest first, in which only answers count; and the answers in that order."""
+    check_vocabulary(max((max(*answer.prompt, *answer.answer) for answer in answers), default=0), vocabulary)
+    sets = list[EvaluationSet]()
+    order = list[TeacherForcedAnswer]()
+    for domain in dict.fromkeys(answer.domain for answer in answers):
+        of_domain = [answer for answer in answers if answer.domain == domain]
+        of_domain.sort(key=_length, reverse=True)
+        batches = list[torch.Tensor]()
+        masks = list[torch.Tensor]()
+        for begin in range(0, len(of_domain), BATCH_SIZE):
+            rows = of_domain[begin : begin + BATCH_SIZE]
+            batches.append(pad_sequence([torch.tensor(row.prompt + row.answer) for row in rows], batch_first=True))
+            positions = torch.arange(batches[-1].shape[1])
+            counted = [(positions >= len(row.prompt)) & (positions < _length(row)) for row in rows]
+            masks.append(torch.stack(counted))
+        sets.append(EvaluationSet(domain, tuple(batches), tuple(masks)))
+        order += of_domain
+    return tuple(sets), tuple(order)
+
+
+def _length(answer: TeacherForcedAnswer) -> int:
+    return len(answer.prompt) + len(answer.answer)
+
+
+def marks_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
+    """Tokens that end an answer, and those that end its thinking where the tokenizer has one for that."""
+    thinking = set[int]()
+    for _, closing in Markers.of(tokenizer).thinking:
+        ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1:
+            thinking.add(int(ids[0]))
+    named = {END: tuple(sorted(stops)), THINKING_END: tuple(sorted(thinking))}
+    return {name: ids for name, ids in named.items() if ids}
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedFigures:
+    """Figures of one answer: the means of an answer's tokens, and what both models give its end."""
+
+    id: str
+    seed: int
+    domain: str
+    tokens: int
+    kl: float
+    flips: float
+    end: tuple[float, float] | None  # probability of an end token where the answer ended, the base's first
+    elsewhere: tuple[float, float] | None  # and the mean of it at the answer's other tokens
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedModels:
+    """Divergence on text and on answers; None of what was not read."""
+
+    text: Judged | None = None
+    answers: Judged | None = None
+    each: tuple[ForcedFigures, ...] = ()  # of the answers, longest first by domain
+
+
+def judge(
+    base: OpenModel,
+    compressed: OpenModel,
+    texts: Sequence[EvaluationSet] = (),
+    answers: Sequence[TeacherForcedAnswer] = (),
+    marks: Mapping[str, Sequence[int]] | None = None,
+    confidence: float = CONFIDENCE,
+    progress: Progress | None = None,
+) -> JudgedModels:
+    """Both models on texts and answers, in one streamed pass of each.
+
+    Raises `CompressionError` for models of other vocabularies or tokenizers.
+    """
+    check_base(compressed, base)
+    named = dict(marks or {})
+    forced_sets, order = answer_sets(answers, base.vocabulary)
+    evaluator = Evaluator(base, [*texts, *forced_sets], [*named.values()])
+    (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
+    named_sets = list(enumerate(evaluator.names))
+    of_texts = dict(named_sets[: len(texts)])
+    of_answers = dict(named_sets[len(texts) :])
+    return JudgedModels(
+        judged(figures, of_texts, (), confidence) if of_texts else None,
+        judged(figures, of_answers, [*named], confidence) if of_answers else None,
+        tuple(_figures_of_answers(order, figures.of(of_answers))),
+    )
+
+
+def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures) -> Iterator[ForcedFigures]:
+    for index, answer in enumerate(answers):
+        end = elsewhere = None
+        tokens = len(answer.answer)
+        if figures.marks.shape[1]:
+            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.marks[index, 0].tolist()
+            if due:
+                end = (base / due, smaller / due)
+            if tokens > due:
+                elsewhere = (base_elsewhere / (tokens - due), smaller_elsewhere / (tokens - due))
+        kl = float(figures.kl[index])
+        flips = float(figures.flips[index])
+        yield ForcedFigures(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
+
+
+Readings = tuple[OpenModel, tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]
+
+
+def read_all(base: StockGenerator, wanted: Judging) -> Readings:
+    """Open the base, and read texts and given answers; no weight is read.
+
+    Raises `CompressionError` for what the base's tokenizer cannot take.
+    """
+    model = open_model(base.source, base.dtype, base.device)
+    tokenizer = load_tokenizer(base.source.folder)
+    answers = tuple[TeacherForcedAnswer, ...]()
+    if wanted.answers:
+        _, facts = base.opened()
+        answers = read_answers(wanted.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, wanted.strict)
+    return model, text_sets(wanted, tokenizer, model.vocabulary), answers
+
+
+def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -> tuple[GateCondition, ...]:
+    """For each domain of texts and answers: the figures that have a limit, each of which has to pass.
+
+    Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
+    """
+    rows = list[tuple[str, str, DomainFigures]]()  # what they are of, what there should be more of, and the figures
+    for reading, of, more in ((found.text, "", "text"), (found.answers, "answers of ", "answers")):
+        if reading is not None:
+            rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
+    alpha = 1 - confidence
+    tests = max(1, len(wanted.limits) * len(rows))
+    conditions = []
+    for domain, more, row in rows:
+        freedom = max(row.sequences - 1, 1)
+        farther = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
+        for name, (option, limit) in wanted.limits.items():
+            figure = row.flips if name == "flips" else row.loss
+            verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
+            if figure.change - farther * (figure.change - figure.lower) > limit:
+                verdict = "fail"
+            conditions.append(
+                GateCondition(
+                    name=f"{'share of flips' if name == 'flips' else 'rise of the loss'} on {domain}",
+                    option=option,
+                    limit=limit,
+                    observed=figure.change,
+                    lower=figure.lower,
+                    upper=figure.upper,
+                    items=row.tokens,
+                    unit="tokens",
+                    verdict=verdict,
+                    base=figure.base if name == "loss" else None,
+                    compressed=figure.compressed,
+                    advice=f"give it more {more}, or allow more" if verdict == "inconclusive" else "",
+                )
+            )
+    return tuple(conditions)

@@ -1,0 +1,150 @@
+"""The gate's verdict on what compression cost, as data and as plain JSON.
+
+n items of a task; both models answer each of them, so every test is paired.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compressor.document.blocks import Table, Tone, Toned
+from compressor.errors import CompressionError
+from compressor.quality_gate.domain_divergence import Judged
+from compressor.records import plain_json, read_as
+
+FORMAT = "moe-compressor-gate/2"
+
+EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
+Verdict = Literal["pass", "fail", "inconclusive"]
+SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
+    "pass": ("good", "✓"),
+    "fail": ("bad", "✗"),
+    "inconclusive": ("unsure", "?"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGate:
+    """Result of the paired test of one task, or of the pool. A drop is base less compressed, so worse is positive.
+
+    Of a likelihood task the drop is the relative rise of perplexity, and base and compressed are perplexities.
+    """
+
+    task: str
+    metric: str
+    version: str
+    kind: Literal["score", "likelihood"]
+    decides: bool  # False for a task in the pool, which can only fail by itself
+    items: int
+    base: float
+    compressed: float
+    max_drop: float  # the drop allowed
+    drop: float
+    standard_error: float
+    lower: float  # one-sided confidence bounds of the drop
+    upper: float
+    p_pass: float  # of a drop this small if the true one were the margin; corrected over tasks (Holm)
+    p_fail: float  # of a drop this large if the true one were the margin; corrected over tasks (Holm)
+    verdict: Verdict
+    lost: int  # items that the base got right and the compressed model wrong; changes for the worse of other scores
+    gained: int
+    mcnemar: float | None  # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
+    detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
+    perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
+
+
+@dataclass(frozen=True, slots=True)
+class GateCondition:
+    """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it fails."""
+
+    name: str  # such as "loops", or "flips on code"
+    option: str  # that sets the limit
+    limit: float
+    observed: float  # what the limit is for, such as the rise of a rate
+    lower: float  # one-sided confidence bounds of it
+    upper: float
+    items: int
+    unit: str  # of the items, in the plural
+    verdict: Verdict
+    base: float | None = None  # the figure of either model, where each has one
+    compressed: float | None = None
+    advice: str = ""  # what would decide it, where it is inconclusive
+
+    @property
+    def sentence(self) -> str:
+        """Name, figure, bounds and limit."""
+        figure = f"{self.observed:+.4f} (at least {self.lower:+.4f}, at most {self.upper:+.4f})"
+        return f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is allowed by {self.option}"
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The whole gate."""
+
+    verdict: Verdict
+    base: str
+    compressed: str
+    max_drop: float  # of the pool, and of each task outside it
+    max_task_drop: float  # of each task in the pool
+    confidence: float
+    pooled: TaskGate | None  # the items of all tasks that are answered right or wrong; None without such a task
+    tasks: tuple[TaskGate, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)  # limit, batch size, few-shot examples, dtype, device
+    base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
+    compressed_identity: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    reused_base: bool = False  # the base's results were stored by an earlier run
+    streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
+    conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass
+    text: Judged | None = None  # read by both models
+    answers: Judged | None = None  # the base's, read by both
+
+    @property
+    def rows(self) -> tuple[TaskGate, ...]:
+        """The tasks, and below them the pool."""
+        return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
+
+
+def gate_content(result: GateResult) -> dict[str, Any]:
+    """Everything in the result as plain JSON types; what JSON has no number for is text."""
+    return {"format": FORMAT, **plain_json(result)}
+
+
+def gate_from_content(content: Any) -> GateResult:
+    """The result that `gate_content` was made of; further fields are left aside."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
+    result = read_as(GateResult, content)
+    check_confidence(result.confidence)
+    return result
+
+
+def check_confidence(confidence: float) -> None:
+    """Refuse a confidence that no bound has."""
+    if not 0.5 < confidence < 1:
+        raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
+
+
+def conditions_table(conditions: Sequence[GateCondition]) -> Table:
+    """A row for each condition."""
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    columns = ("condition", "of", "base", "compressed", "allowed", "rise", "at least", "at most", "verdict")
+    rows = tuple(
+        (
+            condition.name,
+            f"{condition.items:,} {condition.unit}",
+            shown(condition.base),
+            shown(condition.compressed),
+            f"{condition.limit:g}",
+            f"{condition.observed:+.4f}",
+            f"{condition.lower:+.4f}",
+            f"{condition.upper:+.4f}",
+            Toned(condition.verdict, *SIGNS[condition.verdict]),
+        )
+        for condition in conditions
+    )
+    return Table("Conditions on behaviour", columns, rows, frozenset({"of", "verdict"}), ("of", "at least"))

@@ -1,0 +1,180 @@
+"""Answers of a streamed model: those of lm-eval's own model in memory, request by request; and when it is streamed."""
+
+import resource
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from safetensors.torch import load_file
+
+from compressor import memory
+from compressor.answers import lm_eval_models as streamed
+from compressor.answers import lm_eval_run as evaluating
+from compressor.answers.lm_eval_models import batches_of, inputs_of, loaded_model, score, streamed_model
+from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation, streams, weight_bytes
+from compressor.answers.tasks import EvaluationOptions, resolve_tasks
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model import opened
+from compressor.progress import Silent
+from tests import small, zoo
+from tests.evaluations import Steps, no_network, own_tasks, written_task
+from tests.opened import note_spills
+from tests.zoo_configs import FAMILIES
+
+MOST = 64  # tokens that the zoo's models take
+STREAMED = ("gpt_oss", "qwen3_next", "granitemoe")  # a window of 8; linear attention; logits scaled after the head
+CHOICES = [(f"{n} and {n * n}:", answer) for n in range(5) for answer in (" a", " b", " both of them", " a b")]
+ODD = [("", "abc"), ("ends in blanks  ", "x"), ("z" * 90, " cut on the left"), ("one", "y" * 40)]
+TEXTS = ["a short text", "a long one " * 20, "b"]  # the second has four windows
+
+
+def options(**settings: Any) -> EvaluationOptions:
+    return EvaluationOptions(("sums",), device="cpu", dtype="float32", **settings)
+
+
+def requests(kind: str, arguments: list[tuple[str, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]  # type: ignore[arg-type]
+
+
+def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
+    """Of the choices, whether each is greedy; and of the texts."""
+    model.watch("model", "sums", Silent())
+    choices = model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
+    return choices, model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS]))
+
+
+@pytest.mark.parametrize("family", zoo.sweep(STREAMED))
+def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small.save(tmp_path / "model", family)
+    source = locate(str(folder))
+    with loaded_model(source, options()) as stock:
+        choices, texts = answered(stock)
+    spilled = note_spills(monkeypatch)
+    for settings in ({}, {"batch_size": 3}):
+        with streamed_model(source, options(**settings)) as model:
+            found = answered(model)
+            assert all(value.device.type == "meta" for value in model.opened.partial.model.parameters())
+        assert [answer[0] for answer in found[0]] == pytest.approx([answer[0] for answer in choices], abs=1e-4)
+        assert [answer[1] for answer in found[0]] == [answer[1] for answer in choices]
+        assert found[1] == pytest.approx(texts, rel=1e-5)
+        monkeypatch.setattr(streamed, "LOGIT_BYTES", 4 * small.VOCABULARY * 20)  # of twenty positions, the second time
+        monkeypatch.setattr(streamed, "DEFAULT_ACTIVATION_BUDGET", 4096)
+    assert spilled  # which the second run did
+
+
+def test_the_head_is_shown_what_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[int, ...]] = []
+    pad = streamed.pad_sequence
+
+    def padded(*rows: Any, **settings: Any) -> torch.Tensor:
+        ran.append(pad(*rows, **settings).shape)
+        return pad(*rows, **settings)
+
+    monkeypatch.setattr(streamed, "pad_sequence", padded)
+    with streamed_model(locate(str(small.save(tmp_path / "model"))), options()) as model:
+        head: list[tuple[int, ...]] = []
+        lm_head = model.opened.partial.model.get_output_embeddings()
+        lm_head.register_forward_hook(lambda module, args, logits: head.append(tuple(logits.shape)))
+        model.watch("model", "sums", Silent())
+        model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
+        of_text = partial(model.tok_encode, add_special_tokens=False)
+        pairs = [model._encode_pair(*each) for each in CHOICES + ODD[1:]]
+        inputs = inputs_of([([model.prefix_token_id], of_text(ODD[0][1])), *pairs], model.max_length)
+    asked = 5 * 4 + len(ODD)
+    assert (
+        sum(rows for rows, _ in ran) == asked - 5
+    )  # for " a" and " b" of one question are predicted by the same tokens
+    positions = sum(positions for _, positions, _ in head)
+    assert positions == sum(each.scored for each in inputs) < sum(rows * length for rows, length in ran)
+
+
+@given(st.data())
+def test_inputs_cover_every_request_once(data: st.DataObject) -> None:
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+    asked = data.draw(st.lists(st.tuples(tokens, tokens), max_size=12))
+    most = data.draw(st.integers(6, 9))
+    inputs = inputs_of(asked, most)
+    assert len({each.tokens for each in inputs}) == len(inputs)
+    told = [(number, each, after) for each in inputs for number, after in each.continuations]
+    assert sorted(number for number, _, _ in told) == list(range(len(asked)))
+    for number, each, after in told:
+        whole = (asked[number][0] + asked[number][1])[-most - 1 :]
+        assert (list(after), list(each.tokens)) == (asked[number][1], whole[:-1])
+    rows, positions = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9))
+    batches = batches_of(inputs, rows, positions)
+    assert [each for batch in batches for each in batch] == inputs
+    assert all(len(batch) <= rows for batch in batches)
+    assert all(len(batch) == 1 or sum(each.scored for each in batch) <= positions for batch in batches)
+
+
+def test_scores_of_a_row_are_summed_over_its_last_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "TOGETHER", 2)
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    greedy = logits.argmax(-1).tolist()
+    continuations = [greedy, greedy[1:], [3], [*greedy[-3:-1], (greedy[-1] + 1) % 7]]
+    found = [score(logits, tokens) for tokens in continuations]
+    for (value, is_greedy), tokens in zip(found, continuations, strict=True):
+        likelihoods = logits.double().log_softmax(-1)[-len(tokens) :]
+        assert value == pytest.approx(sum(float(row[token]) for row, token in zip(likelihoods, tokens, strict=True)))
+        assert is_greedy == (tokens == greedy[-len(tokens) :])
+
+
+def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_network(monkeypatch)
+    own, steps = own_tasks(tmp_path), Steps()
+    source = locate(str(small.save(tmp_path / "model", max_position_embeddings=256)))
+    wanted = EvaluationOptions(("both", "moe_demo_text"), limit=4, include_path=own, device="cpu", num_fewshot=1)
+    tasks = resolve_tasks(wanted)
+    plain = TaskEvaluation(source, tasks, wanted).run(Silent())
+    found = TaskEvaluation(source, tasks, wanted, streamed=True).run(steps)
+    assert found["both"].values == plain["both"].values and found["both"].ids == plain["both"].ids
+    assert found["moe_demo_text"].values == pytest.approx(plain["moe_demo_text"].values, rel=1e-5)
+    assert {scores.streamed for scores in found.values()} == {True}
+    layers = 2 * FAMILIES["mixtral"].config["num_hidden_layers"]  # once for choices, once for texts
+    assert (len(steps.phases), steps.advanced) == (3, 1 + layers)
+
+
+def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, wanted = locate(str(small.save(tmp_path / "model"))), options()
+    weights = weight_bytes(source, wanted.dtype)
+    tensors = load_file(source.folder / "model.safetensors")
+    assert weights == sum(value.numel() for value in tensors.values()) * 4
+    assert weight_bytes(source, "bfloat16") == weights // 2
+    needed = weights + evaluating.HEADROOM
+    for left, expected in ((None, False), (1.26 * needed, False), (1.24 * needed, True), (0, True)):
+        monkeypatch.setattr(opened, "free_memory", lambda device, left=left: left)
+        assert streams(source, wanted) is expected
+        assert streams(source, options(stream=not expected)) is not expected
+    written_task(tmp_path)
+    for stream in (True, None):
+        asks = EvaluationOptions(("written",), include_path=tmp_path, device="cpu", stream=stream)
+        with pytest.raises(CompressionError, match=r"'written' writes its answers.* of model in memory.*--no-stream"):
+            plan_evaluation(source, resolve_tasks(asks), asks, tmp_path / "store")
+
+
+def test_available_is_the_least_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, group = tmp_path / "meminfo", tmp_path / "cgroup"
+    machine.write_text("MemTotal:  900 kB\nMemAvailable:  800 kB\n")
+    group.write_text("0::/outer/inner\n")
+    place = tmp_path / "groups" / "outer" / "inner"
+    place.mkdir(parents=True)
+    for name, file in (("MACHINE", machine), ("GROUP", group), ("GROUPS", tmp_path / "groups")):
+        monkeypatch.setattr(memory, name, file)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert memory.available() == 800 * 1024
+    for folder, most, held, cached in ((place, "max", 5, 0), (place.parent, "700000", 600000, 50000)):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{held}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+    assert memory.available() == 150_000
+    held = memory._field(memory.STATUS, "VmSize")
+    assert held is not None
+    limits = {resource.RLIMIT_AS: held + 1000}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
+    assert memory.available() is not None and memory.available() <= 1000

@@ -1,0 +1,86 @@
+"""The base's distributions as they are kept, against log probabilities of the stock model in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM
+
+import compressor
+from compressor.checkpoint.source import locate
+from compressor.data.batches import calibrate, load_tokenizer
+from compressor.divergence import teacher_outputs as base_answers
+from compressor.divergence.teacher_outputs import Distributions, read_base, top_divergence
+from compressor.model.opened import open_model
+from compressor.progress import Silent
+from tests.opened import batches, opened
+
+DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
+
+
+@torch.no_grad()
+def log_probabilities(stock: Any, tokens: Tensor) -> Tensor:
+    found: Tensor = stock(input_ids=tokens, use_cache=False).logits.double().log_softmax(-1)
+    return found
+
+
+def full(original: Tensor, other: Tensor) -> Tensor:
+    return kl_div(other.double().log_softmax(-1), original, reduction="none", log_target=True).sum(-1)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma4"])
+def test_the_likeliest_tokens_are_kept_and_the_mass_of_the_others(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock, (2, 1))
+    answers = read_base(model, {"text": parts}, None, Silent(), tmp_path / "kept")["text"]
+    for tokens, found in zip(parts, answers, strict=True):
+        logs = log_probabilities(stock, tokens)
+        best = logs.topk(base_answers.KEPT)
+        assert torch.equal(found.tokens.long(), best.indices)
+        torch.testing.assert_close(found.logs.double(), best.values, atol=1e-5, rtol=0)
+        rest = 1 - best.values.exp().sum(-1)
+        torch.testing.assert_close(found.others.double().exp(), rest, atol=1e-6, rtol=1e-3)
+
+
+def test_divergence_is_the_full_one_where_all_is_kept_and_a_little_less_otherwise(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    (tokens,) = batches(stock, (2,))
+    logs = log_probabilities(stock, tokens)
+    other = (logs + 0.3 * torch.randn(logs.shape, generator=torch.Generator().manual_seed(0))).float()
+    expected = full(logs, other)
+    (kept,) = read_base(model, {"text": [tokens]}, None, Silent(), tmp_path / "kept")["text"]
+    found = top_divergence(kept, other)
+    assert (found <= expected + 1e-5).all() and (found > 0.8 * expected).all()
+    whole = logs.float().topk(logs.shape[-1])
+    everything = Distributions(whole.indices.int(), whole.values, torch.full(tokens.shape, base_answers.LEAST))
+    torch.testing.assert_close(top_divergence(everything, other).double(), expected, atol=1e-5, rtol=1e-4)
+    assert top_divergence(kept, logs.float()).abs().max() < 1e-5  # nothing is as near as the same
+
+
+def test_its_gradient_is_that_of_the_full_divergence(tmp_path: Path) -> None:
+    stock, _ = opened("mixtral", tmp_path)
+    (tokens,) = batches(stock, (1,))
+    logs = log_probabilities(stock, tokens)
+    other = torch.randn(logs.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    whole = logs.float().topk(logs.shape[-1])
+    everything = Distributions(whole.indices.int(), whole.values, torch.full(tokens.shape, base_answers.LEAST))
+    (found,) = torch.autograd.grad(top_divergence(everything, other).sum(), other)
+    (expected,) = torch.autograd.grad(full(logs, other).sum(), other)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
+
+
+def test_on_the_demos_text_what_is_kept_tells_the_divergence_within_a_hundredth(tmp_path: Path) -> None:
+    """Of the demo model from one whose first router is all zeros."""
+    model = open_model(locate(str(DEMO)), "float32", "cpu")
+    text = calibrate("demo", load_tokenizer(DEMO), samples=8, length=128, seed=0, vocab=model.vocabulary)
+    tokens = torch.cat(list(text.batches))
+    (kept,) = read_base(model, {"text": [tokens]}, None, Silent(), tmp_path / "kept")["text"]
+    stock = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    logs = log_probabilities(stock, tokens)
+    stock.model.layers[0].mlp.gate.weight.data.zero_()
+    other = log_probabilities(stock, tokens).float()
+    expected = full(logs, other).mean()
+    assert expected > 0.01 and float(top_divergence(kept, other).mean()) == pytest.approx(float(expected), rel=0.01)

@@ -1,0 +1,56 @@
+"""Marks in answers that are shown side by side, and which pairs come first."""
+
+import re
+
+import pytest
+
+from compressor.answers.generation import Answer
+from compressor.answers.prompts import Prompt
+from compressor.document.blocks import Marked, plain_words
+from compressor.quality_gate.behaviour import AnswerPair, Behaviour, Written
+from compressor.quality_gate.behaviour_report import FIRST, answers_page, marked
+from compressor.quality_gate.endings import Ending, rates
+
+
+def ending(text: str, ended: bool = True, loop: int | None = None) -> Ending:
+    return Ending(ended, loop is not None, loop, len(text), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "loop", "difference", "looped"),
+    [
+        ("one two three", "one too three", None, ["wo"], []),
+        ("one two", "one two", None, [], []),
+        ("one two", "one two three", None, [], []),
+        ("one two three", "one two", None, [" three"], []),
+        ("one two two two", "one", 8, [" two"], ["two two"]),
+        ("two two two", "other", 0, [], ["two two two"]),
+        ("a <b> & c", "a", 4, [" <b"], ["> & c"]),
+    ],
+)
+def test_marks_leave_the_text_as_it_is(
+    text: str, other: str, loop: int | None, difference: list[str], looped: list[str]
+) -> None:
+    words = marked(text, other, ending(text, loop=loop))
+    assert isinstance(words, tuple) and plain_words(words) == text
+    found = [each for each in words if isinstance(each, Marked)]
+    assert [each.text for each in found if each.why == "difference"] == difference
+    assert [each.text for each in found if each.why == "loop"] == looped
+
+
+def test_the_page_begins_with_what_went_wrong_and_escapes_all_text() -> None:
+    def pair(number: int, base: Ending, smaller: Ending, text: str = "<b>&") -> AnswerPair:
+        prompt = Prompt.of(f"<script>{number}", "code" if number % 2 else "<i>")
+        answers = [Answer(prompt.id, 0, (), each, "end") for each in ("<b>&", text)]
+        return AnswerPair(prompt, 0, *answers, base, smaller)
+
+    good, cut, looping = ending("x"), ending("x", ended=False), ending("x", ended=False, loop=1)
+    pairs = (
+        pair(0, good, good), pair(1, good, good, "y"), pair(2, cut, good), pair(3, good, cut), pair(4, good, looping)
+    )  # fmt: skip
+    assert sorted(map(FIRST.index, (each.verdict for each in pairs))) == [0, 1, 2, 3, 4]
+    endings = [[each.base_ending for each in pairs], [each.smaller_ending for each in pairs]]
+    found = rates([each.prompt.domain for each in pairs], endings[0], endings[1], 0.95)
+    page = answers_page(Behaviour("<base>", "<smaller>", 0.95, Written(5, 1, {}, found, pairs)))
+    assert re.findall(r'"><h3>([a-z ]+) <span', page) == list(FIRST)
+    assert "<script>" not in page and "<b>" not in page and "<i>" not in page

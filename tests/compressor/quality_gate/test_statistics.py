@@ -1,0 +1,593 @@
+"""The gate's statistics and verdicts: by hand, against other formulas and scipy, mirrored, shuffled, and by simulation.
+
+Paired tests of means are compared with a plain jackknife too, exact ones of proportions with all tables, enumerated.
+"""
+
+import math
+import re
+import warnings
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.signal import convolve2d
+from scipy.stats import multinomial, norm, ttest_rel
+
+from compressor.answers.lm_eval_run import ItemScores
+from compressor.cli.gate import DEMO_MAX_DROP
+from compressor.errors import CompressionError
+from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS
+from compressor.quality_gate.statistics import (
+    Evidence,
+    at_least,
+    at_most,
+    compare_items,
+    constrained_gain,
+    freedom_of,
+    holm,
+    judge,
+    lower_bound,
+    most_careful,
+    overall,
+    ratio,
+    ratio_error,
+    rule_of_three,
+    shown_by,
+    skewness,
+    student,
+    upper_bound,
+)
+from compressor.quality_gate.verdict import TaskGate
+from scripts import simulate_gate
+from scripts.demo_skills import SKILLS
+
+ALPHA = 0.05
+
+
+def scores(values: Any, **given: Any) -> ItemScores:
+    """One model's results of a task named t."""
+    fields: dict[str, Any] = {"task": "t", "metric": "acc", "version": "1.0", "kind": "score"} | given
+    return ItemScores(ids=tuple(f"item {i:05}" for i in range(len(values))), values=tuple(map(float, values)), **fields)
+
+
+def likelihoods(values: Any, weights: Any, **given: Any) -> ItemScores:
+    """The same of a likelihood task."""
+    return scores(values, kind="likelihood", weights=tuple(map(float, weights)), **given)
+
+
+def gate(base: ItemScores, compressed: ItemScores, max_drop: float = 0.01, confidence: float = 0.95) -> TaskGate:
+    """The only task's result, under the margin of the pool."""
+    (task,), _ = judge([compare_items(base, compressed)], max_drop, max_drop, confidence)
+    return task
+
+
+def flipped(lost: int, gained: int, items: int, right: int | None = None) -> tuple[ItemScores, ItemScores]:
+    """Base and compressed with so many flips, and `right` (half of the others) right before and after."""
+    same = items - lost - gained
+    right = same // 2 if right is None else right
+    base = [1] * lost + [0] * gained + [1] * right + [0] * (same - right)
+    after = [0] * lost + [1] * gained + base[lost + gained :]
+    return scores(base), scores(after)
+
+
+KINDS = ("right or wrong", "continuous", "likelihood", "few differ")
+kinds = st.sampled_from(KINDS)
+
+
+def sample(kind: str, seed: int, items: int = 40) -> tuple[ItemScores, ItemScores]:
+    """Two models' results with some difference between them."""
+    random = np.random.default_rng(seed)
+    right, coin = random.random(items) < 0.6, random.random(items)
+    if kind == "right or wrong":
+        return scores(right), scores(right ^ (coin < 0.2))
+    if kind == "likelihood":
+        words = random.integers(5, 50, size=items)
+        return likelihoods(-2 * words * coin, words), likelihoods(-2.1 * words * coin - random.random(items), words)
+    changed = random.random(items) < (0.1 if kind == "few differ" else 1)
+    return scores(coin), scores(np.where(changed, random.random(items), coin))
+
+
+def test_by_hand() -> None:
+    base, compressed = flipped(9, 4, 100, right=60)
+    found = gate(base, compressed, max_drop=0.02)
+    difference = np.array(base.values) - np.array(compressed.values)
+    assert (found.items, found.lost, found.gained) == (100, 9, 4)
+    assert (found.base, found.compressed, found.drop) == pytest.approx((0.69, 0.64, 0.05))
+    assert found.standard_error == pytest.approx(difference.std(ddof=1) / 10)
+    assert found.mcnemar == pytest.approx(2 * sum(math.comb(13, k) for k in range(5)) / 2**13)
+    assert found.lower < 0.02 < 0.05 < found.upper and found.verdict == "inconclusive"
+    assert found.perplexity_ratio is None
+
+
+def test_a_margin_of_nothing_asks_for_an_improvement() -> None:
+    assert gate(*flipped(0, 0, 5000), max_drop=0.0).verdict == "inconclusive"
+    assert gate(*flipped(5, 60, 5000), max_drop=0.0).verdict == "pass"
+    assert gate(*flipped(60, 5, 5000), max_drop=0.0).verdict == "fail"
+
+
+def test_other_scores_that_do_not_differ() -> None:
+    values = np.linspace(0, 0.5, 200)
+    found = gate(scores(values), scores(values))
+    assert found.upper == -found.lower == pytest.approx(-math.log(0.05) * 0.5 / 200)
+    assert found.mcnemar is None and found.verdict == "pass"
+    assert gate(scores([0.3] * 9), scores([0.3] * 9)).upper == pytest.approx(-math.log(0.05) / 9)  # no range: 1
+
+
+def test_one_score_that_differs_a_little_is_no_certainty() -> None:
+    values = np.linspace(0, 1, 50)
+    after = np.where(np.arange(50) == 3, values - 0.001, values)
+    assert gate(scores(values), scores(after)).upper > 0.05
+
+
+def test_perplexities_by_hand() -> None:
+    words, base, after = [10, 30, 60], [-20.0, -66.0, -114.0], [-21.0, -68.0, -119.0]
+    found = gate(likelihoods(base, words), likelihoods(after, words), max_drop=0.5)
+    assert (found.base, found.compressed) == pytest.approx((math.exp(2), math.exp(2.08)))
+    assert found.drop == pytest.approx(math.exp(0.08) - 1)
+    without = [(2 + 5) / 90, (1 + 5) / 70, (1 + 2) / 40]  # log ratios with one document left out
+    error = math.sqrt(2 / 3 * sum((x - 0.08) ** 2 for x in without))
+    assert found.standard_error == pytest.approx(math.exp(0.08) * error)
+    assert found.perplexity_ratio == pytest.approx((1 + found.drop, 1 + found.lower, 1 + found.upper))
+    assert 0 < 1 + found.lower < math.exp(0.08) < 1 + found.upper
+    assert (found.lost, found.gained, found.mcnemar) == (3, 0, None)
+
+
+def test_the_margin_of_perplexity_is_its_relative_rise() -> None:
+    random, words = np.random.default_rng(1), np.full(100, 500.0)
+    base = -words * (2 + 0.3 * random.standard_normal(100))
+    rises = math.log(1.1) + 0.02 * random.standard_normal(100)
+    task = [gate(likelihoods(base, words), likelihoods(base - words * rises, words), x) for x in (0.09, 0.1, 0.11)]
+    assert [one.verdict for one in task] == ["fail", "inconclusive", "pass"]
+
+
+def test_the_same_likelihoods_are_the_same_model_but_for_what_was_read() -> None:
+    words = [400, 500, 600]
+    same = likelihoods([-900, -1000, -1300], words)
+    assert gate(same, same).verdict == "pass"
+    short = likelihoods([-9, -10, -13], [4, 5, 6])
+    assert gate(short, short).verdict == "inconclusive"
+    one = gate(likelihoods([-9], [4]), likelihoods([-9.1], [4]))
+    assert one.verdict == "inconclusive" and one.perplexity_ratio is not None
+
+
+@given(kinds, st.integers(0, 500), st.sampled_from([0.0, 0.02, 0.1, 0.3]), st.sampled_from([0.8, 0.95]))
+def test_verdict_and_bounds_agree(kind: str, seed: int, max_drop: float, confidence: float) -> None:
+    found = gate(*sample(kind, seed), max_drop, confidence)
+    assert found.lower <= found.drop <= found.upper and found.p_pass + found.p_fail >= 1 - 1e-9
+    assert (found.verdict == "pass") == (found.upper < max_drop)
+    assert (found.verdict == "fail") == (found.lower > max_drop)
+    assert found.detectable > 0
+
+
+@given(kinds, st.integers(0, 500))
+def test_swapped_models_mirror_the_bounds(kind: str, seed: int) -> None:
+    base, after = sample(kind, seed)
+    found, swapped = gate(base, after), gate(after, base)
+    if kind == "likelihood":
+        assert (1 + swapped.upper) * (1 + found.lower) == pytest.approx(1)
+        assert (1 + swapped.lower) * (1 + found.upper) == pytest.approx(1)
+    else:
+        assert (swapped.lower, swapped.upper) == pytest.approx((-found.upper, -found.lower), abs=1e-9)
+    assert (swapped.lost, swapped.gained, swapped.mcnemar) == (found.gained, found.lost, found.mcnemar)
+
+
+@given(kinds, st.integers(0, 500), st.randoms(use_true_random=False))
+def test_the_order_of_the_items_does_not_matter(kind: str, seed: int, random: Any) -> None:
+    def shuffled(given: ItemScores) -> ItemScores:
+        order = random.sample(range(40), 40)
+        names = [name for name in ("ids", "values", "weights") if getattr(given, name)]
+        moved: dict[str, Any] = {name: tuple(getattr(given, name)[i] for i in order) for name in names}
+        return replace(given, **moved)
+
+    base, after = sample(kind, seed)
+    assert gate(shuffled(base), shuffled(after)) == gate(base, after)
+
+
+def test_a_model_that_lost_nothing_passes_the_detectable_drop_as_often_as_promised() -> None:
+    items, flips, runs = 1000, 0.1, 2000
+    typical = gate(*flipped(50, 50, items))
+    assert typical.detectable == pytest.approx((norm.isf(0.05) + norm.ppf(0.8)) * typical.standard_error, rel=0.05)
+    assert shown_by(items, flips, 0.05) == pytest.approx(typical.detectable)
+    _, lost, gained = simulate_gate.answers(np.random.default_rng(3), 0.0, flips, items, runs)
+    passing, _ = simulate_gate.exact(lost, gained, items, typical.detectable)
+    assert (passing < 0.05).mean() == pytest.approx(0.8, abs=0.04)
+
+
+def tasks_of(
+    *counts: tuple[int, int, int], max_drop: float = 0.01, max_task_drop: float = 0.03, confidence: float = 0.95
+) -> Any:
+    """The tasks' results and the pool's, of tasks with so many items lost, gained and in all."""
+    pairs = [compare_items(*flipped(*each)) for each in counts]
+    return judge(pairs, max_drop, max_task_drop, confidence)
+
+
+def verdict_of(*counts: tuple[int, int, int], **settings: float) -> str:
+    tasks, pooled = tasks_of(*counts, **settings)
+    return overall([*tasks, pooled])
+
+
+def test_the_pool_is_the_test_of_all_items_together() -> None:
+    tasks, pooled = tasks_of((9, 2, 3270), (5, 1, 277), (1, 6, 500))
+    alone = gate(*flipped(15, 9, 4047))
+    for name in ("items", "lost", "gained", "drop", "lower", "upper", "p_pass", "p_fail", "standard_error", "verdict"):
+        assert getattr(pooled, name) == pytest.approx(getattr(alone, name)), name
+    assert pooled.max_drop == 0.01 and [task.max_drop for task in tasks] == [0.03] * 3
+    assert pooled.decides and not any(task.decides for task in tasks)
+
+
+def test_what_is_not_right_or_wrong_decides_by_itself() -> None:
+    words = np.full(100, 500.0)
+    before = likelihoods(-words * 2, words)
+    noise = 0.001 * np.random.default_rng(0).standard_normal(100)
+    graded = sample("continuous", 0)
+    for rise, expected in ((0.0, "pass"), (0.011, "fail"), (0.0099, "inconclusive")):
+        after = likelihoods(-words * (2 + math.log1p(rise) + noise), words)
+        pairs = [compare_items(*flipped(0, 0, 400)), compare_items(before, after)]
+        tasks, pooled = judge(pairs, 0.01, 0.03, 0.95)
+        assert pooled is not None and (pooled.items, pooled.verdict) == (400, "pass")
+        assert [task.max_drop for task in tasks] == [0.03, 0.01] and [task.decides for task in tasks] == [False, True]
+        assert overall([*tasks, pooled]) == tasks[1].verdict == expected
+    tasks, pooled = judge([compare_items(*graded)], 0.01, 0.03, 0.95)
+    assert pooled is None and tasks[0].decides and overall(tasks) == tasks[0].verdict
+    assert overall([]) == "inconclusive"
+
+
+def test_a_task_refuses_by_a_clear_loss_alone() -> None:
+    """RTE loses 10 of 100 answers while 14,000 other items hide it; then 4 of 100, which may be chance."""
+    assert verdict_of((0, 0, 14042), (28, 0, 277)) == "fail"
+    assert verdict_of((0, 0, 14042), (11, 0, 277)) == "pass"
+    assert verdict_of((0, 0, 14042), (11, 0, 277), max_task_drop=0.005) == "fail"
+    assert verdict_of((0, 0, 14042), (28, 0, 277), max_task_drop=0.2) == "pass"
+
+
+def test_tasks_are_corrected_for_their_number_and_bounds_are_not() -> None:
+    counts = [(4, 0, 1000), (7, 2, 1000), (9, 9, 1000)]
+    alone = [tasks_of(each, max_task_drop=0.02)[0][0] for each in counts]
+    together, _ = tasks_of(*counts, max_task_drop=0.02)
+    assert [task.lower for task in together] == [task.lower for task in alone]
+    assert min(task.p_pass for task in together) == pytest.approx(3 * min(task.p_pass for task in alone))
+    assert all(task.p_fail == 1 for task in together)
+    just, fine = (33, 2, 1000), (1, 1, 1000)  # the first alone just fails
+    assert tasks_of(just, max_task_drop=0.02)[0][0].verdict == "fail"
+    assert [x.verdict for x in tasks_of(just, *[fine] * 4, max_task_drop=0.02)[0]] == ["inconclusive", *["pass"] * 4]
+
+
+ITEMS = {
+    "boolq": 3270, "rte": 277, "openbookqa": 500, "mmlu": 14042, "hellaswag": 10042, "arc_easy": 2376, "piqa": 1838,
+    "arc_challenge": 1172, "winogrande": 1267, **{f"moe_demo_{skill}": 200 for skill in SKILLS},
+}  # fmt: skip
+ROOT = Path(__file__).parents[3]
+
+
+def documented() -> list[tuple[tuple[str, ...], float, int | None]]:
+    """Tasks, margin and limit of each gate in README, docs and CI examples, and of the commands' defaults."""
+    found = [(DEFAULT_TASKS, 0.01, None), (DEMO_TASKS, DEMO_MAX_DROP, None), (DEMO_TASKS, DEMO_MAX_DROP, 50)]
+    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]:
+        text = file.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r".*(?:--gate|gate .*--tasks|gate: {tasks:|(?:default|tasks): (?=\w+,)).*", text):
+            names = re.search(r"(?:--gate|--tasks|tasks:|default:)[ \[]+(\w+(?:, ?\w+)*)", line)
+            margin, limit = (re.search(rf"{name}[ =]([\d.]+)", line) for name in ("max.drop", "limit"))
+            if names and not names[1].isupper() and file.name != "command-line.md":
+                named = tuple(name.strip() for name in names[1].split(","))
+                found.append((named, float(margin[1]) if margin else 0.01, int(limit[1]) if limit else None))
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize(("names", "max_drop", "limit"), documented())
+def test_every_documented_gate_passes_an_identical_model(
+    names: tuple[str, ...], max_drop: float, limit: int | None
+) -> None:
+    counts = [min(ITEMS[name], limit or ITEMS[name]) for name in names]
+    for confidence in (0.95, 1 - 0.05 / 7):  # the latter of a search through 127 numbers of experts
+        margins = {"max_drop": max_drop, "max_task_drop": 3 * max_drop, "confidence": confidence}
+        assert verdict_of(*((0, 0, n) for n in counts), **margins) == "pass"
+    if max_drop == 0.01:  # and fails one that has lost three points on every task
+        assert verdict_of(*((math.ceil(0.03 * n), 0, n) for n in counts)) == "fail"
+
+
+def test_the_documented_gates_are_found() -> None:
+    named = {names for names, *_ in documented()}
+    assert {("boolq", "rte"), ("boolq", "openbookqa", "rte"), ("mmlu", "boolq"), DEFAULT_TASKS} <= named
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.05])
+@pytest.mark.parametrize(
+    ("sizes", "flips", "drops"),
+    [
+        ((20, 20), (0.2, 0.2), (0.05, 0.05)),
+        ((30, 10), (0.1, 0.9), (0.05, 0.05)),
+        ((30, 10), (0.1, 0.9), (-0.02, 0.26)),
+        ((10, 10, 20), (0.5, 0.1, 0.3), (0.4, 0.1, -0.15)),
+    ],
+)
+def test_pooled_strata_are_judged_wrongly_no_more_often_than_items_alike(
+    sizes: tuple[int, ...], flips: tuple[float, ...], drops: tuple[float, ...], alpha: float
+) -> None:
+    """All tables enumerated: the strata's own distributions of (lost, gained), convolved."""
+    items, chances = sum(sizes), np.ones((1, 1))
+    for n, flip, drop in zip(sizes, flips, drops, strict=True):
+        own = np.zeros((n + 1, n + 1))
+        for b, c in ((b, c) for b, c in product(range(n + 1), repeat=2) if b + c <= n):
+            own[b, c] = multinomial.pmf([b, c, n - b - c], n, [(flip + drop) / 2, (flip - drop) / 2, 1 - flip])
+        chances = convolve2d(chances, own)
+    margin = sum(n * drop for n, drop in zip(sizes, drops, strict=True)) / items
+    assert chances.sum() == pytest.approx(1) and margin == pytest.approx(0.05)
+    cells = [(b, c) for b, c in product(range(items + 1), repeat=2) if chances[b, c] > 1e-9]
+    for test in (at_most, at_least):
+        assert sum(chances[b, c] for b, c in cells if test(b, c, items, margin) < alpha) <= alpha
+
+
+def test_the_gate_holds_its_level_over_tasks_that_differ_and_decides_more_than_each_task_would() -> None:
+    random, runs, margin = np.random.default_rng(11), 1000, 0.01
+    sizes, flips = np.array([3270, 500, 277]), np.array([0.03, 0.2, 0.3])
+    apart = np.array([-0.002, 0.003, 0.018])  # of no drop over all items
+    apart -= (sizes * apart).sum() / sizes.sum()
+    limit = ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / runs)
+    rates = {}
+    for drop in (0.0, margin, 3 * margin):
+        lost, gained = simulate_gate.strata(random, sizes, flips, drop + apart, runs)
+        rates[drop] = simulate_gate.rates(simulate_gate.judged(lost, gained, sizes, margin, ALPHA), ALPHA)
+    assert rates[0.0][0] > 0.5 and rates[0.0][1] < 0.01  # no task of 277 items could pass by itself
+    assert max(rates[margin]) < limit
+    assert rates[3 * margin][0] == 0 and rates[3 * margin][1] > 0.95
+
+
+EXTREMES = [0.0, 5e-324, 1e-308, 1e-290, 1 - 2**-53, 1.0, 1e308]
+
+
+@pytest.mark.parametrize("confidence", [0.5 + 2**-52, 0.95, 1 - 2**-53])
+@pytest.mark.parametrize("max_drop", EXTREMES)
+def test_no_margin_and_no_confidence_overflows(max_drop: float, confidence: float) -> None:
+    results = [flipped(0, 0, 300), flipped(9, 4, 300), flipped(300, 0, 300), *(sample(k, 1) for k in KINDS)]
+    with warnings.catch_warnings(), np.errstate(over="raise", invalid="raise", divide="raise"):
+        warnings.simplefilter("error")
+        for results_of in (*results, *((after, base) for base, after in results)):
+            found = gate(*results_of, max_drop, confidence)
+            assert found.lower <= found.drop <= found.upper
+            assert 0 <= found.p_pass <= 1 and 0 <= found.p_fail <= 1
+        assert shown_by(300, 0.05, 1 - confidence) > 0
+
+
+ONE = scores([1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (replace(ONE, metric="f1"), "different metric"),
+        (replace(ONE, kind="likelihood", weights=(1.0, 1.0, 1.0)), "different kind"),
+        (replace(ONE, ids=("x", "y", "z")), "different items"),
+        (scores([1, 0]), "different items"),
+    ],
+)
+def test_unlike_results_refused(other: ItemScores, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        compare_items(ONE, other)
+
+
+def test_items_without_words_are_refused() -> None:
+    with pytest.raises(CompressionError, match="1 of 2 items have no words or bytes"):
+        compare_items(likelihoods([-1, -2], [3, 0]), likelihoods([-1, -2], [3, 0]))
+
+
+def test_the_simulation_judges_as_the_gate_does() -> None:
+    random, margin = np.random.default_rng(4), 0.02
+    both, lost, gained = simulate_gate.answers(random, 0.03, 0.2, 200, 20)
+    passing, failing = simulate_gate.exact(lost, gained, 200, margin)
+    for i in range(20):
+        found = gate(*flipped(int(lost[i]), int(gained[i]), 200, right=int(both[i])), max_drop=margin)
+        assert (found.p_pass, found.p_fail) == pytest.approx((passing[i], failing[i]))
+    for table in (simulate_gate.right_or_wrong, simulate_gate.pooled, simulate_gate.continuous):
+        assert sum("true" in line for line in table(random, 5, 0.05)) >= 12
+
+
+# Paired tests of means
+
+
+def wrong(found: Evidence, alpha: float = ALPHA) -> tuple[float, float]:
+    """Shares of repetitions that pass and that fail."""
+    return float((found.p_pass < alpha).mean()), float((found.p_fail < alpha).mean())
+
+
+def random_sample(seed: int, units: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Values and weights: [n], [n]."""
+    random = np.random.default_rng(seed)
+    return random.standard_normal(units), random.integers(1, 20, size=units).astype(float)
+
+
+@given(st.integers(0, 1000), st.integers(2, 60), st.floats(-0.5, 0.5))
+def test_student_is_the_paired_t_test(seed: int, items: int, margin: float) -> None:
+    random = np.random.default_rng(seed)
+    base, after = random.random(items), random.random(items)
+    ones = np.ones(items)
+    found = student(ratio(base - after, ones), ratio_error(base - after, ones), freedom_of(ones), margin, ALPHA)
+    less, more = (ttest_rel(base - margin, after, alternative=side) for side in ("less", "greater"))
+    assert found.p_pass == pytest.approx(less.pvalue)
+    assert found.p_fail == pytest.approx(more.pvalue)
+    assert found.upper == pytest.approx(less.confidence_interval(1 - ALPHA).high + margin)
+    assert found.lower == pytest.approx(more.confidence_interval(1 - ALPHA).low + margin)
+
+
+@given(st.integers(0, 1000), st.integers(2, 40))
+def test_the_error_is_the_jackknife(seed: int, units: int) -> None:
+    values, weights = random_sample(seed, units)
+    without = [np.delete(values, i).sum() / np.delete(weights, i).sum() for i in range(units)]
+    spread = sum((x - values.sum() / weights.sum()) ** 2 for x in without)
+    assert ratio_error(values, weights) == pytest.approx(math.sqrt((units - 1) / units * spread))
+
+
+def test_degrees_of_freedom() -> None:
+    assert freedom_of(np.full(9, 3.0)) == pytest.approx(8)
+    assert 1 < freedom_of(np.array([1.0, 1.0, 2.0])) < 2
+    assert freedom_of(np.array([1.0, 99.0])) == 1
+
+
+@given(st.integers(0, 1000), st.integers(3, 50), st.sampled_from([0.01, 0.05, 0.3]))
+def test_the_bounds_of_a_skewed_sample_are_where_its_p_is_alpha(seed: int, items: int, alpha: float) -> None:
+    values = np.random.default_rng(seed).standard_exponential(items) ** 2
+    ones, error = np.ones(items), ratio_error(values, np.ones(items))
+    mean, skew = values.mean(), skewness(values, ones)
+    found = student(mean, error, items - 1, 0.0, alpha, skew)
+    at_upper = student(mean, error, items - 1, float(found.upper), alpha, skew)
+    at_lower = student(mean, error, items - 1, float(found.lower), alpha, skew)
+    assert at_upper.p_pass == pytest.approx(alpha, rel=1e-4)
+    assert at_lower.p_fail == pytest.approx(alpha, rel=1e-4)
+    mirrored = student(-mean, error, items - 1, 0.0, alpha, skewness(-values, ones))
+    assert mirrored.upper == pytest.approx(-found.lower)
+
+
+def test_skewness_is_the_third_moment_by_the_root_of_n() -> None:
+    values = np.random.default_rng(5).standard_exponential(40)
+    centred = values - values.mean()
+    expected = (centred**3).mean() / (centred**2).mean() ** 1.5 / math.sqrt(40)
+    assert skewness(values, np.ones(40)) == pytest.approx(expected)
+    assert skewness(np.ones(5), np.ones(5)) == 0
+
+
+def test_rare_large_losses_pass_falsely_without_the_correction_for_skewness() -> None:
+    """One item in ten loses something, 400 items, 4,000 runs: the plain t passes 7 % of models at the margin."""
+    random, runs, items = np.random.default_rng(6), 4000, 400
+    losses = random.random((runs, items)) * (random.random((runs, items)) < 0.1)
+    ones = np.ones(items)
+    estimate, error = ratio(losses, ones), ratio_error(losses, ones)
+    plain = student(estimate, error, items - 1, 0.05, ALPHA)
+    bent = student(estimate, error, items - 1, 0.05, ALPHA, skewness(losses, ones))
+    limit = ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / runs)
+    assert wrong(plain)[0] > limit
+    assert 0.02 < wrong(bent)[0] < limit
+    assert wrong(most_careful([plain, bent]))[1] < limit
+
+
+def test_level_of_a_ratio_of_sums() -> None:
+    """Documents of uneven length; the mean of their ratios would be another number."""
+    random, runs, documents = np.random.default_rng(8), 4000, 60
+    words = random.integers(50, 1000, size=documents).astype(float)
+    losses = words * (0.01 + 0.02 * random.standard_normal((runs, documents)))
+    found = student(ratio(losses, words), ratio_error(losses, words), freedom_of(words), 0.01, ALPHA)
+    assert min(wrong(found)) > 0.03 and max(wrong(found)) < ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / runs)
+
+
+def test_rule_of_three() -> None:
+    found = rule_of_three(0.0, 1.0, 300, 0.01, ALPHA)
+    assert found.upper == -found.lower == pytest.approx(3 / 300, rel=2e-3)
+    assert rule_of_three(0.0, 2.0, 300, 0.01, ALPHA).upper == pytest.approx(2 * found.upper)
+    at_bound = rule_of_three(0.1, 2.0, 300, float(rule_of_three(0.1, 2.0, 300, 0.0, ALPHA).upper), ALPHA)
+    assert (at_bound.p_pass, at_bound.p_fail) == (pytest.approx(ALPHA), 1)
+
+
+chances = st.lists(st.floats(0, 1), min_size=1, max_size=8)
+
+
+@given(chances, st.floats(0.001, 0.999))
+def test_holm_rejects_what_the_stepwise_procedure_rejects(p_values: list[float], alpha: float) -> None:
+    """Compare the smallest with alpha / m, the next with alpha / (m - 1) and so on, until one is not rejected."""
+    rejected, left = set(), dict(enumerate(p_values))
+    while left:
+        smallest = min(left, key=left.__getitem__)
+        if left.pop(smallest) * (len(left) + 1) > alpha:
+            break
+        rejected.add(smallest)
+    adjusted = holm(np.array(p_values))
+    assert {i for i, p in enumerate(adjusted) if p <= alpha} == rejected
+
+
+# Exact paired tests of proportions
+
+
+tables = st.integers(1, 300).flatmap(
+    lambda n: st.tuples(st.integers(0, n), st.integers(0, n), st.just(n)).filter(lambda x: x[0] + x[1] <= x[2])
+)
+
+
+@given(tables, st.floats(-0.95, 0.95))
+def test_the_constrained_gain_is_the_likeliest_one(table: tuple[int, int, int], drop: float) -> None:
+    lost, gained, items = table
+    low, high = max(0.0, -drop), (1 - drop) / 2
+
+    def surprise(gain: float) -> float:
+        shares = (gain + drop, gain, 1 - 2 * gain - drop)
+        counts = (lost, gained, items - lost - gained)
+        return -sum(n * math.log(max(p, 1e-300)) for n, p in zip(counts, shares, strict=True) if n)
+
+    found = constrained_gain(lost, gained, items, drop)
+    assert low - 1e-12 <= found <= high + 1e-12
+    best = minimize_scalar(surprise, bounds=(low, high), method="bounded", options={"xatol": 1e-12})
+    assert surprise(found) <= best.fun + 1e-6 * (1 + abs(best.fun))
+
+
+@pytest.mark.parametrize("drop", [-0.2, -0.01, 0.0, 0.03, 0.3])
+def test_p_is_the_probability_of_all_tables_with_as_small_a_net_loss(drop: float) -> None:
+    items = 9
+    every = [(b, c) for b, c in product(range(items + 1), repeat=2) if b + c <= items]
+    for lost, gained in every:
+        gain = constrained_gain(lost, gained, items, drop)
+        shares = np.array([gain + drop, gain, 1 - 2 * gain - drop]).clip(0)
+        chances = multinomial(items, shares / shares.sum())
+        below = sum(chances.pmf([b, c, items - b - c]) for b, c in every if b - c <= lost - gained)
+        above = sum(chances.pmf([b, c, items - b - c]) for b, c in every if b - c >= lost - gained)
+        assert at_most(lost, gained, items, drop) == pytest.approx(below, abs=1e-9)
+        assert at_least(lost, gained, items, drop) == pytest.approx(above, abs=1e-9)
+
+
+@pytest.mark.parametrize(("items", "margin"), [(10, 0.01), (298, 0.01), (299, 0.01), (400, 0.01), (50, 0.1)])
+def test_without_a_flip_it_is_the_binomial_test(items: int, margin: float) -> None:
+    assert at_most(0, 0, items, margin) == pytest.approx((1 - margin) ** items)
+    assert upper_bound(0, 0, items, 0.05) == pytest.approx(1 - 0.05 ** (1 / items))
+
+
+def test_ends_of_the_scale() -> None:
+    assert upper_bound(7, 0, 7, 0.05) == 1.0
+    assert lower_bound(0, 7, 7, 0.05) == -1.0
+    assert (at_most(7, 0, 7, 1.0), at_most(6, 0, 7, 1.0), at_most(7, 0, 7, 1.5)) == (1.0, 0.0, 0.0)
+    assert (at_least(7, 0, 7, 1.5), at_most(0, 7, 7, -1.5)) == (1.0, 1.0)
+
+
+@given(tables, st.floats(-0.9, 0.9), st.floats(1e-3, 0.1))
+def test_p_falls_as_the_drop_rises(table: tuple[int, int, int], drop: float, step: float) -> None:
+    assert at_most(*table, drop + step) <= at_most(*table, drop) + 1e-9
+    assert at_most(*table, drop) + at_least(*table, drop) >= 1 - 1e-9
+
+
+@given(tables, st.sampled_from([0.01, 0.05, 0.2]))
+def test_bounds_are_where_p_is_alpha_and_mirror(table: tuple[int, int, int], alpha: float) -> None:
+    lost, gained, items = table
+    assume(max(lost, gained) < items)
+    upper, lower = upper_bound(*table, alpha), lower_bound(*table, alpha)
+    assert lower < (lost - gained) / items < upper
+    assert at_most(*table, upper) == pytest.approx(alpha, abs=1e-6)
+    assert at_least(*table, lower) == pytest.approx(alpha, abs=1e-6)
+    assert upper == pytest.approx(-lower_bound(gained, lost, items, alpha), abs=1e-12)
+    assert upper_bound(lost, gained, items + 50, alpha) < upper or lost < gained
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.05, 0.01])
+@pytest.mark.parametrize("items", [12, 30])
+def test_no_true_drop_at_the_margin_is_judged_wrongly_too_often(items: int, alpha: float) -> None:
+    every = np.array([(b, c, items - b - c) for b, c in product(range(items + 1), repeat=2) if b + c <= items])
+    for margin in (0.0, 0.01, 0.05, 0.1):
+        passes = np.array([at_most(b, c, items, margin) < alpha for b, c, _ in every.tolist()])
+        fails = np.array([at_least(b, c, items, margin) < alpha for b, c, _ in every.tolist()])
+        for flips in (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+            if flips >= margin:
+                chances = multinomial.pmf(every, items, [(flips + margin) / 2, (flips - margin) / 2, 1 - flips])
+                assert chances[passes].sum() <= alpha
+                assert chances[fails].sum() <= alpha
+
+
+@pytest.mark.parametrize(("items", "flips", "margin"), [(50, 0.4, 0.1), (400, 0.05, 0.02), (2000, 0.1, 0.005)])
+def test_level_by_simulation(items: int, flips: float, margin: float) -> None:
+    """Both ways within three binomial errors of alpha, and not far under it: a test that never rejects fails this."""
+    runs, alpha = 4000, 0.05
+    shares = [(flips + margin) / 2, (flips - margin) / 2, 1 - flips]
+    drawn = np.random.default_rng(1).multinomial(items, shares, size=runs)[:, :2]
+    found, counts = np.unique(drawn, axis=0, return_counts=True)
+    for test in (at_most, at_least):
+        wrong = sum(n for (b, c), n in zip(found.tolist(), counts, strict=True) if test(b, c, items, margin) < alpha)
+        assert 0.6 * alpha < wrong / runs < alpha + 3 * math.sqrt(alpha * (1 - alpha) / runs)
