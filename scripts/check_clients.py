@@ -50,8 +50,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from compressor.progress import Silent
-from tests import small, zoo
-from tests.quantized import plain_model
+from tests.support import small, zoo
+from tests.support.quantized import plain_model
 
 RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")

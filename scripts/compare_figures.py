@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hub import Hub, serve
+from tests.support.hub import Hub, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "--calibration demo --samples 16 --sequence-length 64 --dtype float32"

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compressor.data.demo import demo_checkpoint
-from tests import gguf_models, mtp_heads, quantized, small
+from tests.support import gguf_models, mtp_checkpoints, quantized, small
 
 ROOT = Path(__file__).resolve().parents[1]
 Facts = dict[str, Any]
@@ -92,7 +92,7 @@ CASES = (
     Case("constants-even", (f"{BASE} --format mone",)),
     Case("constants-uneven", (f"{BASE} --format mone --budget uneven --correct ridge {FINE}",)),
     Case("mtp", (f"{TINY} --strategy hc-smoe --correct ridge",),
-         partial(mtp_heads.make, "deepseek_v3")),
+         partial(mtp_checkpoints.make, "deepseek_v3")),
     Case("quantised", (f"{TINY} --strategy count-guided --correct none",), make_quantised),
     Case("onnx", (f"{BASE} --strategy count-guided --correct none --format onnx",)),
     Case("gguf", ("compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy count-guided",), make_gguf,

@@ -30,7 +30,7 @@ from compressor.progress import Silent
 from compressor.steps.configuration import announces_head
 from compressor.steps.split.shape import split_shape
 from exporters import onnx
-from tests import zoo
+from tests.support import zoo
 
 PAGE = Path("docs/architectures.md")
 COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX", "Split", "Notes")
@@ -286,7 +286,7 @@ def refused_row(family: str) -> Row:
         discover(config)
     except CompressionError as error:
         return Row(family, name, "no", "", "", "", "", str(error))
-    raise RuntimeError(f"{family} is not refused: give it a place in tests/zoo_configs.py")
+    raise RuntimeError(f"{family} is not refused: give it a place in tests/support/zoo_configs.py")
 
 
 def _table(rows: list[str]) -> str:

@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
-from tests.command_line import Run, runner
+from tests.support.command_line import Run, runner
 
 torch.set_num_threads(1)
 lenient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -25,9 +25,9 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan as StepsPlan
 from compressor.steps.prune import choose
-from tests import zoo
-from tests.plans import by_hand, make_plan, plan_of, pruned
-from tests.reference import cut, forced_logits, realign, stored_bytes
+from tests.support import zoo
+from tests.support.plans import by_hand, make_plan, plan_of, pruned
+from tests.support.surgery_reference import cut, forced_logits, realign, stored_bytes
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
 # one of every layout, and of every way to route; that each family learns is seen in tests/compressor/steps/prune

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import small, zoo
-from tests.command_line import Result, Run, captured, names, refused
+from tests.support import small, zoo
+from tests.support.command_line import Result, Run, captured, names, refused
 
 pytestmark = pytest.mark.usefixtures("offline")
 

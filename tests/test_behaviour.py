@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from tests import small
-from tests.command_line import Run, refused
+from tests.support import small
+from tests.support.command_line import Run, refused
 
 END = 2
 ENOUGH = 299  # answers that show a rise of no more than 0.01 with confidence 0.95: 0.99^299 < 0.05 < 0.99^298

@@ -18,10 +18,10 @@ import typer
 import yaml
 
 from compressor.cli import main as cli
-from tests import pip_install
-from tests.hub import serve
-from tests.pages import ROOT
-from tests.pushes import CANARY
+from tests.support import pip_install
+from tests.support.doc_pages import ROOT
+from tests.support.hub import serve
+from tests.support.hub_pushes import CANARY
 
 CI = ROOT / "examples" / "ci"
 WORKFLOW, ACTION, README = CI / "compress-gate-publish.yml", CI / "gate-action" / "action.yml", CI / "README.md"

@@ -24,10 +24,10 @@ from compressor.run_record import read_record
 from compressor.steps import workdir
 from compressor.steps.prune.step import PruneStep
 from compressor.steps.workdir import JOURNAL
-from tests import small, zoo
-from tests.command_line import Result, Run, captured, names, refused, run_killed
-from tests.plans import plan_of, pruned
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Result, Run, captured, names, refused, run_killed
+from tests.support.plans import plan_of, pruned
+from tests.support.small import tree
 
 NAN = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
 

@@ -7,10 +7,10 @@ import pytest
 
 from compressor.answers.items import Item, item_lines
 from compressor.answers.tasks import EvaluationOptions, task_items
-from tests import small
-from tests.command_line import Run, names, refused
-from tests.evaluations import own_tasks
-from tests.tuned import questions, save
+from tests.support import small
+from tests.support.command_line import Run, names, refused
+from tests.support.eval_tasks import own_tasks
+from tests.support.tuning_setups import questions, save
 
 QUICK = ("--rank", "4", "--steps", "4", "--batch-size", "4", "--log-every", "2", "--save-every", "2")
 

@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy, kl_div
 from compressor import entry_points
 from compressor.model.loading import PartialModel
 from compressor.report import comparison_report
-from tests import small, zoo
-from tests.command_line import Run, captured, names, refused
-from tests.plans import pruned
-from tests.plugins import REAP, install
+from tests.support import small, zoo
+from tests.support.command_line import Run, captured, names, refused
+from tests.support.plans import pruned
+from tests.support.plugins import REAP, install
 
 LENGTH, SAMPLES = 32, 24
 SIZES = ("--samples", SAMPLES, "--sequence-length", LENGTH)

@@ -17,9 +17,9 @@ from compressor.hub.check import verify_folder
 from compressor.model.substitution import Substitution
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.step import logits_with, read_constants
-from tests import quantized, small, zoo
-from tests.command_line import Run, refused
-from tests.plans import Decided, plan_of
+from tests.support import quantized, small, zoo
+from tests.support.command_line import Run, refused
+from tests.support.plans import Decided, plan_of
 
 pytestmark = pytest.mark.usefixtures("offline")
 SUFFIX = ".approx_value"

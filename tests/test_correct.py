@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.steps.correct.options import Correct
-from tests import small, zoo
-from tests.command_line import Run, captured, names, refused
-from tests.plans import pruned
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Run, captured, names, refused
+from tests.support.plans import pruned
+from tests.support.small import tree
 
 LENGTH, SAMPLES = 32, 8
 SIZES = ("--samples", str(SAMPLES), "--sequence-length", str(LENGTH))

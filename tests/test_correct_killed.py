@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from compressor.steps.correct import in_order as sequence
-from tests import small
-from tests.command_line import Run, captured, names, run_killed
-from tests.small import tree
+from tests.support import small
+from tests.support.command_line import Run, captured, names, run_killed
+from tests.support.small import tree
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline")]
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.devices import as_float64, float64_device, free_memory, pick_device
-from tests import small
-from tests.pretended import REQUESTS
+from tests.support import small
+from tests.support.fake_device import REQUESTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,7 +23,15 @@ ROOT = Path(__file__).parent.parent
 def test_compressing_on_a_device_keeps_its_tensors_apart_from_the_processors(tmp_path: Path, lacking: str) -> None:
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path, 4 * small.TEXT)
     environment = {**os.environ, "HF_DEACTIVATE_ASYNC_LOAD": "1", "PYTHONPATH": str(ROOT)}  # a mode is a thread's own
-    command = [sys.executable, "-m", "tests.pretended", str(model), str(text), str(tmp_path / "there"), lacking]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.fake_device",
+        str(model),
+        str(text),
+        str(tmp_path / "there"),
+        lacking,
+    ]
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)

@@ -26,10 +26,10 @@ from compressor.recipe.recipe import read_recipe
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import objective, training
 from compressor.steps.distill.engines import InMemory
-from tests import small, zoo
-from tests.command_line import Run, captured, names, refused, run_killed
-from tests.lessons import smaller
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Run, captured, names, refused, run_killed
+from tests.support.small import tree
+from tests.support.training_setups import smaller
 
 pytestmark = pytest.mark.usefixtures("offline")
 SIZES = ("--sequence-length", 32, "--tokens-per-step", 128, "--steps", 8, "--dtype", "float32")

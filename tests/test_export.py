@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exporters import onnx
-from tests import small, zoo
-from tests.command_line import Run, captured, names, refused, run_killed
-from tests.quantized import plain_model
+from tests.support import small, zoo
+from tests.support.command_line import Run, captured, names, refused, run_killed
+from tests.support.quantized import plain_model
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -88,7 +88,7 @@ def test_a_quantised_output_is_exported_with_what_its_weights_mean(scheme: str, 
     result = run("compress", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
     assert result.status == 0, result
     plain = plain_model(tmp_path / "out")
-    from tests.exporters.answers import Runner, session_of
+    from tests.support.onnx_answers import Runner, session_of
 
     tokens = zoo.tokens(plain, 2, 12)
     with torch.no_grad():

@@ -9,8 +9,8 @@ import tomllib
 import pytest
 
 from compressor.extras import EXTRAS
-from tests import gguf_models, quantized, small
-from tests.pages import ROOT
+from tests.support import gguf_models, quantized, small
+from tests.support.doc_pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_REQUIRED = {*EXTRAS, "PIL", "sklearn", "markupsafe", "onnx_ir", "peft", "evaluate", "sentence_transformers"}

@@ -22,12 +22,12 @@ from compressor.pipeline.outcome import Attempt
 from compressor.quality_gate.report import read_gate
 from compressor.recipe.recipe import recipe_yaml
 from compressor.run_record import cache_folder
-from tests import small
-from tests.command_line import Result, Run, captured, names, refused
-from tests.evaluations import no_stock_tasks
-from tests.gates import gate, task
-from tests.plugins import install
-from tests.small import tree
+from tests.support import small
+from tests.support.command_line import Result, Run, captured, names, refused
+from tests.support.eval_tasks import no_stock_tasks
+from tests.support.gate_results import gate, task
+from tests.support.plugins import install
+from tests.support.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "own_cache")
 

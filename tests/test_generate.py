@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import small
-from tests.command_line import Run, refused
 from tests.compressor.answers.test_onnx_decoder import export, graph, reference
+from tests.support import small
+from tests.support.command_line import Run, refused
 
 PROMPT = "some text"
 

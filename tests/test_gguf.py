@@ -22,9 +22,9 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from tests import gguf_models, small
-from tests.command_line import Run, names, refused
-from tests.plans import Decided, by_hand, pruned
+from tests.support import gguf_models, small
+from tests.support.command_line import Run, names, refused
+from tests.support.plans import Decided, by_hand, pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 

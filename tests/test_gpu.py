@@ -19,10 +19,10 @@ from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from compressor.progress import Silent
 from compressor.recipe.step import TextOptions
 from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED, collect
-from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
-from tests.ordered import with_heldout
-from tests.plans import pruned
+from tests.support import small, zoo
+from tests.support.plans import pruned
+from tests.support.sequential_runs import with_heldout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("offline")]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import small, zoo
-from tests.command_line import Result
-from tests.hub import Hub, serve
+from tests.support import small, zoo
+from tests.support.command_line import Result
+from tests.support.hub import Hub, serve
 
 pytestmark = pytest.mark.full  # each starts the command in a process of its own
 REPOSITORY = "org/tiny-moe"
@@ -21,7 +21,7 @@ REPOSITORY = "org/tiny-moe"
 
 CODE = """
 import dataclasses, json, sys
-from tests.command_line import captured
+from tests.support.command_line import captured
 print(json.dumps([dataclasses.asdict(captured(*arguments)) for arguments in json.load(sys.stdin)]))
 """
 

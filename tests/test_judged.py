@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from compressor.hub.card import card_text
 from compressor.model.opened import load_whole
 from compressor.model.tokenizer import load_tokenizer
-from tests import small
-from tests.command_line import Run, captured, refused
+from tests.support import small
+from tests.support.command_line import Run, captured, refused
 
 END = 2
 LETTERS = "".join(

@@ -15,7 +15,7 @@ from compressor.api import on_text
 from compressor.model import loading
 from compressor.model.tokenizer import load_tokenizer
 from compressor.recipe.step import TextOptions
-from tests import small
+from tests.support import small
 
 pytestmark = pytest.mark.usefixtures("offline", "hasty")
 

@@ -22,10 +22,10 @@ from compressor.model.opened import open_model
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 from compressor.steps.state import untouched
-from tests import mtp_heads, small
-from tests.mtp_heads import Made, tensors_of
-from tests.mtp_plain import run_all
-from tests.plans import edited, plan_of, pruned
+from tests.support import mtp_checkpoints, small
+from tests.support.mtp_checkpoints import Made, tensors_of
+from tests.support.mtp_forward import run_all
+from tests.support.plans import edited, plan_of, pruned
 
 Tensors = dict[str, Tensor]
 CASES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "deepseek_v3": {"own_ends": True}}
@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "deepseek_v3": {"own_ends"
 
 @pytest.fixture(scope="module", params=CASES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return mtp_heads.make(request.param, tmp_path_factory.mktemp(request.param) / "in", **CASES[request.param])
+    return mtp_checkpoints.make(request.param, tmp_path_factory.mktemp(request.param) / "in", **CASES[request.param])
 
 
 def read(folder: Path, name: str) -> Any:
@@ -127,7 +127,7 @@ def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
 
 
 def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
-    made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=2)
+    made = mtp_checkpoints.make("glm4_moe", tmp_path / "in", heads=2)
     planned = plan_of(made.folder, strategy="model-centric", experts=4)
     less = edited(planned, lambda decided: decided["layers"].pop())
     with pytest.raises(CompressionError, match=r"no entry for model.layers.4.mlp.experts; keep all .* heads or none"):
@@ -148,7 +148,7 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("says", "stored", "kept"), [(0, 1, 1), (2, 1, 1), (3, 2, 2), (1, 0, 0)])
 def test_the_config_counts_the_heads_that_are_stored(tmp_path: Path, says: int, stored: int, kept: int) -> None:
-    made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=stored)
+    made = mtp_checkpoints.make("glm4_moe", tmp_path / "in", heads=stored)
     small.edit_json(made.folder / "config.json", lambda config: config.update({made.field: says}))
     summary = compressor.compress(str(made.folder), tmp_path / "out", strategy="model-centric", experts=4)
     assert read(tmp_path / "out", "config.json")[made.field] == kept
@@ -239,7 +239,7 @@ def test_an_odd_head_is_left_out_where_nothing_is_pruned(
 
 @pytest.mark.full
 def test_heads_in_a_row_are_planned_in_order_and_carried_out_alike(tmp_path: Path) -> None:
-    made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=2)
+    made = mtp_checkpoints.make("glm4_moe", tmp_path / "in", heads=2)
     asked: dict[str, Any] = dict(strategy="reap", experts=4, correct="ridge", sequential=True, **with_text(tmp_path))
     summary = compressor.compress(str(made.folder), tmp_path / "out", **asked)
     compressor.apply(summary.plan, tmp_path / "later")

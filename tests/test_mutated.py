@@ -34,9 +34,9 @@ from compressor.report.data import report_data
 from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
 from compressor.steps.prune.protecting import given_protected
-from tests import gates
 from tests.compressor.recipe.test_plan import moe_layer
-from tests.plans import Decided, by_hand, pruned
+from tests.support import gate_results
+from tests.support.plans import Decided, by_hand, pruned
 
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, 0.5, 1.7e308, -1.7e308, float("inf"),
@@ -149,7 +149,7 @@ def compression() -> dict[str, Any]:
 
 @cache
 def gate() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gate_json(gates.mixed()))
+    found: dict[str, Any] = json.loads(gate_json(gate_results.mixed()))
     return found
 
 

@@ -19,11 +19,11 @@ from compressor import CompressionError
 from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
 from compressor.checkpoint.source import fetch_headers, locate
 from compressor.model.architecture import discover
-from tests import small, zoo
-from tests.command_line import Run, refused
-from tests.hub import point, serve
-from tests.plans import disposition, plan_of
-from tests.reference import cut, realign
+from tests.support import small, zoo
+from tests.support.command_line import Run, refused
+from tests.support.hub import point, serve
+from tests.support.plans import disposition, plan_of
+from tests.support.surgery_reference import cut, realign
 
 Tensors = dict[str, Tensor]
 LOGITS = 1e-4

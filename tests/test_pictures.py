@@ -10,8 +10,8 @@ import transformers
 
 from compressor.data import media
 from compressor.data.media import load_processor
-from tests import pictures
-from tests.command_line import Run, refused
+from tests.support import pictures
+from tests.support.command_line import Run, refused
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -17,11 +17,11 @@ from compressor.entry_points import PROTECTORS
 from compressor.model.opened import open_model
 from compressor.pipeline import resolve
 from compressor.recipe.steps_plan import Plan
-from tests import small
-from tests.command_line import Run, names, refused
-from tests.plans import pruned, recipe_of
-from tests.plugins import install
-from tests.small import tree
+from tests.support import small
+from tests.support.command_line import Run, names, refused
+from tests.support.plans import pruned, recipe_of
+from tests.support.plugins import install
+from tests.support.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "hasty")
 

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.data.demo import demo_checkpoint
-from tests import small
-from tests.command_line import Run, names, refused
-from tests.hub import Fault, Hub
-from tests.pushes import CANARY, REPOSITORY, content, logged_in, writes
-from tests.quantized import plain_model
+from tests.support import small
+from tests.support.command_line import Run, names, refused
+from tests.support.hub import Fault, Hub
+from tests.support.hub_pushes import CANARY, REPOSITORY, content, logged_in, writes
+from tests.support.quantized import plain_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

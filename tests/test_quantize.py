@@ -18,8 +18,8 @@ from compressor.errors import CompressionError
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import open_model
 from compressor.steps.quantize.matrices import find_matrices
-from tests import fake_quantized, small, zoo
-from tests.fake_quantized import packed_modules
+from tests.support import fake_quantization, small, zoo
+from tests.support.fake_quantization import packed_modules
 
 pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ignore")]
 
@@ -66,7 +66,7 @@ def loaded(name: str, folder: Path) -> tuple[nn.Module, str | None]:
     kind = getattr(transformers, zoo.family(name).auto_class)
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    return fake_quantized.decompressed(model), None
+    return fake_quantization.decompressed(model), None
 
 
 def unlike(first: nn.Module, second: nn.Module) -> list[str]:
@@ -96,7 +96,7 @@ def test_what_is_loaded_is_the_fake_quantised_base(name: str, scheme: str, targe
     assert unlike(base, quantized) != []
     plan = made.plan.steps[0].decision
     assert plan is not None
-    fake_quantized.quantize(base, scheme, plan["group_size"], targets)
+    fake_quantization.quantize(base, scheme, plan["group_size"], targets)
     assert unlike(base, quantized) == []
     check_stored(base, source, out, scheme, targets, made)
 
@@ -113,7 +113,7 @@ def check_stored(base: Any, source: Path, out: Path, scheme: str, targets: str, 
         assert kept or (base.config.model_type, after[name].dtype) == ("ernie4_5_vl_moe", torch.float32), name
     assert not packed & ignored
     linear = {name for name, module in base.named_modules() if isinstance(module, nn.Linear)}
-    dense = set(fake_quantized.dense(base)) if targets == "all" else set[str]()
+    dense = set(fake_quantization.dense(base)) if targets == "all" else set[str]()
     assert linear - dense <= ignored and not dense & ignored
     plain = {name.removesuffix(".weight") for name in rest if name.endswith(".weight") and after[name].dim() == 2}
     assert {name for name in plain if "embed" not in name} <= ignored
@@ -132,7 +132,7 @@ def test_in_every_dtype(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None
     source, out = save("mixtral", tmp_path / "model", dtype, **WIDE["mixtral"]), tmp_path / "out"
     compressor.compress(str(source), out, [compressor.Quantize(scheme=scheme, targets="all")])
     base, quantized = zoo.reload("mixtral", source), loaded("mixtral", out)[0]
-    fake_quantized.quantize(base, scheme, {"fp8": -1, "nvfp4": 16}.get(scheme, 32), "all")
+    fake_quantization.quantize(base, scheme, {"fp8": -1, "nvfp4": 16}.get(scheme, 32), "all")
     assert unlike(base, quantized) == []
 
 
@@ -142,7 +142,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     source, out = save(name, tmp_path / "model"), tmp_path / "out"
     compressor.compress(str(source), out, [compressor.Quantize("int4", targets="all")])
     base, quantized = zoo.reload(name, source), loaded(name, out)[0]
-    fake_quantized.quantize(base, "int4", -1, "all")
+    fake_quantization.quantize(base, "int4", -1, "all")
     assert unlike(base, quantized) == []
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from compressor.steps.quantize import in_order
 from compressor.steps.quantize.matrices import Matrix
-from tests import small
-from tests.command_line import Run, captured, names, run_killed
-from tests.small import tree
+from tests.support import small
+from tests.support.command_line import Run, captured, names, run_killed
+from tests.support.small import tree
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline")]
 

@@ -16,9 +16,9 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import default_steps
 from compressor.recipe.step import StepOptions
-from tests import fake_quantized, mtp_heads, small, zoo
-from tests.command_line import Run, refused
-from tests.quantized import plain_model, save_compressed_tensors, save_fp8
+from tests.support import fake_quantization, mtp_checkpoints, small, zoo
+from tests.support.command_line import Run, refused
+from tests.support.quantized import plain_model, save_compressed_tensors, save_fp8
 
 pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ignore")]
 
@@ -41,7 +41,7 @@ def compressed(model: Path, steps: Sequence[StepOptions], out: str = "out") -> P
 
 
 def stock(folder: Path) -> Any:
-    return fake_quantized.decompressed(transformers.AutoModelForCausalLM.from_pretrained(folder))
+    return fake_quantization.decompressed(transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 
 def same(first: Any, second: Any, but: str = "-") -> bool:
@@ -60,7 +60,7 @@ def test_what_prune_and_correct_have_made_is_quantised(method: str, model: Path,
     before += [] if method == "none" else [compressor.Correct(method)]
     plain = stock(compressed(model, before, "plain"))
     out = compressed(model, [*before, compressor.Quantize("int4")])
-    fake_quantized.quantize(plain, "int4", 32)
+    fake_quantization.quantize(plain, "int4", 32)
     assert same(stock(out), plain)
 
 
@@ -68,7 +68,7 @@ def test_parts_of_experts_are_quantised(model: Path) -> None:
     before = [compressor.Split(2), compressor.Prune(strategy="reap", ratio=0.5)]
     plain = stock(compressed(model, before, "plain"))
     out = compressed(model, [*before, compressor.Quantize("mxfp4")])
-    fake_quantized.quantize(plain, "mxfp4", 32)
+    fake_quantization.quantize(plain, "mxfp4", 32)
     assert same(stock(out), plain)
     assert json.loads((out / "config.json").read_text())["num_local_experts"] == 8
 
@@ -111,7 +111,7 @@ def test_packed_weights_are_not_trained(train: str, model: Path) -> None:
 def test_experts_that_are_trained_are_quantised_then(model: Path) -> None:
     before = [compressor.Prune(strategy="reap", experts=4), compressor.Distill("experts", **TRAINED)]
     plain = stock(compressed(model, before, "plain"))
-    fake_quantized.quantize(plain, "int8", 32)
+    fake_quantization.quantize(plain, "int8", 32)
     assert same(stock(compressed(model, [*before, compressor.Quantize("int8")])), plain)
 
 
@@ -169,7 +169,7 @@ def test_a_quantised_source_is_dequantised_layer_by_layer(save: Any, targets: st
     )
     plan = made.plan.steps[0].decision
     assert plan is not None and plan["dequantized"] is True
-    fake_quantized.quantize(base, "int3", 32, targets)
+    fake_quantization.quantize(base, "int3", 32, targets)
     assert same(stock(tmp_path / "out"), base)
     text = " ".join(str(block) for block in compressor.Quantize("int3").step().describe({"plan": plan}))
     assert "which were dequantised first" in text
@@ -180,15 +180,15 @@ def test_a_quantised_source_is_dequantised_layer_by_layer(save: Any, targets: st
 
 @pytest.mark.parametrize("name", ["deepseek_v3", zoo.full("qwen3_next"), zoo.full("glm4_moe")])
 def test_heads_of_further_tokens_stay_plain(name: str, tmp_path: Path) -> None:
-    source = mtp_heads.make(name, tmp_path / "model", moe_intermediate_size=32)
+    source = mtp_checkpoints.make(name, tmp_path / "model", moe_intermediate_size=32)
     compressor.compress(str(source.folder), tmp_path / "out", [compressor.Quantize("int4", targets="all")])
-    before, after = source.tensors, mtp_heads.tensors_of(tmp_path / "out")
+    before, after = source.tensors, mtp_checkpoints.tensors_of(tmp_path / "out")
     own = source.owned(before)
     assert own and own == source.owned(after) and all(torch.equal(before[key], after[key]) for key in own)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     linear = {key.removesuffix(".weight") for key in own if key.endswith("weight") and before[key].dim() == 2}
     assert {name for name in linear if "embed" not in name} <= set(ignored)
-    assert not fake_quantized.packed_modules(after) & set(ignored)
+    assert not fake_quantization.packed_modules(after) & set(ignored)
     compressor.inspect(str(tmp_path / "out"))
 
 

@@ -22,7 +22,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import load_whole, open_model
-from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
+from tests.support.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 
 Save = Callable[[Path], None]
 

@@ -14,10 +14,10 @@ from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.recipe.plan import LayerPlan, Source
 from compressor.steps.quantize.options import Quantize
-from tests import reference, zoo
-from tests.plans import Decided, by_hand, disposition
-from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
-from tests.singles import FUSED, save_packed
+from tests.support import surgery_reference, zoo
+from tests.support.per_expert_checkpoints import FUSED, save_packed
+from tests.support.plans import Decided, by_hand, disposition
+from tests.support.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 
 KEPT = (1, 2, 5, 7)
 CASES: dict[str, Callable[[Path], None]] = {
@@ -70,7 +70,7 @@ def test_a_drop_stays_quantised_and_equals_the_cut_plain_model(tmp_path: Path, c
             expected = before[name][list(KEPT)].contiguous()
             assert torch.equal(value.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
     model, field = plain_model(source), open_model(locate(str(source))).architecture.count_field
-    expected_model = reference.cut(model, field, plan.to_dict())
+    expected_model = surgery_reference.cut(model, field, plan.to_dict())
     torch.testing.assert_close(logits(plain_model(out)), logits(expected_model), atol=1e-5, rtol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_a_merge_is_written_plain_and_equals_the_merged_plain_model(tmp_path: Pa
     summary = compressor.compress(str(source), out, experts=4, strategy="model-centric")
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     opened = open_model(locate(str(source)))
-    expected = reference.cut(
+    expected = surgery_reference.cut(
         plain_model(source, torch.bfloat16), opened.architecture.count_field, disposition(summary.plan)
     )
     from transformers import AutoModelForCausalLM
@@ -135,7 +135,7 @@ def test_packed_experts_of_a_family_that_fuses_plain_ones_are_dropped_as_stored(
         assert not any(name.startswith(f"{layer.name}.{len(KEPT)}.") for name in after)
     written = open_model(locate(str(out)), "float32", "cpu").partial
     written.load(written.empty)
-    expected = reference.cut(model, opened.architecture.count_field, plan.to_dict()).state_dict()
+    expected = surgery_reference.cut(model, opened.architecture.count_field, plan.to_dict()).state_dict()
     for key, value in written.model.state_dict().items():
         assert torch.equal(value, expected[key]), key
 
@@ -144,7 +144,7 @@ def test_merged_experts_are_written_fused_again(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     model = save_packed("gpt_oss", source)
     summary = compressor.compress(str(source), out, experts=4, strategy="model-centric", dtype="float32")
-    expected = reference.cut(model, "num_local_experts", disposition(summary.plan)).state_dict()
+    expected = surgery_reference.cut(model, "num_local_experts", disposition(summary.plan)).state_dict()
     found = zoo.reload("gpt_oss", out)
     assert not hasattr(found.config, "quantization_config")
     for key, value in found.state_dict().items():

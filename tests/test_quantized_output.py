@@ -13,7 +13,7 @@ from compressor.checkpoint.reader import Checkpoint, Size
 from compressor.cli.rendering import outcome_blocks
 from compressor.document.blocks import Text, plain_words
 from compressor.hub.card import card_text
-from tests import quantized, small
+from tests.support import quantized, small
 
 KEPT = 6
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from compressor.attribution import report
 from compressor.distributed import process_group
 from compressor.errors import CompressionError
-from tests import small
-from tests.command_line import CHILDREN, Result, Run, ended, names, refused, work
-from tests.evaluations import own_tasks
-from tests.fake_quantized import decompressed
-from tests.plans import pruned
+from tests.support import small
+from tests.support.command_line import CHILDREN, Result, Run, ended, names, refused, work
+from tests.support.eval_tasks import own_tasks
+from tests.support.fake_quantization import decompressed
+from tests.support.plans import pruned
 
 pytestmark = pytest.mark.full
 

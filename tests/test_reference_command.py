@@ -11,9 +11,9 @@ import torch
 
 from compressor.data.demo import demo_checkpoint
 from compressor.pathways.reference import read_reference
-from tests import small
-from tests.command_line import Run, names, refused
-from tests.evaluations import ask
+from tests.support import small
+from tests.support.command_line import Run, names, refused
+from tests.support.eval_tasks import ask
 
 SUM = {"prompt": "<|end|>add mod 10: 762+232 =", "answer": " 994", "choices": [" 994", " 992"]}
 LINES = (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from compressor.report.page import SECTIONS
-from tests import small
-from tests.command_line import Run, captured, names, refused
+from tests.support import small
+from tests.support.command_line import Run, captured, names, refused
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -19,7 +19,7 @@ from PIL import Image
 from compressor.report.data import Report
 from compressor.report.figures import figures
 from compressor.report.page import page
-from tests.reported import bare, hostile, report
+from tests.support.report_data import bare, hostile, report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.full, pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH")]

@@ -18,11 +18,11 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import open_alike, open_model
 from compressor.model.streaming import Pass
 from compressor.recipe.recipe import Recipe, read_recipe
-from tests import small, zoo
-from tests.command_line import Run
-from tests.pretended import DISTILL, ROUTERS
-from tests.quantized import save_fp8
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Run
+from tests.support.fake_device import DISTILL, ROUTERS
+from tests.support.quantized import save_fp8
+from tests.support.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "hasty")
 

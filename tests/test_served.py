@@ -19,10 +19,10 @@ from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.progress import Silent
-from tests import small
-from tests.command_line import Run, refused, run_killed
-from tests.evaluations import ask, own_tasks, written_task
-from tests.served import CHAT, ELSEWHERE, TEXT, Behaviour, Stub, behaviours, response, serving, stubbed
+from tests.support import small
+from tests.support.command_line import Run, refused, run_killed
+from tests.support.eval_tasks import ask, own_tasks, written_task
+from tests.support.model_server import CHAT, ELSEWHERE, TEXT, Behaviour, Stub, behaviours, response, serving, stubbed
 
 pytestmark = pytest.mark.usefixtures("offline")
 PERPLEXITY = """

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from compressor.model.inputs import cache_argument
 from compressor.report.sizes import cache_bytes
-from tests import small, zoo
-from tests.command_line import Run, names, refused
+from tests.support import small, zoo
+from tests.support.command_line import Run, names, refused
 
 SIZES = ("--samples", 24, "--sequence-length", 32, "--strategies", "count-guided", "--shares", "1,1/2")
 

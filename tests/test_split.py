@@ -24,10 +24,10 @@ from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
 from compressor.steps.split.opening import chosen_parts, order_of_parts, packed, parts_of, unpacked
-from tests import small, zoo
-from tests.command_line import Run
-from tests.plans import plan_of, recipe_of
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Run
+from tests.support.plans import plan_of, recipe_of
+from tests.support.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -25,10 +25,10 @@ from compressor.steps.split.opening import (
     seen_as,
     unpacked,
 )
-from tests import zoo
-from tests.plans import Decided, by_hand
-from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
-from tests.singles import save_packed
+from tests.support import zoo
+from tests.support.per_expert_checkpoints import save_packed
+from tests.support.plans import Decided, by_hand
+from tests.support.quantized import plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 
 pytestmark = pytest.mark.usefixtures("offline")
 

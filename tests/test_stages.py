@@ -9,9 +9,9 @@ import transformers
 from safetensors.torch import load_file
 
 import compressor
-from tests import small, zoo
-from tests.command_line import Run, names
-from tests.pushes import REPOSITORY, logged_in
+from tests.support import small, zoo
+from tests.support.command_line import Run, names
+from tests.support.hub_pushes import REPOSITORY, logged_in
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

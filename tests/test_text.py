@@ -18,9 +18,9 @@ from compressor.divergence.evaluator import Evaluator
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.quality_gate.teacher_forced import Judging, text_sets
-from tests import small
-from tests.command_line import Run
-from tests.texts import write
+from tests.support import small
+from tests.support.command_line import Run
+from tests.support.texts import write
 
 SENTENCE = "The quick brown fox jumps over the lazy dog"
 

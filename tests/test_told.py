@@ -16,8 +16,8 @@ from tokenizers import Regex, pre_tokenizers
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import print_json, progress_bars
 from compressor.errors import CompressionError, wrap_faults
-from tests import small
-from tests.command_line import Run, names, refused
+from tests.support import small
+from tests.support.command_line import Run, names, refused
 
 HOSTILE = "[/b][red]\x1b[2J\x07\u202egpj.\u2066x\x9b31m"
 

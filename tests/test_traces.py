@@ -14,9 +14,9 @@ from compressor.answers.prompts import Prompt
 from compressor.answers.server import Message
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
-from tests import small
-from tests.command_line import Run, refused, run_killed
-from tests.served import serving
+from tests.support import small
+from tests.support.command_line import Run, refused, run_killed
+from tests.support.model_server import serving
 
 pytestmark = pytest.mark.usefixtures("offline")
 TEMPLATE = (

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from compressor.files import alone, work_folder
-from tests import small
-from tests.command_line import Run, captured, names, refused
 from tests.compressor.test_locking import another_run
+from tests.support import small
+from tests.support.command_line import Run, captured, names, refused
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests import zoo
+from tests.support import zoo
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep())
 

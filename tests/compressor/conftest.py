@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests import small
-from tests.evaluations import no_network, own_tasks
+from tests.support import small
+from tests.support.eval_tasks import no_network, own_tasks
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from compressor.run_record import (
     read_record,
     record_run,
 )
-from tests import small
-from tests.plans import plan_of
-from tests.small import tree
+from tests.support import small
+from tests.support.plans import plan_of
+from tests.support.small import tree
 
 TOKEN = "hf_" + "Canary7" * 6  # what a token looks like
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

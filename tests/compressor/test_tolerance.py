@@ -23,8 +23,8 @@ from compressor.statistics.statistics import LayerStatistics, LayerWeights, coll
 from compressor.steps.prune.choose import coefficients
 from compressor.steps.prune.partition import group_experts
 from compressor.tolerance import ROUNDING, exceeds, rounded, stable_argmin
-from tests import zoo
-from tests.opened import batches
+from tests.support import zoo
+from tests.support.opened_models import batches
 
 SEEDS = range(8)
 NUMBERS = st.floats(1e-30, 1e30, allow_subnormal=False)

@@ -16,8 +16,8 @@ from compressor.cli.demonstration import score
 from compressor.data.demo import load_documents, load_items
 from compressor.progress import Silent
 from scripts.demo_skills import SKILLS
-from tests import small
-from tests.evaluations import evaluate
+from tests.support import small
+from tests.support.eval_tasks import evaluate
 
 CHECKPOINT = Path(str(resources.files("compressor").joinpath("demo", "checkpoint")))
 PER_SKILL = 12

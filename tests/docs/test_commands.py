@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from compressor.cli import demonstration
-from tests.command_line import Run
-from tests.pages import PAGES, PROGRAM, ROOT, blocks, group, name_of, options, parse, prose
+from tests.support.command_line import Run
+from tests.support.doc_pages import PAGES, PROGRAM, ROOT, blocks, group, name_of, options, parse, prose
 
 SAMPLES = ("--samples", "8")
 SHORTER = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compressor.cli import demonstration
-from tests.pages import DOCS, PAGES, ROOT, links, name_of, prose
+from tests.support.doc_pages import DOCS, PAGES, ROOT, links, name_of, prose
 
 FOLDERS = "compressor|strategies|exporters|scripts|tests|docs|examples"  # of the clone
 

@@ -19,8 +19,8 @@ from compressor.plugins import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.registry import exporter_options, load_exporter, load_strategy
 from compressor.statistics.statistics import ALL, STATISTICS
-from tests import small
-from tests.command_line import Run
+from tests.support import small
+from tests.support.command_line import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "compressor" / "demo" / "checkpoint"

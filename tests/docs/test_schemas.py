@@ -11,9 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from tests import small
-from tests.command_line import captured
-from tests.pages import DOCS, blocks
+from tests.support import small
+from tests.support.command_line import captured
+from tests.support.doc_pages import DOCS, blocks
 
 FOLDER = DOCS / "reference"
 Content = dict[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, ROOT
+from tests.support.doc_pages import DOCS, ROOT
 
 pytestmark = pytest.mark.full
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from compressor.recipe.steps_plan import Plan
 from exporters.keep_list import prune_ratio
-from tests import small
-from tests.command_line import Run, refused
-from tests.plans import pruned
+from tests.support import small
+from tests.support.command_line import Run, refused
+from tests.support.plans import pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 DROP = ("--experts", 5, "--strategy", "count-guided", "--correct", "none")

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compressor.errors import CompressionError
 from exporters import onnx as exporter
 from exporters.onnx import ExportOptions, ExportSummary, export
-from tests import small, zoo
-from tests.exporters.answers import Runner, session_of
+from tests.support import small, zoo
+from tests.support.onnx_answers import Runner, session_of
 
 SHAPES = ((1, 1), (1, 9), (2, 5), (3, 21), (4, 2), (1, 200))
 LENGTH = 512  # of the context

@@ -10,8 +10,8 @@ from transformers.activations import ACT2FN
 
 from exporters.onnx import moe
 from exporters.onnx.moe import Attributes, activation, supported
-from tests import zoo
-from tests.exporters.answers import experts_of, run_node
+from tests.support import zoo
+from tests.support.onnx_answers import experts_of, run_node
 
 # every stock layout: concatenated, interleaved, transposed, with and without biases, with limits
 LAYOUTS = ("mixtral", "gpt_oss", "aria", "openai_privacy_filter", "deepseek_v4", "minimax_m3_vl")

@@ -15,8 +15,8 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from exporters.onnx import ExportOptions, export, moe, trace
 from exporters.onnx.reference import model_inputs
-from tests import zoo
-from tests.exporters.answers import Runner, session_of
+from tests.support import zoo
+from tests.support.onnx_answers import Runner, session_of
 
 
 def traced(count: int) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, codes, dequantise, pack, rounded
-from tests.exporters.answers import run_node
+from tests.support.onnx_answers import run_node
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
 SMALL_BLOCK = Scheme(4, 4)

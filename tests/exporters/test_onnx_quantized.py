@@ -22,9 +22,9 @@ from exporters.onnx import ExportOptions, ExportSummary, export
 from exporters.onnx.moe import qmoe_tensors, round_experts
 from exporters.onnx.quantise import SCHEMES, dequantise
 from exporters.onnx.verify import rounding_cost
-from tests import zoo
-from tests.exporters.answers import Runner, experts_of, observe, session_of
-from tests.packed import unpack
+from tests.support import zoo
+from tests.support.onnx_answers import Runner, experts_of, observe, session_of
+from tests.support.packed_codes import unpack
 
 SHAPES = ((1, 1), (1, 7), (3, 5), (2, 33), (4, 16))
 WIDE: dict[str, Any] = {"hidden_size": 48}  # one block and a half; 24 in the middle is less than one

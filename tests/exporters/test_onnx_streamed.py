@@ -30,8 +30,7 @@ from exporters.onnx.moe import SCALES, round_experts, use_nodes
 from exporters.onnx.reference import CONTINUED, NUDGED, nudge, observe
 from exporters.onnx.trace import export_graph, trace_inputs
 from exporters.onnx.verify import EXACT, MAPPED, WHOLE, Graph, compare
-from tests import quantized, small
-from tests.exporters import answers
+from tests.support import onnx_answers, quantized, small
 
 pytestmark = pytest.mark.full
 
@@ -113,7 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 def test_files_and_logits_are_those_of_the_hand_dequantised_model(made: Made, tmp_path: Path) -> None:
     model = in_memory(made.source)
-    reference, graph = answers.observe(model, past=True, tokens=8), Graph(made.out / exporter.GRAPH)
+    reference, graph = onnx_answers.observe(model, past=True, tokens=8), Graph(made.out / exporter.GRAPH)
     assert graph.how == WHOLE
     assert compare(graph.answers(reference.cases, Silent()), reference, EXACT).tokens_equal == 8
     one, two = (
@@ -155,14 +154,14 @@ def test_the_stock_model_says_the_same_in_memory_and_by_layers(dtype: torch.dtyp
         shown.append((unit, partial.model.get_submodule(unit).mlp.experts.down_proj.dtype))
 
     units = opened.architecture.units
-    found, wanted = observe(opened, True, 4, Silent(), show), answers.observe(model, True, 4)
+    found, wanted = observe(opened, True, 4, Silent(), show), onnx_answers.observe(model, True, 4)
     assert shown == [(unit, dtype) for unit in units] and len(units) == 2
     for one, two in zip(found.cases, wanted.cases, strict=True):
         assert (one.name, one.chunks) == (two.name, two.chunks) and torch.equal(one.tokens, two.tokens)
         assert torch.allclose(one.real, two.real, atol=2e-5)
     assert found.cases[-1].name == CONTINUED and found.cases[-1].chunks == (8, 1, 1, 1)
     with nudging(model, units):
-        moved = answers.answer(model, wanted.cases[NUDGED])
+        moved = onnx_answers.answer(model, wanted.cases[NUDGED])
     sensitivity = float((moved - wanted.cases[NUDGED].logits).abs().max())
     assert found.sensitivity == pytest.approx(sensitivity, rel=0.5) and found.sensitivity > 1e-7
 

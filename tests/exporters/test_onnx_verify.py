@@ -18,8 +18,8 @@ from exporters.onnx import reference as exporter_reference
 from exporters.onnx import verify
 from exporters.onnx.reference import CONTINUED, SHAPES, Case, Reference
 from exporters.onnx.verify import EXACT, HALF, Tolerance
-from tests import zoo
-from tests.exporters.answers import answer, answers, observe
+from tests.support import zoo
+from tests.support.onnx_answers import answer, answers, observe
 
 
 @pytest.fixture(scope="module")

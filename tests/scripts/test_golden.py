@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import golden
-from tests import small
+from tests.support import small
 
 
 @pytest.mark.full

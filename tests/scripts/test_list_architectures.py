@@ -8,7 +8,7 @@ import transformers
 from compressor import CompressionError
 from compressor.model.architecture import discover
 from scripts.list_architectures import PAGE, refused_families, refused_row, supported_row
-from tests import zoo
+from tests.support import zoo
 
 REFUSED = refused_families()
 

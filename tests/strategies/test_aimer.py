@@ -16,8 +16,8 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies.ranked import Aimer, size_ratios
-from tests.opened import batches, calibration, opened
-from tests.plans import kept, make_plan
+from tests.support.opened_models import batches, calibration, opened
+from tests.support.plans import kept, make_plan
 
 
 def stats(vectors: Tensor, **groups: Any) -> LayerStatistics:

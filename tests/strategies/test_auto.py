@@ -4,8 +4,8 @@ from pathlib import Path
 
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
-from tests.opened import batches, calibration, opened
-from tests.plans import make_plan
+from tests.support.opened_models import batches, calibration, opened
+from tests.support.plans import make_plan
 
 
 def test_every_layer_is_planned_by_energy(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from compressor.statistics.statistics import collect
 from strategies import data_centric
 from strategies.data_centric import distances
 from tests.compressor.steps.prune.test_similarity import naive_cka
-from tests.opened import batches, calibration, one_expert, opened, plain_calls
+from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls
 
 
 def naive(outputs: Tensor, similarity: str) -> Tensor:

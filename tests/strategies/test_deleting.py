@@ -16,10 +16,10 @@ from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.choose import blocks_of
 from compressor.steps.prune.reconstruction import KeptErrors
 from strategies import hope
-from tests import zoo
-from tests.opened import batches, calibration, one_expert, opened, plain_calls, statistics
-from tests.ordered import opened_wide
-from tests.plans import kept, make_plan
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls, statistics
+from tests.support.plans import kept, make_plan
+from tests.support.sequential_runs import opened_wide
 
 NORMALISING = ["mixtral", "gpt_oss", "minimax_m2", "qwen3_moe"]
 FROZEN = ["qwen3_moe-norm_topk_false", "olmoe"]

@@ -15,9 +15,9 @@ from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.prune.reconstruction import KeptErrors
 from strategies.enumerate_subsets import NEEDS, Options, plan
-from tests import zoo
-from tests.opened import batches, calibration, opened, plain_calls
-from tests.stock import Small
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened, plain_calls
+from tests.support.stock_models import Small
 
 NAMES = ["mixtral", "qwen3_moe-norm_topk_false", "gpt_oss", "minimax_m2", "zaya", "deepseek_v4"]
 GREEDY = Options(most_subsets=0)

@@ -17,8 +17,8 @@ from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies.data_centric import distances
 from strategies.hc_smoe import cluster, plan
-from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand, make_plan
+from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls
+from tests.support.plans import by_hand, make_plan
 
 GROUPS = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
 PLACES = [0.0, 1, 10, 12, 30, 31.5, 60, 90]  # mean outputs of eight experts on a line

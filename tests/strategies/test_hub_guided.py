@@ -23,11 +23,11 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planner, PruneSpec
 from strategies.ranked import HubGuided, count_guided, gated_mass, listening_factors
-from tests import small, zoo
-from tests.command_line import Run, names, refused
-from tests.opened import batches, calibration, plain_calls
-from tests.plans import kept, make_plan, pruned
 from tests.strategies.test_reap import naive_scores
+from tests.support import small, zoo
+from tests.support.command_line import Run, names, refused
+from tests.support.opened_models import batches, calibration, plain_calls
+from tests.support.plans import kept, make_plan, pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -19,9 +19,9 @@ from compressor.statistics.statistics import collect
 from compressor.steps.prune.similarity import fast_squared_distances
 from strategies import model_centric
 from strategies.model_centric import surrogate_distances, vectorized_distances
-from tests import zoo
-from tests.opened import batches, calibration, opened
-from tests.plans import by_hand, make_plan
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened
+from tests.support.plans import by_hand, make_plan
 
 LAYOUTS = ["mixtral", "gpt_oss", "aria", "nemotron_h", "deepseek_v3", "muse_spark"]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from compressor.model.moe_layer import MoeLayer
 from compressor.statistics.statistics import LayerStatistics
 from strategies import ranked_choice
-from tests.opened import batches, opened, plain_calls, statistics
-from tests.plans import kept
+from tests.support.opened_models import batches, opened, plain_calls, statistics
+from tests.support.plans import kept
 
 
 def run_off(orders: list[list[int]], top_k: int, keep: int, groups: int, protected: frozenset[int]) -> list[int]:

@@ -22,8 +22,8 @@ from compressor.statistics.statistics import LayerStatistics
 from strategies import ream
 from strategies.ranked import Reap
 from strategies.ream import Options
-from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import make_plan
+from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls
+from tests.support.plans import make_plan
 
 GROUPS = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
 

@@ -15,8 +15,8 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies.ranked import SALIENCIES, Reap, count_guided, gated_mass, man, msan
-from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand, kept, make_plan
+from tests.support.opened_models import Calls, batches, calibration, one_expert, opened, plain_calls
+from tests.support.plans import by_hand, kept, make_plan
 
 Options, plan = Reap.Options, Reap.plan
 OTHERS = ("gated-mass", "count-guided", "man", "msan")

@@ -18,7 +18,7 @@ from compressor.answers.onnx_decoder import UNFINISHED, stream_text
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import encode_text
 from compressor.errors import CompressionError
-from tests import small, zoo
+from tests.support import small, zoo
 
 ZERO = torch.zeros(1, dtype=torch.float64)
 

@@ -25,7 +25,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent
-from tests import small, zoo
+from tests.support import small, zoo
 
 NEW = 12
 TEXTS = ("one", "a longer prompt of some words", "four words and more", "héllo", "one two three")

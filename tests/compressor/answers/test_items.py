@@ -10,8 +10,8 @@ import pytest
 from compressor.answers.items import Item, item_lines, read_items, rows_of, tokenised
 from compressor.answers.tasks import EvaluationOptions, task_items
 from compressor.errors import CompressionError, ItemError
-from tests import small
-from tests.evaluations import own_tasks
+from tests.support import small
+from tests.support.eval_tasks import own_tasks
 
 ITEM = Item("Two and two are", " 4", (" 4", " 5\u2028"), "sums")
 

@@ -22,10 +22,10 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model import opened
 from compressor.progress import Silent
-from tests import small, zoo
-from tests.evaluations import Steps, no_network, own_tasks, written_task
-from tests.opened import note_spills
-from tests.zoo_configs import FAMILIES
+from tests.support import small, zoo
+from tests.support.eval_tasks import Steps, no_network, own_tasks, written_task
+from tests.support.opened_models import note_spills
+from tests.support.zoo_configs import FAMILIES
 
 MOST = 64  # tokens that the zoo's models take
 STREAMED = ("gpt_oss", "qwen3_next", "granitemoe")  # a window of 8; linear attention; logits scaled after the head

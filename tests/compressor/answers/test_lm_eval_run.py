@@ -20,8 +20,8 @@ from compressor.checkpoint.source import locate
 from compressor.data.demo import load_documents
 from compressor.errors import CompressionError
 from compressor.files import default_folder
-from tests import small
-from tests.evaluations import Steps, ask, evaluate, written_task
+from tests.support import small
+from tests.support.eval_tasks import Steps, ask, evaluate, written_task
 
 pytestmark = pytest.mark.usefixtures("asked")
 

@@ -21,7 +21,7 @@ from compressor.answers.onnx_decoder import (  # noqa: E402
 )
 from compressor.answers.options import GenerationOptions  # noqa: E402
 from compressor.errors import CompressionError  # noqa: E402
-from tests import small  # noqa: E402
+from tests.support import small  # noqa: E402
 
 VOCABULARY, HIDDEN, POSITIONS, NEW = small.VOCABULARY, 6, 64, 10
 KEY, VALUE = ("past_key_values.0.key", "present.0.key"), ("past_key_values.0.value", "present.0.value")

@@ -34,8 +34,8 @@ from compressor.attribution.graph import (
 )
 from compressor.attribution.pictures import EDGES_DRAWN, graph_figure
 from compressor.attribution.report import graph_tables, write_graph
-from tests.attributions import attribution, module
-from tests.drawn import axes_of
+from tests.support.attribution_results import attribution, module
+from tests.support.rendered_figures import axes_of
 
 HUB = "L1 E3"
 MADE = attribution()  # L1 E3 is 400 times as strong as the others of its layer

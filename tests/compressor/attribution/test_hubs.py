@@ -18,7 +18,7 @@ from compressor.attribution.hubs import (
     outlier_scores,
     super_experts,
 )
-from tests.attributions import attribution, module, sender
+from tests.support.attribution_results import attribution, module, sender
 
 NUMBERS = st.lists(st.integers(-(10**6), 10**6).map(lambda number: number / 8), min_size=1, max_size=40)
 

@@ -17,8 +17,8 @@ from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from tests import zoo
-from tests.opened import batches, calibration, opened
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened
 
 NO_STREAM = "its layers do not add to one residual stream"
 NOT_LINEAR = "its router's logits are not linear in the normalised residual stream"

@@ -24,8 +24,8 @@ from compressor.attribution.pictures import (
 )
 from compressor.attribution.report import Findings, findings, full_content, write_attribution
 from compressor.document.blocks import Figure
-from tests.attributions import attribution, sender
-from tests.drawn import axes_of, canvases
+from tests.support.attribution_results import attribution, sender
+from tests.support.rendered_figures import axes_of, canvases
 
 SMALL = attribution(hubs={(1, 3): 400.0, (2, 6): 90.0})
 LARGE = attribution(layers=64, experts=3, heads=1, dense=(0, 1, 2, 3), hubs={(n, n % 3): 500.0 for n in range(4, 40)})

@@ -16,8 +16,8 @@ from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from tests import zoo
-from tests.opened import batches, calibration
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_hidden_layers": 6, "num_local_experts": 16},

@@ -13,9 +13,9 @@ from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from tests import zoo
-from tests.opened import batches, calibration
-from tests.removal import TOKEN, Frozen, ranking_change
+from tests.support import zoo
+from tests.support.ablation import TOKEN, Frozen, ranking_change
+from tests.support.opened_models import batches, calibration
 
 TWO = {"rel": 1e-4, "abs": 1e-6}
 CORRECTED = ("beam", "deepseek_v3", "nemotron_h")  # rank by sigmoid scores and a correction bias, others by logits

@@ -28,7 +28,7 @@ from compressor.cli.rendering import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
-from tests.attributions import attribution, module, sender, with_massive
+from tests.support.attribution_results import attribution, module, sender, with_massive
 
 NAMES = [
     "attribution.json", "attribution.md", "causal.png", "experts.png", "graph.graphml", "graph.json", "graph.png",

@@ -22,8 +22,8 @@ from compressor.attribution.tracing import (
 )
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import layers_by_unit
-from tests import zoo
-from tests.linear_maps import evaluate, explicit
+from tests.support import zoo
+from tests.support.linear_maps import evaluate, explicit
 
 H = 6
 SHAPES = [(5, H), (1, 5, H), (2, 3, H), (1, 1, H), (1, H), (3, 1, H)]

@@ -17,10 +17,10 @@ from compressor.checkpoint.reader import INDEX_NAME, read_header
 from compressor.checkpoint.source import fetch_headers, locate
 from compressor.errors import CompressionError
 from compressor.steps.job import carried_files
-from tests import small
-from tests.command_line import Run
-from tests.hub import Fault, Hub, point, serve
-from tests.hub.state import contents
+from tests.support import small
+from tests.support.command_line import Run
+from tests.support.hub import Fault, Hub, point, serve
+from tests.support.hub.state import contents
 
 MODEL = "org/tiny-moe"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

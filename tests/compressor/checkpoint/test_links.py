@@ -13,7 +13,7 @@ from compressor.errors import CompressionError
 from compressor.pipeline.formats import export_checkpoint
 from compressor.progress import Silent
 from compressor.steps.job import carried_files
-from tests import small
+from tests.support import small
 
 OUTSIDE = "is a link to a file outside the folder"
 HIDDEN = "is a link to a hidden file"

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, __version__
 import compressor
 from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint
-from tests import zoo
-from tests.quantized import plain_model, save_compressed_tensors
-from tests.singles import save_packed
+from tests.support import zoo
+from tests.support.per_expert_checkpoints import save_packed
+from tests.support.quantized import plain_model, save_compressed_tensors
 
 STOCK = f"transformers {__version__}"
 NO_ZERO_POINTS = "does not load pack-quantized experts: Asymmetric quant requires zero-point values"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint, contains_nan, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
-from tests import small
+from tests.support import small
 
 NAME = "b.weight"
 

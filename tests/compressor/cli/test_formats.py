@@ -7,9 +7,9 @@ import pytest
 
 import compressor
 from compressor.errors import CompressionError
-from tests import small
-from tests.command_line import Run, captured, names, refused
-from tests.plugins import install
+from tests.support import small
+from tests.support.command_line import Run, captured, names, refused
+from tests.support.plugins import install
 
 pytestmark = pytest.mark.usefixtures("offline")
 TOY = '''

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from compressor.cli import main as cli
-from tests import small
-from tests.command_line import Run, refused
-from tests.pages import options, parse
-from tests.plugins import REAP, install
+from tests.support import small
+from tests.support.command_line import Run, refused
+from tests.support.doc_pages import options, parse
+from tests.support.plugins import REAP, install
 
 COMMANDS = (
     "inspect", "plan", "apply", "compress", "split", "calibrate-router", "distill", "compare", "attribute", "gate",

@@ -15,9 +15,9 @@ from compressor.cli.settings import recipe_of, recipe_options
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import GateOptions, OutputOptions, Recipe, step_class
 from compressor.recipe.step import EmphasisOptions, TextOptions
-from tests import small
-from tests.command_line import Run, captured, names, refused
-from tests.small import tree
+from tests.support import small
+from tests.support.command_line import Run, captured, names, refused
+from tests.support.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline")
 SIZES = ("--samples", 4, "--sequence-length", 64)

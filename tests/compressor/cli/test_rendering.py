@@ -23,8 +23,8 @@ from compressor.recipe.steps_plan import Plan
 from exporters.onnx import ExportSummary
 from exporters.onnx.moe import LayerRoute
 from exporters.onnx.verify import Verification
-from tests.pages import parse
-from tests.plans import Decided, by_hand
+from tests.support.doc_pages import parse
+from tests.support.plans import Decided, by_hand
 
 HOSTILE = "[bold red]m[/]\\[x] :smile: `<b>` | {y}"
 

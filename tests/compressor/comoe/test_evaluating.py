@@ -18,9 +18,9 @@ from compressor.comoe.report import (
     workload_figure,
     write_evaluation,
 )
-from tests import small
-from tests.command_line import names
-from tests.tuned import CONFIG, dense, questions
+from tests.support import small
+from tests.support.command_line import names
+from tests.support.tuning_setups import CONFIG, dense, questions
 
 
 def tuned() -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject, load_adapters, save_adapters
 from compressor.comoe.layer import apart, model_contrast, watching
 from compressor.errors import CompressionError
-from tests import zoo
-from tests.command_line import names
-from tests.small import edit_json
+from tests.support import zoo
+from tests.support.command_line import names
+from tests.support.small import edit_json
 
 
 def layer(experts: int = 5, top_k: int = 2, seed: int = 0) -> LoraExperts:

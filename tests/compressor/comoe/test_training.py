@@ -19,9 +19,9 @@ from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
 from compressor.progress import Silent
-from tests import small
-from tests.command_line import names
-from tests.tuned import CONFIG, OPTIONS, dense, questions
+from tests.support import small
+from tests.support.command_line import names
+from tests.support.tuning_setups import CONFIG, OPTIONS, dense, questions
 
 
 def tune(out: Path, options: TuningOptions = OPTIONS, config: ComoeConfig = CONFIG, **more: Any) -> tuple[Any, Trained]:

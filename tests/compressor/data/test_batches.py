@@ -26,8 +26,8 @@ from compressor.data.batches import (
 from compressor.data.documents import Document
 from compressor.data.sources import divide
 from compressor.errors import CompressionError
-from tests import small
-from tests.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, stream_of, write
+from tests.support import small
+from tests.support.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, stream_of, write
 
 
 def fit_tokens(data: Calibration) -> int:

@@ -10,8 +10,8 @@ import pytest
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
 from compressor.errors import LeftOut
-from tests import small
-from tests.texts import write
+from tests.support import small
+from tests.support.texts import write
 
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from compressor.data.documents import Document, as_rows, documents, pack
 from compressor.data.sources import GivenTexts, WeightedSource, parse_sources
 from compressor.errors import CompressionError
-from tests import small
-from tests.texts import END, TOKENIZER, Words, decode, run, write
+from tests.support import small
+from tests.support.texts import END, TOKENIZER, Words, decode, run, write
 
 
 def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path: Path) -> None:

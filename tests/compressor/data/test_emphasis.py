@@ -19,10 +19,10 @@ from compressor.recipe.step import TextOptions
 from compressor.steps.distill.objective import Batch, Objective
 from compressor.steps.distill.options import Distill
 from compressor.steps.routers.weights import _moments
-from tests import small
-from tests.command_line import Run, refused
-from tests.cut_cases import cut_case
-from tests.lessons import lesson
+from tests.support import small
+from tests.support.command_line import Run, refused
+from tests.support.cut_layers import cut_case
+from tests.support.training_setups import lesson
 
 pytestmark = pytest.mark.usefixtures("offline")
 THINKS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_token }}\n{% endfor %}"

@@ -19,7 +19,7 @@ from compressor.data.batches import Calibration, TextSpec, calibrate, evaluation
 from compressor.data.sources import GivenTexts, TextPart, WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs
-from tests import pictures
+from tests.support import pictures
 
 FAMILY = "qwen3_vl_moe"
 

@@ -19,8 +19,8 @@ from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from compressor.quality_gate.teacher_forced import read_answers
-from tests import pictures, small
-from tests.texts import decode, run, write
+from tests.support import pictures, small
+from tests.support.texts import decode, run, write
 
 ROWS = [{"instruction": f"sort {number}", "input": 'x;y, "z"', "output": "é\nok"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)

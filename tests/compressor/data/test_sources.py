@@ -24,7 +24,7 @@ from compressor.data.sources import (
 )
 from compressor.errors import CompressionError
 from compressor.recipe.step import TextOptions
-from tests.texts import VOCAB, Numbers, count_up, run, write
+from tests.support.texts import VOCAB, Numbers, count_up, run, write
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 

@@ -19,8 +19,8 @@ from compressor.data.documents import opened
 from compressor.data.emphasis import Emphasis, Marked
 from compressor.data.sources import TextPart, WeightedSource, divide
 from compressor.errors import CompressionError
-from tests import small
-from tests.texts import VOCAB, Numbers, count_up, run, stream_of, write
+from tests.support import small
+from tests.support.texts import VOCAB, Numbers, count_up, run, stream_of, write
 
 PARTS = {"routers": TextPart(20, 4, rows=3), "distill": TextPart(31, 6, minimum=2)}
 

@@ -22,10 +22,10 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.model.substitution import Substitution
 from compressor.progress import Silent
-from tests import zoo
 from tests.compressor.model.test_streaming import loaded
-from tests.ordered import drops, merges, opened_wide, run, whole_plan, with_heldout
-from tests.reference import cut
+from tests.support import zoo
+from tests.support.sequential_runs import drops, merges, opened_wide, run, whole_plan, with_heldout
+from tests.support.surgery_reference import cut
 
 # scaled logits, soft caps, tied embeddings, several streams before the head
 NAMES = [

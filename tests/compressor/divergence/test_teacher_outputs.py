@@ -16,7 +16,7 @@ from compressor.divergence import teacher_outputs as base_answers
 from compressor.divergence.teacher_outputs import Distributions, read_base, top_divergence
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from tests.opened import batches, opened
+from tests.support.opened_models import batches, opened
 
 DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
 

@@ -27,7 +27,7 @@ from compressor.document.blocks import (
 from compressor.document.html import page, stylesheet, words_html
 from compressor.document.picture import Drawing
 from compressor.formatting import readable
-from tests.reported import HOSTILE, Tree
+from tests.support.report_data import HOSTILE, Tree
 
 TEXTS = st.one_of(st.text(max_size=20), st.sampled_from([HOSTILE, "{{ 7 * 7 }}", "{% raw %}", "&amp;", "</td>", "]]>"]))
 DRAWING = Drawing("One", "Seen.", (2.0, 1.0), lambda canvas: None)

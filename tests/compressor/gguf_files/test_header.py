@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import inspect_gguf
 from compressor.gguf_files.header import open_gguf, read_header
-from tests import gguf_models
+from tests.support import gguf_models
 
 
 def header(*parts: bytes | int | str, tensors: int = 0, values: int = 1) -> bytes:

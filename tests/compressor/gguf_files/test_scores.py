@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.choosing import count_scores, energy_scores, read_imatrix
 from compressor.gguf_files.header import open_gguf
-from tests import gguf_models
+from tests.support import gguf_models
 
 EXPERTS, WIDE, HIDDEN = 4, 32, 64
 NAME = "blk.0.ffn_down_exps.weight"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub import Hub
-from tests.pushes import checkpoint, logged_in, with_card
+from tests.support.hub import Hub
+from tests.support.hub_pushes import checkpoint, logged_in, with_card
 
 
 @pytest.fixture(scope="package")

@@ -26,11 +26,11 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
 from compressor.steps.quantize.options import Quantize
-from tests import small
-from tests.gates import gate, likelihood, mixed, task
-from tests.hub.cards import mistakes
-from tests.plans import pruned
-from tests.pushes import export_record
+from tests.support import small
+from tests.support.gate_results import gate, likelihood, mixed, task
+from tests.support.hub.cards import mistakes
+from tests.support.hub_pushes import export_record
+from tests.support.plans import pruned
 
 DEMO = Path("compressor/demo/checkpoint").absolute()
 REPOSITORY = "me/small-moe"

@@ -11,7 +11,7 @@ from compressor.hub.card import experts_details
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.report.data import experts_table
-from tests.plans import Decided
+from tests.support.plans import Decided
 
 
 def group(members: list[int], scale: float = 1.0) -> Group:

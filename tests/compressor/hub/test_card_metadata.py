@@ -15,8 +15,8 @@ from compressor.recipe.plan import LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.records import readable_json
 from tests.compressor.hub.test_card_layers import a_plan, moe_layer
-from tests.hub.cards import LICENCES, mistakes
-from tests.plans import Decided, by_hand
+from tests.support.hub.cards import LICENCES, mistakes
+from tests.support.plans import Decided, by_hand
 
 BASE, COMMIT = "org/big-moe", "0123456789" * 4
 

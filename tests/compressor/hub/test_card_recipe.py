@@ -15,7 +15,7 @@ from compressor.api import on_text
 from compressor.hub.card import card_text, recipe_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
-from tests.command_line import captured
+from tests.support.command_line import captured
 
 DEMO = Path("compressor/demo/checkpoint").absolute()
 SMALL: dict[str, Any] = {"experts": 12, "samples": 4, "sequence_length": 32}

@@ -18,9 +18,9 @@ from compressor.checkpoint.source import ModelSource
 from compressor.hub import check as push_check
 from compressor.hub.push import push
 from compressor.quality_gate.report import write_gate
-from tests import small
-from tests.hub import Hub
-from tests.pushes import REPOSITORY, content, export_record, gate_of, refusal, sent, shards
+from tests.support import small
+from tests.support.hub import Hub
+from tests.support.hub_pushes import REPOSITORY, content, export_record, gate_of, refusal, sent, shards
 
 
 def lose_a_shard(folder: Path) -> None:

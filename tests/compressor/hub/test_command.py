@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from compressor.quality_gate.report import write_gate
-from tests import small
-from tests.command_line import Run, refused
-from tests.hub import Hub
-from tests.pushes import CANARY, CARD, REPOSITORY, content, gate_of, with_card, writes
+from tests.support import small
+from tests.support.command_line import Run, refused
+from tests.support.hub import Hub
+from tests.support.hub_pushes import CANARY, CARD, REPOSITORY, content, gate_of, with_card, writes
 
 
 def test_a_push_as_a_table_then_nothing_new_as_json(made: Path, hub: Hub, run: Run) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from compressor.hub.push import push
-from tests.hub import Hub
-from tests.pushes import CARD, REPOSITORY, content, refusal, shards
+from tests.support.hub import Hub
+from tests.support.hub_pushes import CARD, REPOSITORY, content, refusal, shards
 
 
 def test_what_does_not_belong_stays_here(folder: Path, hub: Hub) -> None:

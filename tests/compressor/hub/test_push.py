@@ -9,9 +9,9 @@ import pytest
 
 from compressor.errors import CompressionError
 from compressor.hub.push import push
-from tests import small
-from tests.hub import Fault, Hub
-from tests.pushes import (
+from tests.support import small
+from tests.support.hub import Fault, Hub
+from tests.support.hub_pushes import (
     CANARY,
     CARD,
     REPOSITORY,

@@ -10,8 +10,8 @@ import pytest
 from compressor.errors import CompressionError
 from compressor.hub import repository as client
 from compressor.hub.push import push
-from tests.hub import Fault, Hub
-from tests.pushes import (
+from tests.support.hub import Fault, Hub
+from tests.support.hub_pushes import (
     CANARY,
     CARD,
     REPOSITORY,

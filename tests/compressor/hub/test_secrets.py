@@ -14,9 +14,9 @@ from compressor.errors import CompressionError
 from compressor.hub import secrets
 from compressor.hub.push import push
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
-from tests import small
-from tests.hub import Hub
-from tests.pushes import CANARY, REPOSITORY, refusal, sent, shards
+from tests.support import small
+from tests.support.hub import Hub
+from tests.support.hub_pushes import CANARY, REPOSITORY, refusal, sent, shards
 
 MIXED = "a1B2c3D4e5F6g7H8i9J0"
 BASE64 = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"

@@ -12,8 +12,8 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
 from compressor.model.verification import check_carried
-from tests import small
-from tests.plans import plan_of
+from tests.support import small
+from tests.support.plans import plan_of
 
 CONFIG = "tokenizer_config.json"
 UNLOADABLE = (b"[1]", b'"x"', b"{", b'{"watermarking_config": 5}')  # as a generation config

@@ -7,8 +7,8 @@ import pytest
 from compressor.answers.prompts import Prompt, tokens_of
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import has_chat_template, render_chat
-from tests import small
-from tests.texts import run, write
+from tests.support import small
+from tests.support.texts import run, write
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import apply_expert, expert_parameters, observed_forward, parameter_names, projections
-from tests import zoo
-from tests.opened import one_expert
+from tests.support import zoo
+from tests.support.opened_models import one_expert
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep())
 NO_PRODUCT = {"gpt_oss", "openai_privacy_filter", "minimax_m3_vl"}  # (up + 1) * glu(gate)

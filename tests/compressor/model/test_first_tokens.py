@@ -13,8 +13,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from compressor.data.demo import load_documents
 from compressor.model import tokenizer as module
 from compressor.model.tokenizer import first_part
-from tests import small
 from tests.compressor.answers.test_decoding import sentence_pieces
+from tests.support import small
 
 WORDS = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = "<|end|>"

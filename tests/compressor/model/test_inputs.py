@@ -13,8 +13,8 @@ from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, forward_inputs, media_of, tower_blocks
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
-from tests import pictures, zoo
-from tests.opened import logits
+from tests.support import pictures, zoo
+from tests.support.opened_models import logits
 
 FAST = ("qwen3_vl_moe", "ernie4_5_vl_moe")
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 import compressor
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
-from tests import zoo
+from tests.support import zoo
 
 FAMILIES = (
     "mixtral",

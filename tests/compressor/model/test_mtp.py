@@ -16,25 +16,25 @@ from compressor.model.mtp import Leg, acceptances, agreement, find_heads
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.correct.heads import chosen_heads, statistics_with_heads
-from tests import mtp_heads, zoo
-from tests.mtp_plain import run_all
+from tests.support import mtp_checkpoints, zoo
+from tests.support.mtp_forward import run_all
 
 Tensors = dict[str, Tensor]
 NEEDS = frozenset({"routed_count", "gate_weight_sum", "inputs", "gated_norm_sum"})
 CASES = {"qwen3_next": {"heads": 1}, "deepseek_v3": {"heads": 2, "own_ends": True}}
 
 
-def opened(made: mtp_heads.Made) -> OpenModel:
+def opened(made: mtp_checkpoints.Made) -> OpenModel:
     return open_model(locate(str(made.folder)), "float32", "cpu")
 
 
-def text(made: mtp_heads.Made) -> tuple[Tensor, ...]:
+def text(made: mtp_checkpoints.Made) -> tuple[Tensor, ...]:
     return torch.split(zoo.tokens(made.model, 5, 10, seed=3), [3, 2])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = mtp_heads.make(name, tmp_path, **CASES[name])  # type: ignore[arg-type]
+    made = mtp_checkpoints.make(name, tmp_path, **CASES[name])  # type: ignore[arg-type]
     model, batches = opened(made), text(made)
     heads = find_heads(model)
     assert len(heads) == len(made.blocks)
@@ -68,7 +68,7 @@ UNKNOWN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
 
 
 def test_what_is_not_understood_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = mtp_heads.make("qwen3_next", tmp_path)
+    made = mtp_checkpoints.make("qwen3_next", tmp_path)
     whole = made.tensors
     for why, change in UNKNOWN.values():
         changed = dict(whole)
@@ -86,7 +86,7 @@ def test_what_is_not_understood_is_left_out_and_told(tmp_path: Path, caplog: pyt
 
 
 def test_text_too_short_for_a_head_is_refused(tmp_path: Path) -> None:
-    made = mtp_heads.make("deepseek_v3", tmp_path, heads=2)
+    made = mtp_checkpoints.make("deepseek_v3", tmp_path, heads=2)
     model = opened(made)
     with pytest.raises(CompressionError, match="sequences of 2 tokens; give a larger --sequence-length, or --mtp drop"):
         acceptances(model, find_heads(model), [zoo.tokens(made.model, 1, 3)])

@@ -20,7 +20,7 @@ from compressor.devices import pick_device
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model, pick_dtype
-from tests import small, zoo
+from tests.support import small, zoo
 
 
 def layer(experts: int = 8, top_k: int = 2, **details: Any) -> MoeLayer:

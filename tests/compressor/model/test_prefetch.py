@@ -17,9 +17,9 @@ from compressor.errors import CompressionError
 from compressor.model.loading import ReadAhead
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
-from tests import small
 from tests.compressor.model.test_reverse import Gathering, loss
-from tests.opened import batches, logits, opened
+from tests.support import small
+from tests.support.opened_models import batches, logits, opened
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.model.streaming import LayerVisitor, Pass, Replay
-from tests.opened import of_two_layers, plain_calls, watch
-from tests.ordered import opened_wide, with_heldout
+from tests.support.opened_models import of_two_layers, plain_calls, watch
+from tests.support.sequential_runs import opened_wide, with_heldout
 
 
 class Replaying(LayerVisitor):

@@ -12,9 +12,9 @@ from compressor.errors import CompressionError
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
-from tests import zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
-from tests.opened import batches, note_spills, opened
+from tests.support import zoo
+from tests.support.opened_models import batches, note_spills, opened
 
 REFUSED = {  # more than one hidden state goes from layer to layer, or to the head
     "zaya": r"model\.layers\.1 is given more of earlier layers than their hidden states",

@@ -19,8 +19,8 @@ from compressor.model.router_logits import (
     watched,
     weights_of,
 )
-from tests import zoo
-from tests.opened import batches
+from tests.support import zoo
+from tests.support.opened_models import batches
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep())
 PLAIN = {

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from compressor.model.opened import served_model
 from compressor.model.serving import RULES, SERVERS, Served, advise, broken, server_line
-from tests import small, zoo
-from tests.command_line import Run, runner
-from tests.opened import opened
+from tests.support import small, zoo
+from tests.support.command_line import Run, runner
+from tests.support.opened_models import opened
 
 WIDE = Served("mixtral", 64, 2, 1024)
 DEEPSEEK = Served("deepseek_v3", 256, 8, 2048, groups=8, chosen_groups=4, selection_bias=True, quantization="fp8")

@@ -7,8 +7,8 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
-from tests import zoo
-from tests.singles import FUSED, save_packed
+from tests.support import zoo
+from tests.support.per_expert_checkpoints import FUSED, save_packed
 
 
 def check(folder: Path, model: torch.nn.Module) -> None:

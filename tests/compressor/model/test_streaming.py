@@ -14,8 +14,8 @@ from compressor.errors import CompressionError
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spill
-from tests import zoo
-from tests.opened import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
+from tests.support import zoo
+from tests.support.opened_models import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep(but=zoo.LOOPED))
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])

@@ -16,7 +16,7 @@ from compressor.answers.tasks import EvaluationOptions
 from compressor.data.documents import Document, pack
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
-from tests import small
+from tests.support import small
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.model.experts import Watch
-from tests.opened import batches, opened
+from tests.support.opened_models import batches, opened
 
 SOME = pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 

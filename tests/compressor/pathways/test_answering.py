@@ -14,8 +14,8 @@ from compressor.errors import CompressionError
 from compressor.pathways import lm_eval_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.options import PathwayOptions
-from tests import small
-from tests.evaluations import no_stock_tasks, own_tasks
+from tests.support import small
+from tests.support.eval_tasks import no_stock_tasks, own_tasks
 
 PROMPT, CHOICES = "What is blue", (" sky", " sea!", " grass")
 

@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import Tokens
-from tests import zoo
+from tests.support import zoo
 
 REFUSED = {
     "mistral_large4": "cannot be run again without the earlier ones",  # keys and values go from layer to layer

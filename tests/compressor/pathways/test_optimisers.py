@@ -17,8 +17,8 @@ from compressor.pathways.optimisers import (
     optimised,
 )
 from compressor.pathways.options import PathwayOptions
-from tests import zoo
 from tests.compressor.pathways.test_engine import engine, rows
+from tests.support import zoo
 
 WEIGHTS = torch.tensor([0.7, 0.3])
 

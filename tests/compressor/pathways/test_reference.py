@@ -21,7 +21,7 @@ from compressor.pathways.reference import (
     tokenizer_digest,
     write_reference,
 )
-from tests import small
+from tests.support import small
 
 ITEMS = tuple(Item(f"prompt {number}", "yes", ("yes", "no"), "task") for number in range(4))
 EMBEDDINGS = torch.tensor([[2.0, 0.0], [1.0, 0.1], [0.0, 3.0], [-1.0, 0.0]])

@@ -19,8 +19,8 @@ from compressor.pathways.answering import open_answering
 from compressor.pathways.lm_eval_model import PathwayLM
 from compressor.pathways.options import PathwayOptions
 from compressor.progress import Silent
-from tests import small
-from tests.evaluations import CHOICE
+from tests.support import small
+from tests.support.eval_tasks import CHOICE
 
 MOST = 24  # tokens that the model takes, which are letters
 LONG = "the quick brown fox jumps over"  # 30 letters

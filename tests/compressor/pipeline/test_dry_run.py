@@ -13,8 +13,8 @@ from safetensors import safe_open
 from compressor.checkpoint.reader import Checkpoint
 from compressor.model.opened import OpenModel
 from compressor.pipeline.dry_run import EVALUATION
-from tests import small, zoo
-from tests.command_line import Run
+from tests.support import small, zoo
+from tests.support.command_line import Run
 
 
 def sizes(folder: Path) -> dict[str, Any]:

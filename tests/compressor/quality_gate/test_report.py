@@ -48,8 +48,8 @@ from compressor.quality_gate.report import (
 )
 from compressor.quality_gate.statistics import items_needed
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
-from tests.gates import gate, gates, likelihood, mixed, pool, task
-from tests.reported import table
+from tests.support.gate_results import gate, gates, likelihood, mixed, pool, task
+from tests.support.report_data import table
 
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of what follows
 

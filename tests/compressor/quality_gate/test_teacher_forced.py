@@ -26,7 +26,7 @@ from compressor.quality_gate.teacher_forced import (
     teacher_forced,
     text_sets,
 )
-from tests import small, zoo
+from tests.support import small, zoo
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.role == 'assistant' %}"

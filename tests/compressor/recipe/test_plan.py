@@ -15,7 +15,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan, Source, check_layers, check_source
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import readable_json
-from tests.plans import Decided, by_hand, pruned
+from tests.support.plans import Decided, by_hand, pruned
 
 FINGERPRINT = "f" * 64
 

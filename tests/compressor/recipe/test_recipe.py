@@ -19,9 +19,9 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.distill.options import Distill
 from compressor.steps.prune.options import Prune
 from compressor.steps.split.options import Split
-from tests.command_line import Run
-from tests.opened import opened
-from tests.plugins import install
+from tests.support.command_line import Run
+from tests.support.opened_models import opened
+from tests.support.plugins import install
 
 
 def a_plan(calibration: Any = None, **options: Any) -> Plan:

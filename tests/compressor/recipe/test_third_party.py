@@ -19,11 +19,11 @@ from compressor.pipeline.resolve import prepare
 from compressor.progress import Silent
 from compressor.recipe import registry
 from compressor.recipe.registry import load_strategy
-from tests import small
-from tests.command_line import Run
-from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import make_plan
-from tests.plugins import REAP, install
+from tests.support import small
+from tests.support.command_line import Run
+from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls
+from tests.support.plans import make_plan
+from tests.support.plugins import REAP, install
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from compressor.document.picture import DPI, drawing_settings
 from compressor.report import comparison_report as picture
 from compressor.report.comparison_report import Comparison, label
-from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
+from tests.support.comparison_results import EXPERTS, base, comparison, comparisons, full, row
 
 
 def comparison_figure(made: Comparison) -> Figure:

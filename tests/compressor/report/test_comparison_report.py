@@ -16,8 +16,8 @@ from compressor.report.comparison_report import (
     label,
     write_reports,
 )
-from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
-from tests.reported import table
+from tests.support.comparison_results import EXPERTS, base, comparison, comparisons, full, row
+from tests.support.report_data import table
 
 SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
 

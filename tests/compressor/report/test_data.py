@@ -17,8 +17,8 @@ from compressor.quality_gate.report import gate_json
 from compressor.quality_gate.verdict import gate_from_content
 from compressor.records import plain_json, read_as
 from compressor.report.data import LayerMeasures, Load, Measured, load_of, report_data
-from tests import gates, small
-from tests.reported import report
+from tests.support import gate_results, small
+from tests.support.report_data import report
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_what_was_measured_goes_to_its_layer(out: Path, cached: None) -> None:
 
 def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None:
     of_these = {"weights": [["model.safetensors", (out / "model.safetensors").stat().st_size, 0]], "files": {}}
-    gate = replace(gates.mixed(), compressed_identity=of_these)
+    gate = replace(gate_results.mixed(), compressed_identity=of_these)
     (out / "gate.json").write_text(gate_json(gate))
     hubs = tmp_path / "hubs.json"
     hubs.write_text(json.dumps([plain_json(HUB)]))
@@ -105,7 +105,7 @@ def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None
         assert data.gate == gate
         assert data.hubs == (HUB,)
         assert gate_from_content(json.loads(data.to_json())["gate"]) == gate
-        (out / "gate.json").write_text(gate_json(gates.mixed()))  # which judged files of other sizes
+        (out / "gate.json").write_text(gate_json(gate_results.mixed()))  # which judged files of other sizes
         assert report_data(out, MEASURED).gate is None
         with pytest.raises(CompressionError, match="is of another model"):
             report_data(out, MEASURED, gate=out / "gate.json")
@@ -140,7 +140,7 @@ def test_a_damaged_record_is_refused(out: Path, tmp_path: Path, damage: str) -> 
         report_data(tmp_path)
 
 
-@given(gate=st.none() | gates.gates(), command=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple))
+@given(gate=st.none() | gate_results.gates(), command=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple))
 def test_json_comes_back(gate: Any, command: Any) -> None:
     layer = LayerMeasures("m", ((1.0,),), "l", (1.0,), (1.0,), 0.5, 0.5)
     measured = Measured((layer,), 3, "t", ("m",))

@@ -20,7 +20,7 @@ from compressor.document.blocks import Figure
 from compressor.document.picture import Drawing, drawing_settings, inline_svgs, png
 from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
 from compressor.report.figures import LEVELS, cells, figures, limits, matrix_alt, visit_alt
-from tests.reported import STEPS, bare, layer, report
+from tests.support.report_data import STEPS, bare, layer, report
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,9 +16,9 @@ from compressor.records import plain_json
 from compressor.report import measuring as report_measuring
 from compressor.report.data import report_data
 from compressor.report.measuring import kept_measures, measure
-from tests import small, zoo
-from tests.quantized import save_fp8
-from tests.small import edit_json, edit_tensors
+from tests.support import small, zoo
+from tests.support.quantized import save_fp8
+from tests.support.small import edit_json, edit_tensors
 
 SETTINGS: dict[str, Any] = {"experts": 4, "strategy": "hc-smoe", "samples": 8, "sequence_length": 32}
 

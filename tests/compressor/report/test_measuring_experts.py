@@ -18,9 +18,9 @@ from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring import measure_layers, similarity_of
 from compressor.statistics.meters import mix_tokens
 from compressor.steps.prune.similarity import linear_cka
-from tests.opened import batches, one_expert, opened, plain_calls
-from tests.plans import Decided
-from tests.plugins import install
+from tests.support.opened_models import batches, one_expert, opened, plain_calls
+from tests.support.plans import Decided
+from tests.support.plugins import install
 
 
 @pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
@@ -145,7 +145,7 @@ def test_a_router_without_rows_is_named_with_what_the_report_lacks(
 
 THEIRS = """
 import torch
-from tests.plans import Decided
+from tests.support.plans import Decided
 NEEDS = frozenset({{"routed_count"}})
 def plan(stats, keep, protected=frozenset()): ...
 def similarity_needs(options): return frozenset({{"router_logits"}})

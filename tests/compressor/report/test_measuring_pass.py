@@ -18,9 +18,9 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import RelativeError, measure_layers, similarity_of
-from tests import zoo
-from tests.opened import batches, calibration, opened, plain_calls
-from tests.plans import Decided, by_hand, make_plan
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened, plain_calls
+from tests.support.plans import Decided, by_hand, make_plan
 
 CASES = {  # the strategy that plans, by family
     "mixtral": "reap",

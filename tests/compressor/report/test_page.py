@@ -12,8 +12,8 @@ from compressor.quality_gate.report import verdict_line
 from compressor.report.data import Report
 from compressor.report.figures import NAMES, figures
 from compressor.report.page import page
-from tests.gates import gate, task
-from tests.reported import HOSTILE, STEPS, Tree, bare, hostile, report
+from tests.support.gate_results import gate, task
+from tests.support.report_data import HOSTILE, STEPS, Tree, bare, hostile, report
 
 ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "steps", "heldout", "hubs", "gate", "cost")
 TEXT_PAIRS = [  # what stands on what

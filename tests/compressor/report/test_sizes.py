@@ -19,8 +19,8 @@ from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.step import TextOptions
 from compressor.report.sizes import plan_shares
 from compressor.report.sizes_report import Pair, SizeComparison
-from tests import small, zoo
-from tests.quantized import save_fp8
+from tests.support import small, zoo
+from tests.support.quantized import save_fp8
 
 LENGTH = 32
 SIZES: dict[str, Any] = {"samples": 24, "sequence_length": LENGTH}

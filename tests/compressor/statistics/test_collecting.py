@@ -21,8 +21,8 @@ from compressor.statistics.statistics import (
     RouterArguments,
     collect,
 )
-from tests import zoo
-from tests.opened import opened
+from tests.support import zoo
+from tests.support.opened_models import opened
 
 NAMES = pytest.mark.parametrize("name", zoo.sweep(["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"]))
 DATA = ALL - {"weights", "rank_change"}

@@ -28,9 +28,18 @@ from compressor.statistics.statistics import (
     LayerStatistics,
     check_needs,
 )
-from tests import zoo
-from tests.opened import Calls, batches, calibration, hidden_states, one_expert, opened, plain_calls, statistics
-from tests.plans import plan_of
+from tests.support import zoo
+from tests.support.opened_models import (
+    Calls,
+    batches,
+    calibration,
+    hidden_states,
+    one_expert,
+    opened,
+    plain_calls,
+    statistics,
+)
+from tests.support.plans import plan_of
 
 NAMES = [
     "mixtral", "qwen3_moe-norm_topk_false", "deepseek_v3", "gpt_oss", "gemma4", "zaya", "minimax_m2", "nemotron_h",

@@ -20,9 +20,9 @@ from compressor.model.opened import open_model
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.cutting import matching, merged_parameters, reordered
-from tests import zoo
-from tests.opened import one_expert
-from tests.plans import Decided, by_hand
+from tests.support import zoo
+from tests.support.opened_models import one_expert
+from tests.support.plans import Decided, by_hand
 
 LAYOUTS = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "aria", "openai_privacy_filter"]
 END_TO_END = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3"]

@@ -15,7 +15,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan, Source
 from compressor.steps import configuration
 from compressor.steps.configuration import output_config
-from tests.plans import Decided
+from tests.support.plans import Decided
 
 BLOCK = "model.layers.{}.mlp"
 KEPT = (0, 2, 5, 7)

@@ -6,8 +6,8 @@ import torch
 
 from compressor.model.architecture import discover
 from compressor.steps.cutting import CutFiles
-from tests import zoo
-from tests.ordered import merges
+from tests.support import zoo
+from tests.support.sequential_runs import merges
 
 
 def test_a_layer_comes_back_with_its_plan(tmp_path: Path) -> None:

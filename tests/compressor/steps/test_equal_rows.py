@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.steps.tensors import STEP, equal_before, told_apart
-from tests import small
+from tests.support import small
 
 
 @given(rows=drawn.lists(drawn.integers(0, 3), min_size=1, max_size=9))

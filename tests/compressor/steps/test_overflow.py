@@ -11,8 +11,8 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.recipe.plan import Group
 from compressor.recipe.steps_plan import Plan
-from tests import small
-from tests.plans import plan_of
+from tests.support import small
+from tests.support.plans import plan_of
 
 LARGE = 40_000.0  # float16 holds it, and not twice as much
 

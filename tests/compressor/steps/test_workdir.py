@@ -30,7 +30,7 @@ from compressor.report.page import FIGURES, MADE_BY
 from compressor.steps import workdir
 from compressor.steps.tensors import OutputJob, OutputTensor, Piece
 from compressor.steps.workdir import header_of, shards
-from tests.small import tree
+from tests.support.small import tree
 
 UNITS = ("", "layers.0", "layers.1", "layers.2")
 DTYPES = ("BF16", "F32", "U8", "F64")

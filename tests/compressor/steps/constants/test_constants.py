@@ -29,21 +29,21 @@ from compressor.steps.constants.mone import (
 )
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.ridge import refit_constants
-from tests import opened
+from tests.support import opened_models
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_sums_and_the_best_constant_are_those_of_a_plain_forward(name: str, tmp_path: Path) -> None:
-    stock, model = opened.opened(name, tmp_path)
-    parts = opened.batches(stock, (2, 1), 16)
-    found = opened.statistics(model, NEEDS, parts)
-    for layer, calls in opened.plain_calls(stock, model.architecture, parts).items():
+    stock, model = opened_models.opened(name, tmp_path)
+    parts = opened_models.batches(stock, (2, 1), 16)
+    found = opened_models.statistics(model, NEEDS, parts)
+    for layer, calls in opened_models.plain_calls(stock, model.architecture, parts).items():
         hidden, index, weights = calls.joined()
         experts, constants = stock.get_submodule(layer), LayerConstants.of(found[layer])
         for expert in range(model.architecture.experts):
             tokens, places = (index == expert).nonzero(as_tuple=True)
             gate = weights[tokens, places].double()
-            output = opened.one_expert(experts, expert, hidden)[tokens].double()
+            output = opened_models.one_expert(experts, expert, hidden)[tokens].double()
             torch.testing.assert_close(found[layer].squared_gate_sum[expert].clone(), (gate**2).sum())
             if not len(tokens):
                 assert not constants.values[expert].any() and constants.missed[expert] == 0
@@ -99,9 +99,9 @@ def test_a_curve_meets_what_was_measured_and_grows_with_what_is_missed_between()
 
 
 def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_worse_than_even(tmp_path: Path) -> None:
-    stock, model = opened.opened("mixtral", tmp_path)
-    parts = opened.batches(stock, (4, 4), 16)
-    stats = opened.statistics(model, NEEDS, parts)
+    stock, model = opened_models.opened("mixtral", tmp_path)
+    parts = opened_models.batches(stock, (4, 4), 16)
+    stats = opened_models.statistics(model, NEEDS, parts)
     constants = {name: LayerConstants.of(own) for name, own in stats.items()}
     layers = [layer.name for layer in model.architecture.layers]
     first, both = ({layers[0]: [1, 2]}, {layers[0]: [0], layers[1]: [3]})
@@ -124,19 +124,19 @@ def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_wors
 
 
 def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_misses(tmp_path: Path) -> None:
-    stock, model = opened.opened("mixtral", tmp_path)
+    stock, model = opened_models.opened("mixtral", tmp_path)
     layer = model.architecture.layers[1]
     dropped, kept = [1, 4, 6], [0, 2, 3, 5, 7]
     emphasis = 0.5 + torch.rand(6, 16, generator=torch.Generator().manual_seed(1))
     recording = Recording(layer, 96, emphasis=(emphasis,))
     recording.attach(stock)
-    parts = opened.batches(stock, (4, 2), 16)
-    calls = opened.plain_calls(stock, model.architecture, parts)[layer.name]
+    parts = opened_models.batches(stock, (4, 2), 16)
+    calls = opened_models.plain_calls(stock, model.architecture, parts)[layer.name]
     recording.detach()
     experts, block = stock.get_submodule(layer.name), stock.get_submodule(layer.block)
     hidden, index, weights = calls.joined()
     gates = torch.zeros(len(hidden), 8, dtype=torch.float64).scatter_add_(1, index, weights.double())
-    outputs = torch.stack([opened.one_expert(experts, expert, hidden).double() for expert in range(8)], 1)
+    outputs = torch.stack([opened_models.one_expert(experts, expert, hidden).double() for expert in range(8)], 1)
     for name in ("gate_up_proj", "down_proj"):
         setattr(experts, name, torch.nn.Parameter(getattr(experts, name)[kept], requires_grad=False))
     slots = torch.tensor([[*kept, *dropped].index(expert) for expert in range(8)])

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from compressor.steps.correct import cut_layer
 from compressor.steps.correct.cut_layer import Rows
-from tests import zoo
-from tests.opened import Calls, plain_calls
-from tests.ordered import SHARED, Corrected, keeps, opened_wide, run, watch_corrections, with_heldout
-from tests.stock import by_slot
+from tests.support import zoo
+from tests.support.opened_models import Calls, plain_calls
+from tests.support.sequential_runs import SHARED, Corrected, keeps, opened_wide, run, watch_corrections, with_heldout
+from tests.support.stock_models import by_slot
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep(zoo.FAMILIES, but={*SHARED, *zoo.LOOPED}))
 EXACT = 5e-6

@@ -26,9 +26,10 @@ from compressor.steps.correct.refit import correct_layer
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
-from tests import zoo
-from tests.opened import one_expert, plain_calls
-from tests.ordered import (
+from tests.support import zoo
+from tests.support.opened_models import one_expert, plain_calls
+from tests.support.plans import by_hand
+from tests.support.sequential_runs import (
     SHARED,
     Corrected,
     Watched,
@@ -42,8 +43,7 @@ from tests.ordered import (
     whole_plan,
     with_heldout,
 )
-from tests.plans import by_hand
-from tests.reference import cut, realign
+from tests.support.surgery_reference import cut, realign
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep(but={*SHARED, *zoo.LOOPED}))
 LOGITS = 1e-5

@@ -11,8 +11,8 @@ from compressor.steps.correct import refit as correction
 from compressor.steps.correct.cut_layer import CutLayer, Rows
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from tests import zoo
-from tests.cut_cases import CutCase, cut_case, in_float, plain_error
+from tests.support import zoo
+from tests.support.cut_layers import CutCase, cut_case, in_float, plain_error
 
 TUNE = Correct("tune", steps=12, tokens=96)
 RIDGE = Correct("ridge")

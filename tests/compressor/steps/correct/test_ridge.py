@@ -12,8 +12,8 @@ from torch.nn.functional import silu
 
 from compressor.steps.correct import ridge
 from compressor.steps.correct.ridge import neuron_blocks, refit_down
-from tests import zoo
-from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
+from tests.support import zoo
+from tests.support.cut_layers import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
 
 NAMES = ["mixtral", "gpt_oss", "deepseek_v4", "minimax_m2", "zaya", "nemotron_h", "gemma4"]
 

@@ -13,11 +13,11 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.steps.correct import in_order
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.options import Correct
-from tests import zoo
-from tests.cut_cases import cut_again, cut_case, stock_output
-from tests.opened import hidden_states
-from tests.ordered import drops, keeps, opened_wide, run, whole_plan, with_heldout
-from tests.reference import cut
+from tests.support import zoo
+from tests.support.cut_layers import cut_again, cut_case, stock_output
+from tests.support.opened_models import hidden_states
+from tests.support.sequential_runs import drops, keeps, opened_wide, run, whole_plan, with_heldout
+from tests.support.surgery_reference import cut
 
 FAMILIES = ["mixtral", "deepseek_v3", "gpt_oss", "granitemoe"]
 SEVERAL = pytest.mark.parametrize("name", zoo.sweep([*FAMILIES, "gemma4"]))

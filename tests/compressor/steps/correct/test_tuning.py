@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.tuning import _steps, descend, tune
-from tests import zoo
-from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
+from tests.support import zoo
+from tests.support.cut_layers import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 FEW: dict[str, Any] = {"steps": 8, "tokens": 64, "rate": 0.03}
 

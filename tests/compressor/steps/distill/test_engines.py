@@ -27,10 +27,10 @@ from compressor.steps.distill.engines import (
     update,
 )
 from compressor.steps.distill.options import Distill
-from tests import quantized, small, zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
-from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step
-from tests.opened import opened
+from tests.support import quantized, small, zoo
+from tests.support.opened_models import opened
+from tests.support.training_setups import Lesson, close, lesson, note_gradients, options, take_step
 
 
 def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tensor:

@@ -26,9 +26,9 @@ from compressor.steps.prune.choose import (
     merge_needs,
 )
 from compressor.steps.prune.reconstruction import SmallerRouter
-from tests import zoo
-from tests.opened import batches, calibration, opened, plain_calls
-from tests.stock import Small
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened, plain_calls
+from tests.support.stock_models import Small
 
 LAYER = MoeLayer(
     "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2

@@ -17,8 +17,8 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.prune.planning import Planner, PruneSpec
-from tests import pictures, zoo
-from tests.opened import calibration
+from tests.support import pictures, zoo
+from tests.support.opened_models import calibration
 
 CPU = torch.device("cpu")
 

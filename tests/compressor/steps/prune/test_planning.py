@@ -9,8 +9,8 @@ from compressor.data.batches import Calibration
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.steps.prune.planning import Planner, PruneSpec
-from tests.opened import batches, opened
-from tests.plans import make_plan
+from tests.support.opened_models import batches, opened
+from tests.support.plans import make_plan
 
 NAMES = ("count-guided", "auto", "hc-smoe", "model-centric")
 

@@ -23,9 +23,9 @@ from compressor.steps.prune import choose
 from compressor.steps.prune.choose import METHODS, competing
 from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protecting import given_protected, strongest_that_fit, with_list
-from tests import zoo
-from tests.opened import batches, calibration, opened
-from tests.plans import make_plan
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened
+from tests.support.plans import make_plan
 
 MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")
 

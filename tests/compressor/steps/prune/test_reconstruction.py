@@ -21,9 +21,9 @@ from compressor.steps.prune.reconstruction import (
     reconstruct,
     relative_error,
 )
-from tests import zoo
-from tests.opened import batches, calibration, opened, plain_calls
-from tests.stock import Small, by_slot
+from tests.support import zoo
+from tests.support.opened_models import batches, calibration, opened, plain_calls
+from tests.support.stock_models import Small, by_slot
 
 NAMES = [
     "mixtral", "gpt_oss", "deepseek_v3", "minimax_m2", "zaya", "deepseek_v4", "gemma4", "granitemoe", "ernie4_5_moe",

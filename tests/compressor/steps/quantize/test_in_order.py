@@ -17,7 +17,7 @@ from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrix, find_matrices
 from compressor.steps.quantize.scheme import Scheme, scheme_for
 from compressor.steps.quantize.writing import Writer
-from tests import opened, small, zoo
+from tests.support import opened_models, small, zoo
 
 NAMES = ["mixtral", "gpt_oss", zoo.full("nemotron_h"), zoo.full("zaya"), zoo.full("ernie4_5_vl_moe")]
 
@@ -27,7 +27,7 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     matrices = find_matrices(model, targets)
     scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
     writer = Writer(model, scheme, matrices, folder)
-    parts = opened.calibration(opened.batches(stock, (4, 4), 32))
+    parts = opened_models.calibration(opened_models.batches(stock, (4, 4), 32))
     quantize_in_order(writer, parts, Silent(), 0)
     found = dict[str, Tensor]()
     for matrix in matrices.every:
@@ -51,7 +51,7 @@ def given(stock: Any, layer: str) -> tuple[Tensor, Tensor]:
         seen.append((hidden.detach(), torch.stack(hits, dim=1)))
 
     with experts.register_forward_pre_hook(called):
-        for batch in opened.batches(stock, (4, 4), 32):
+        for batch in opened_models.batches(stock, (4, 4), 32):
             zoo.logits(stock, batch)
     if not seen:  # of vision's experts, text reaches none
         return torch.zeros(0, stock.config.get_text_config().hidden_size), torch.zeros(0, experts.num_experts).bool()
@@ -81,7 +81,7 @@ def alike(scheme: Scheme, matrix: Matrix, weight: Tensor, x: Tensor, found: Tens
 @pytest.mark.parametrize("name", NAMES)
 def test_each_matrix_is_rounded_on_what_it_is_given(name: str, tmp_path: Path) -> None:
     """Gate and up on the tokens of their expert, down on what they give it once rounded; each layer after the last."""
-    stock, model = opened.opened(name, tmp_path / "model")
+    stock, model = opened_models.opened(name, tmp_path / "model")
     scheme, found = quantized(model, stock, tmp_path / "kept")
     every, rest = find_matrices(model, "experts").every, 0
     for layer in model.architecture.layers:
@@ -101,7 +101,7 @@ def test_each_matrix_is_rounded_on_what_it_is_given(name: str, tmp_path: Path) -
 
 @torch.no_grad()
 def test_dense_layers_are_rounded_on_what_they_are_given(tmp_path: Path) -> None:
-    stock, model = opened.opened("mixtral", tmp_path / "model")
+    stock, model = opened_models.opened("mixtral", tmp_path / "model")
     scheme, found = quantized(model, stock, tmp_path / "kept", "all")
     seen = dict[str, list[Tensor]]()
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
@@ -111,7 +111,7 @@ def test_dense_layers_are_rounded_on_what_they_are_given(tmp_path: Path) -> None
         )
         for name in names
     ]
-    for batch in opened.batches(stock, (4, 4), 32):
+    for batch in opened_models.batches(stock, (4, 4), 32):
         zoo.logits(stock, batch)
     for handle in handles:
         handle.remove()

@@ -7,7 +7,7 @@ import pytest
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.steps.quantize.matrices import ALL, EXPERTS, find_matrices
-from tests import small, zoo
+from tests.support import small, zoo
 
 
 @pytest.mark.parametrize("targets", [EXPERTS, ALL])

@@ -13,7 +13,7 @@ from compressor.api import make_recipe
 from compressor.pipeline import run
 from compressor.recipe.step import StepOptions
 from compressor.steps import workdir
-from tests import quantized, small, zoo
+from tests.support import quantized, small, zoo
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -20,11 +20,11 @@ from compressor.steps.routers import step as routers_step
 from compressor.steps.routers.step import stored_names
 from compressor.steps.routers.weights import Answered, Weights, calibrate_weights, evaluate_trials
 from compressor.steps.workdir import LayerWriter
-from tests import small, zoo
-from tests.command_line import Run, names, refused
-from tests.lessons import smaller
-from tests.opened import opened
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Run, names, refused
+from tests.support.opened_models import opened
+from tests.support.small import tree
+from tests.support.training_setups import smaller
 
 pytestmark = pytest.mark.usefixtures("offline")
 SIZES = ("--sequences", 8, "--sequence-length", 32, "--rounds", 2)

@@ -20,12 +20,12 @@ from compressor.progress import Silent
 from compressor.steps.routers.options import Routers
 from compressor.steps.routers.step import stored_names
 from compressor.steps.routers.weights import RIDGE, Moments, RouterGradients, bias_places, calibrate_bias
-from tests import small, zoo
-from tests.command_line import Run, names, refused
 from tests.compressor.model.test_reverse import REFUSED, loss
-from tests.lessons import smaller
-from tests.opened import batches, opened
-from tests.small import tree
+from tests.support import small, zoo
+from tests.support.command_line import Run, names, refused
+from tests.support.opened_models import batches, opened
+from tests.support.small import tree
+from tests.support.training_setups import smaller
 
 
 @pytest.mark.parametrize("name", zoo.sweep())

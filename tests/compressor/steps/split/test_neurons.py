@@ -11,7 +11,7 @@ from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.steps.split.opening import energy_of_weights, measured, order_of
-from tests import zoo
+from tests.support import zoo
 
 
 def looped(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from compressor.checkpoint.reader import Size
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep, decision_from_dict, layer_to_dict
 from compressor.report.data import LayerReport, Report, named
-from tests.gates import mixed
+from tests.support.gate_results import mixed
 
 HOSTILE = "<script>alert(1)</script> & \"q\" 'a' $x_1$ \x00\x1b \ud800 \u202e ]]> --> </style></svg>"
 VOID = {"meta", "br", "img", "hr", "link", "input"}

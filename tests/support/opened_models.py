@@ -21,7 +21,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, Spill
 from compressor.progress import Silent
 from compressor.statistics.statistics import LayerStatistics, collect
-from tests import zoo
+from tests.support import zoo
 
 
 def opened(name: str, folder: Path, seed: int = 0) -> tuple[PreTrainedModel, OpenModel]:

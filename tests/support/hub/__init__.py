@@ -6,7 +6,7 @@ HfHubHTTPError, never as RepositoryNotFoundError. A repository made through the 
 .gitattributes, as on the Hub; one made with Hub.create holds just the files given.
 """
 
-from tests.hub.server import point, serve
-from tests.hub.state import Commit, Fault, Hub, PullRequest, Repository, Request
+from tests.support.hub.server import point, serve
+from tests.support.hub.state import Commit, Fault, Hub, PullRequest, Repository, Request
 
 __all__ = ["Commit", "Fault", "Hub", "PullRequest", "Repository", "Request", "point", "serve"]

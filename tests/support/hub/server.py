@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, parse_qsl, unquote
 
 import pytest
 
-from tests.hub import cards
-from tests.hub.state import (
+from tests.support.hub import cards
+from tests.support.hub.state import (
     ATTRIBUTES,
     SAMPLE_SIZE,
     Commit,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from compressor.data.batches import Calibration, WeightedSource, calibrate
-from tests import small
+from tests.support import small
 
 TOKENIZER = small.tokenizer(small.CHAT)
 END = 2  # </s>

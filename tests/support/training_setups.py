@@ -17,7 +17,7 @@ from compressor.steps.distill import engines
 from compressor.steps.distill.engines import Engine, InMemory, Streamed, trained_layers
 from compressor.steps.distill.objective import Objective, Text, training_text
 from compressor.steps.distill.options import Distill
-from tests import small, zoo
+from tests.support import small, zoo
 
 LENGTH = 12
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor.answers.items import Item
 from compressor.comoe.options import ComoeConfig, TuningOptions
-from tests import small
+from tests.support import small
 
 CONFIG = ComoeConfig(rank=4, experts=4)
 OPTIONS = TuningOptions(CONFIG, steps=6, batch_size=4, learning_rate=5e-3, log_every=2, save_every=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressor.model.architecture import experts_modules
 from exporters.onnx.reference import Case, Reference, model_inputs, per_token, questions
-from tests import zoo
+from tests.support import zoo
 
 Answer = Callable[[Case], Tensor]
 KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}

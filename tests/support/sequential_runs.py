@@ -27,8 +27,8 @@ from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.refit import correct_layer
-from tests import zoo
-from tests.plans import Decided
+from tests.support import zoo
+from tests.support.plans import Decided
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
 SHARED = {"diffusion_gemma"}  # encoder and decoder are the same experts

@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tests.zoo_configs import FAMILIES as FAMILIES
-from tests.zoo_configs import FIRST_TOKEN
-from tests.zoo_configs import VARIANTS as VARIANTS
-from tests.zoo_configs import Family as Family
+from tests.support.zoo_configs import FAMILIES as FAMILIES
+from tests.support.zoo_configs import FIRST_TOKEN
+from tests.support.zoo_configs import VARIANTS as VARIANTS
+from tests.support.zoo_configs import Family as Family
 
 STD = 0.15  # of a matrix; hidden 32, so a normed input gives outputs of about 0.85
 EMBEDDING_STD = 0.5  # above the biases, so that the residual stream stays the token's own

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan
-from tests import reference, zoo
-from tests.opened import Calls
+from tests.support import surgery_reference, zoo
+from tests.support.opened_models import Calls
 
 
 def small_model(name: str, count: int) -> nn.Module:
@@ -25,7 +25,7 @@ def fill(small: nn.Module, stock: Any, layer: MoeLayer, plan: LayerPlan) -> None
     """Make the small model's block the planned one."""
     block = {key: value for key, value in stock.state_dict().items() if key.startswith(f"{layer.block}.")}
     planned = {"module": layer.name, "experts": layer.experts, "groups": [asdict(group) for group in plan.groups]}
-    reference.fill(small, block, [planned])
+    surgery_reference.fill(small, block, [planned])
 
 
 def stock_small(name: str, stock: Any, layer: MoeLayer, plan: LayerPlan) -> nn.Module:

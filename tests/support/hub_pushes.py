@@ -22,8 +22,8 @@ from compressor.errors import CompressionError
 from compressor.hub.push import PushSummary, push
 from compressor.quality_gate.verdict import GateResult
 from exporters.onnx.verify import Verification
-from tests import gates, small
-from tests.hub import Hub, serve
+from tests.support import gate_results, small
+from tests.support.hub import Hub, serve
 
 REPOSITORY = "org/smaller"
 CANARY = "hf_" + "CanaryInTheMine" * 2 + "0123"  # a token of the form that the Hub gives out
@@ -72,7 +72,7 @@ def writes(hub: Hub) -> list[str]:
 def gate_of(folder: Path, verdict: str = "pass") -> GateResult:
     """A gate's result on the checkpoint in a folder as it is now."""
     here = identity(ModelSource(str(folder), None, folder))
-    return gates.gate(gates.task(verdict=verdict), compressed=folder.name, compressed_identity=here)
+    return gate_results.gate(gate_results.task(verdict=verdict), compressed=folder.name, compressed_identity=here)
 
 
 def everything_said(error: BaseException) -> str:

@@ -12,9 +12,9 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import hidden_of
 from compressor.recipe.plan import LayerPlan
 from compressor.steps.correct.cut_layer import CutLayer, Recording
-from tests import zoo
-from tests.ordered import drops
-from tests.stock import stock_small
+from tests.support import zoo
+from tests.support.sequential_runs import drops
+from tests.support.stock_models import stock_small
 
 
 @dataclass(frozen=True)

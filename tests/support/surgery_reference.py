@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests import zoo
+from tests.support import zoo
 
 Layer = Mapping[str, Any]  # one entry of the plan's "layers"
 

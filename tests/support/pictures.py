@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
-from tests import zoo
+from tests.support import zoo
 
 CHAT = (
     "{% for message in messages %}<user>{% for part in message['content'] %}"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from tests import zoo
+from tests.support import zoo
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 VOCABULARY = 256 + len(SPECIAL)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from tests.mtp_heads import NEXTN, QWEN, Made, Tensors
+from tests.support.mtp_checkpoints import NEXTN, QWEN, Made, Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests import zoo
+from tests.support import zoo
 
 FUSED = (
     *("aria", "diffusion_gemma", "gemma4", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
