@@ -185,7 +185,7 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True)
 class KindShare:
-    """How much of the influence comes from components of one kind."""
+    """The share of the influence that comes from components of one kind."""
 
     kind: str
     senders: int
@@ -225,7 +225,7 @@ def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
 
 
 def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
-    """How much each kind of component shapes routing; heads, experts and shared experts are parts of others."""
+    """Return the share of each kind of component in routing; heads, experts and shared experts are parts of others."""
     whole = math.fsum(sender.total_influence for sender in attribution.of_kind(*COMPONENTS))
     shares = []
     for kind in COMPONENTS:
@@ -250,12 +250,12 @@ def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
 
 
 def rank_correlation(pairs: Sequence[Pair]) -> float | None:
-    """Spearman's, of influence and AARV."""
+    """Return Spearman's rank correlation of influence and AARV."""
     return spearman([pair.influence for pair in pairs], [pair.rank_change for pair in pairs])
 
 
 def equal_where_tied(values: Iterable[float]) -> list[float]:
-    """Numbers that differ by rounding alone made equal."""
+    """Return the numbers with those equal that differ by rounding alone."""
     equal: list[float] = rounded(torch.tensor([*values], dtype=torch.float64)).tolist()
     return equal
 

@@ -63,7 +63,7 @@ Expert = tuple[int, int]  # number of its router among the receivers, and its ow
 
 
 def centralities(graph: "nx.DiGraph") -> Centrality:
-    """The measures of `MEASURES` of every expert that comes before a router, in model order.
+    """Return the measures of `MEASURES` of every expert that comes before a router, in model order.
 
     - influence and AARV: summed over the later routers, as hubs are found by;
     - out-degree: the weights of the edges to later routers, added up;
@@ -111,7 +111,7 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
 
 
 def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
-    """The edges into each router that are at least as heavy as the mean of those from senders of the same kind."""
+    """Return the edges into each router at least as heavy as the mean edge from the same kind of sender."""
     import networkx as nx
 
     kinds = steering.nodes(data="kind")
@@ -136,7 +136,7 @@ def ranking(centrality: Centrality, measure: str) -> list[str]:
 
 
 def agreements(centrality: Centrality) -> list[dict[str, Any]]:
-    """For every two measures, how far they order the experts alike, and how many are among the `TOP` first by both.
+    """Return the rank agreement of every two measures, and the number of experts in the `TOP` of both.
 
     The correlation is Spearman's, None for fewer than 3 experts or where a measure is the same for all.
     """
@@ -153,7 +153,7 @@ def agreements(centrality: Centrality) -> list[dict[str, Any]]:
 
 
 def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
-    """The graph of an attribution, nodes in model order; `seed` is for the communities of experts."""
+    """Return the graph of an attribution, nodes in model order; `seed` is for the communities of experts."""
     import networkx as nx
 
     graph = nx.DiGraph(model=one_line(attribution.model), tokens=attribution.tokens)
@@ -205,7 +205,7 @@ def _measured(**figures: float | None) -> dict[str, Any]:
 
 
 def edges_of(graph: "nx.DiGraph", kind: str) -> "nx.DiGraph":
-    """The graph with the edges of this kind alone, and all nodes."""
+    """Return the graph with the edges of this kind alone, and all nodes."""
     import networkx as nx
 
     return nx.subgraph_view(graph, filter_edge=lambda start, end: graph.edges[start, end]["kind"] == kind).copy()
@@ -251,7 +251,7 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
 
 
 def communities(experts: Iterable[Expert], together: Sequence[Together], seed: int = 0) -> dict[Expert, int]:
-    """The number of each expert's community: Louvain's method on the excess over chance, the largest community first.
+    """Return the number of each expert's community: Louvain's method on the excess over chance, largest first.
 
     An expert that goes with no other is a community of its own. Blondel et al. 2008, arXiv:0803.0476.
     """

@@ -160,7 +160,7 @@ class _ByKey(TracedPass):
     recorded: _Products = field(default_factory=_Products)  # of the layer that is running
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """The layer's own forward, traced and with its products recorded."""
+        """Trace the layer's own forward, and record its products."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.recorded.products.clear()

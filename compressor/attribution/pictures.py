@@ -128,7 +128,7 @@ def influence_figure(attribution: Attribution) -> Figure:
 
 
 def scores_figure(attribution: Attribution) -> Figure:
-    """How far each component promotes experts (APS, left) and inhibits them (ANS, right), on one scale of sizes."""
+    """Draw how each component promotes experts (APS, left) and inhibits them (ANS, right), on one scale."""
     columns = [
         _panels(attribution, TITLES, "positive", ": APS", 0),
         _panels(attribution, TITLES, "negative", ": ANS", 1),
@@ -161,7 +161,7 @@ def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> F
 
 
 def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:
-    """How far a greater variance goes with a greater change of the chosen experts: components, and single experts."""
+    """Draw the change of the chosen experts over the variance: components, and single experts."""
     components: list[Group] = []
     for place, (kind, title) in enumerate(GROUPS.items()):
         components.append((title, [*pairs(attribution, kind)], _style(place)))

@@ -96,7 +96,7 @@ class Tally:
         self.largest = torch.maximum(self.largest, largest)
 
     def sender(self, component: Component, tokens: int) -> Sender:
-        """The figures, averaged over so many tokens."""
+        """Return the figures, averaged over a number of tokens."""
         means = (self.sums / tokens).masked_fill(~self.reaches, math.nan)
         if component.kind in UNRANKED:
             means[-1] = math.nan
@@ -143,7 +143,7 @@ class Projection(TracedPass):
                 tally.reaches[self.routers.first_after(layer.unit) :] = True
 
     def _tally(self, component: Component) -> Tally:
-        """The sums of a sender; begun where there are none."""
+        """Return the sums of a sender, zero at first."""
         if component not in self.tallies:
             receivers = len(self.routers.layers)
             sums = torch.zeros(len(FIGURES), receivers, dtype=torch.float64)

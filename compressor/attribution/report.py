@@ -243,7 +243,7 @@ def brief_blocks(findings: Findings) -> Blocks:
 
 
 def exactness(attribution: Attribution) -> str:
-    """How far the sub-scores miss the logits, and on how many tokens, as a sentence."""
+    """Return a sentence on the error of the sub-scores and the number of tokens."""
     worst = max(attribution.receivers, key=lambda receiver: receiver.unexplained)
     source = without_folders(attribution.calibration)["source"]
     return (

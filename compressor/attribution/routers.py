@@ -34,7 +34,7 @@ SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
 
 
 def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
-    """How many experts score above each chosen one: [..., E], [..., K] -> [..., K]."""
+    """Return the number of experts that score above each chosen one: [..., E], [..., K] -> [..., K]."""
     picked = scores.gather(-1, chosen)
     above = [(scores > picked[..., k, None]).sum(-1) for k in range(chosen.shape[-1])]
     return torch.stack(above, -1)
@@ -64,7 +64,7 @@ def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]
 
 
 def selections(biases: Sequence[Tensor]) -> list[Selection]:
-    """The known ways to rank experts where routers have these biases, [R, E] each; the plainest first."""
+    """Return the known ways to rank experts by routers with these biases, [R, E] each; the plainest first."""
     tried = [Selection()]
     for bias in biases:
         tried += [Selection(score, bias) for score in (None, *SCORES)]
@@ -78,7 +78,7 @@ def agreements(
     valid: Tensor,
     groups: Sequence[int],
 ) -> Tensor:
-    """How many choices of the routers each way to rank experts explains: [len(tried)].
+    """Count the choices of the routers that each way to rank experts explains: [len(tried)].
 
     `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers that choose `groups`
     first rank the experts of those alone.
@@ -93,14 +93,14 @@ def agreements(
 
 
 class LeafMap(NamedTuple):
-    """How a component enters a sum: token factor [T, 1] times a sum of chains."""
+    """The path of a component into a sum: token factor [T, 1] times a sum of chains."""
 
     token: Tensor | float
     chains: tuple[Chain, ...]
 
 
 def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
-    """How the component of this name enters; None if it does not. Terms of one component share their token factor."""
+    """Return the path of a component; None if it has none. Terms of one component share their token factor."""
     entering = [term for term in terms if term.leaf == leaf]
     if not entering:
         return None
@@ -114,7 +114,7 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How neighbouring routers see values: their numbers, rows [r * E, H'] and factors [T, r]."""
+    """The view of neighbouring routers on values: their numbers, rows [r * E, H'] and factors [T, r]."""
 
     terms: Sequence[Term]  # of the sum that they see
     span: slice
@@ -128,7 +128,7 @@ class View:
 
 
 def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
-    """The error for an architecture whose routers' logits cannot be taken apart."""
+    """Return the error for an architecture whose routers' logits cannot be decomposed."""
     return CompressionError(
         f"{model.architecture.model_class} cannot be attributed: {unit}: {why}; compress it without attribution "
         "(--protect takes a list written by hand)"
@@ -216,7 +216,7 @@ class ObservedRouters(TracedPass):
                     self._biases.setdefault(name, {})[layer.name] = bias
 
     def rank(self) -> None:
-        """Leave out routers that no token came to; learn what the others rank by, and the ranks of what they chose."""
+        """Find how routers rank experts, and the ranks of the chosen ones; routers without tokens are left out."""
         self.valid = ranks().all_reduce(self.valid.int()) > 0
         reached = self.valid.any(1).nonzero().flatten().tolist()
         if len(reached) < len(self.layers):

@@ -125,7 +125,7 @@ class Traced(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """A traced tensor without its terms; anything else as it is."""
+    """Return a traced tensor without its terms; anything else unchanged."""
     if not isinstance(value, Traced):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -133,12 +133,12 @@ def plain(value: Any) -> Any:
 
 
 def untraced(values: Any) -> Any:
-    """The same nest of tuples, lists and dicts with plain tensors."""
+    """Return the same nest of tuples, lists and dicts with plain tensors."""
     return tree_map(plain, values)
 
 
 def _linear_terms(context: Context, name: str, result: Any, args: Any, kwargs: Any) -> Terms | None:
-    """The terms of an operation's result; None if the operation is not linear or does not go token by token."""
+    """Return the terms of an operation's result; None if the operation is not linear or does not go token by token."""
     if name in RESHAPING:
         kept = isinstance(args[0], Traced) and result.numel() == args[0].numel()
         return args[0].terms if kept else None
@@ -361,7 +361,7 @@ def router_width(layer: MoeLayer) -> int:
 
 
 def head_count(attention: nn.Module, projection: nn.Linear) -> int | None:
-    """How many heads the output projection mixes; None if the module does not say."""
+    """Return the number of heads of an output projection; None if the module does not name it."""
     for name in HEAD_SIZES:
         size = getattr(attention, name, None)
         if isinstance(size, int) and size > 0 and projection.in_features % size == 0:
@@ -423,14 +423,14 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: Exi
 
 
 class TracedPass(LayerVisitor):
-    """Has every batch pass every layer traced, and shows `visit` the trace of each."""
+    """Traces every layer on every batch, and passes each trace to `visit`."""
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
-        """Look at a layer's trace on a batch; may raise `CompressionError`."""
+        """Take a layer's trace on a batch; may raise `CompressionError`."""
         raise NotImplementedError
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """The layer's own forward, traced."""
+        """Trace the layer's own forward."""
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             model = self.at.model

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public name, loaded on first use (PEP 562): the command line reads options without torch."""
+    """Load a public name on first use (PEP 562), so that the command line reads options without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{'options' if name == 'ComoeConfig' else 'layer'}"), name)

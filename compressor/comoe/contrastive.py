@@ -34,7 +34,7 @@ def information_gap(loss: float, negatives: int) -> float:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Vectors at length 1, [..., D] -> [..., D]; zeros, which an untrained expert (B = 0) answers, get no gradient."""
+    """Normalise vectors to length 1: [..., D] -> [..., D]; zeros (of an untrained expert) get no gradient."""
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     length = vectors.norm(dim=-1, keepdim=True)
     return vectors.div(length.where(length > 0, math.inf))

@@ -35,7 +35,7 @@ PROMPT = 64  # tokens of a prompt that is taken from text
 
 @dataclass(slots=True)
 class PathwayAnswerer:
-    """A loaded model that answers by its reference set; `plain_work` is what plain forwards alone would have cost."""
+    """A loaded model that answers by its reference set; `plain_work` is the cost of plain forwards alone."""
 
     model: PathwayModel
     tokenizer: Any
@@ -46,7 +46,7 @@ class PathwayAnswerer:
 
     @property
     def cost(self) -> float:
-        """Decoder layers times tokens that were computed, as a multiple of plain forwards of the questions."""
+        """Computed decoder layers times tokens, as a multiple of plain forwards of the questions."""
         return self.model.work / self.plain_work if self.plain_work else 1.0
 
     def run(self, item: Item) -> PlainForward:
@@ -55,7 +55,7 @@ class PathwayAnswerer:
         return self.model.run(rows_of(item, self.tokenizer, opened.vocabulary, positions(opened.config)))
 
     def answer(self, prompt: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
-        """Log likelihood in nats of each continuation on the prompt's optimised pathway, and True if it is greedy.
+        """Return the log likelihood in nats of each continuation on the optimised pathway, and True if it is greedy.
 
         An item so long that its rows are cut differently has no one prompt; its answers are those of the plain model.
         """
@@ -70,7 +70,7 @@ class PathwayAnswerer:
         return list(zip(likelihoods(logits, plain.rows).tolist(), greedy, strict=True))
 
     def shift(self, item: Item, plain: PlainForward) -> Tensor:
-        """Shift of the late router logits [L, E] of an item that has passed the plain model."""
+        """Return the shift of the late router logits [L, E] of an item that has passed the plain model."""
         late = self.model.late
         options = self.options
         reference = self.reference
@@ -174,7 +174,7 @@ def average_pathway(model: OpenModel, reference: ReferenceSet, optimizer: str, p
 
 
 def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]], progress: Progress) -> ReferenceSet:
-    """A reference set of text, batches [B, L] and the base's distributions: from each sequence one position.
+    """Return a reference set with one position of each sequence of a text, and the base's distribution there.
 
     The answer there is the base's greedy token; positions where the text goes on with it are preferred. Raises
     `CompressionError` where nothing can be written as text.

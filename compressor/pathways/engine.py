@@ -29,7 +29,7 @@ REMEDIES = ("take shorter items, or --device cpu", "see whether stock transforme
 
 @dataclass(frozen=True, slots=True)
 class PlainForward:
-    """A plain forward of some rows, and all that recomputing its late layers takes."""
+    """A plain forward of some rows, with everything needed to recompute its late layers."""
 
     rows: tuple[TokenRow, ...]
     tokens: Tensor  # [B, S], without the last one of each row, whose logits are not needed
@@ -156,7 +156,7 @@ class PathwayModel:
         return logits, router_logits, early_outputs
 
     def again(self, plain: PlainForward, shift: Tensor) -> Tensor:
-        """Logits [B, S, V] with `shift` [L, E] added to the plain logits of the late routers at the moved positions.
+        """Return logits [B, S, V] with `shift` [L, E] added to the late routers' logits at the moved positions.
 
         The routers are set to that whatever the layers before now output. Gradients go back to a `shift` that requires
         them. A shift of zeros gives the plain logits bit for bit.

@@ -22,7 +22,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the l
 
 
 def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | None = None) -> Tensor:
-    """Weights [n] of the `points` [n, ...] as seen from the `query` [...], which sum to one.
+    """Return kernel weights [n] of the `points` [n, ...] around the `query` [...]; they sum to 1.
 
     Gaussian: exp(-d^2 / 2b^2). Matern (3/2): (1 + sqrt(3) d/b) exp(-sqrt(3) d/b). Linear: x.y, polynomial: (1 + x.y)^2,
     negative values counting as none. Without a `bandwidth` b it is the points' mean distance d. Points of which none
@@ -50,7 +50,7 @@ def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: flo
 
 
 def towards(pathway: Tensor, points: Tensor, weights: Tensor, share: float = 1.0) -> Tensor:
-    """A pathway [L, E] moved by `share` of the way to the weighted mean of the `points` [n, L, E].
+    """Move a pathway [L, E] by `share` of the way to the weighted mean of the `points` [n, L, E].
 
     Points that are equal to it leave every bit as it is.
     """
@@ -60,14 +60,14 @@ def towards(pathway: Tensor, points: Tensor, weights: Tensor, share: float = 1.0
 def mean_shift(
     pathway: Tensor, points: Tensor, kernel: Kernel, bandwidth: float | None, share: float, steps: int
 ) -> Tensor:
-    """A pathway [L, E] that goes `share` of the way to the points' mean as weighted from where it is, and so on."""
+    """Move a pathway [L, E] repeatedly by `share` of the way to the points' mean, weighted from where it is."""
     for _ in range(steps):
         pathway = towards(pathway, points, kernel_weights(kernel, pathway, points, bandwidth), share)
     return pathway
 
 
 def core(pathway: Tensor, count: int) -> Tensor:
-    """True for the `count` experts of largest weight in each layer: [L, E] -> [L, E]."""
+    """Return a mask of the `count` experts of largest weight in each layer: [L, E] -> [L, E]."""
     largest = pathway.topk(min(count, pathway.shape[-1]), dim=-1).indices
     return torch.zeros_like(pathway, dtype=torch.bool).scatter(-1, largest, True)
 
@@ -92,7 +92,7 @@ class Neighbour:
 def optimised(
     model: PathwayModel, pathway: Tensor, neighbours: Sequence[Neighbour], weights: Tensor, options: PathwayOptions
 ) -> Tensor:
-    """Shift [L, E] of the late router logits of an item with this `pathway` [L, E].
+    """Return the shift [L, E] of the late router logits of an item with this `pathway` [L, E].
 
     `weights` [n] are the neighbours'. Ones whose pathways are the item's own change nothing, except by ngd, which
     looks at their loss; an item that is its own neighbour makes that an oracle, an upper bound which knows the answer.
@@ -107,7 +107,7 @@ def optimised(
     points = torch.stack([neighbour.pathway for neighbour in neighbours])
 
     def shift_to(target: Tensor) -> Tensor:
-        """The movable experts' logits of another pathway less the own ones; zeros, bit for bit, where both agree."""
+        """Return another pathway's logits of the movable experts less this one's; exact zeros where both agree."""
         return (_logits(model, target) - _logits(model, pathway)) * movable
 
     if options.optimizer == "mode":
@@ -123,7 +123,7 @@ def optimised(
 def neighbours_gradient(
     model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
 ) -> Tensor:
-    """The gradient [L, E] of `neighbours_loss` with respect to the shift."""
+    """Return the gradient [L, E] of `neighbours_loss` with respect to the shift."""
     variable = shift.detach().clone().requires_grad_()
     total = torch.zeros_like(pathway)
     losses = _losses(model, pathway, variable, neighbours)  # one graph in memory at a time
@@ -136,13 +136,13 @@ def neighbours_gradient(
 def neighbours_loss(
     model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
 ) -> float:
-    """The weighted loss of the neighbours, -log p(answer | prompt), on the `pathway` moved by `shift` [L, E]."""
+    """Return the weighted loss of the neighbours, -log p(answer | prompt), on the `pathway` moved by `shift` [L, E]."""
     losses = torch.stack(list(_losses(model, pathway, shift, neighbours)))
     return float((weights.to(losses) * losses).sum())
 
 
 def _losses(model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour]) -> Iterator[Tensor]:
-    """Each neighbour's loss on the pathway of another item: its routers get that one's logits, moved by `shift`."""
+    """Return each neighbour's loss on another item's pathway: its routers get that item's logits, moved by `shift`."""
     for neighbour in neighbours:
         assert neighbour.plain is not None
         added = _logits(model, pathway) - _logits(model, neighbour.pathway) + shift
