@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, Unpack
 
 from transformers import PreTrainedModel
 
-from compressor.answers.generation import Answering, writer_of
-from compressor.answers.options import ServerOptions
+from compressor.answers.generation import PromptSet, writer_of
+from compressor.answers.options import AnswerOptions, ServerOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.tasks import items_of, resolve_tasks
 from compressor.answers.traces import Traces, write_traces
@@ -31,8 +31,8 @@ from compressor.model.serving import Advice
 from compressor.pathways.options import OWN
 from compressor.pathways.reference import (
     NAMES,
-    Asked,
     ReferenceFacts,
+    TaskAccuracy,
     build_reference,
     write_reference,
 )
@@ -52,8 +52,9 @@ from compressor.pipeline.resolve import (
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
-from compressor.quality_gate.run import GateRequest, Outlook, outlook, passable, run_gate
-from compressor.quality_gate.teacher_forced import Judging
+from compressor.quality_gate.options import BehaviourOptions, GateOptions
+from compressor.quality_gate.run import GateRequest, PowerAnalysis, analyse_power, passable, run_gate
+from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.registry import working_strategies
@@ -103,7 +104,7 @@ def compress(
     overwrite: bool = False,
     command: Sequence[str] | None = None,
     progress: Progress | None = None,
-    announce: Callable[[Outlook], None] | None = None,
+    announce: Callable[[PowerAnalysis], None] | None = None,
     **options: Any,
 ) -> Outcome:
     """Carry out steps on a model and write what comes out; an interrupted run goes on when called again.
@@ -424,40 +425,44 @@ def _source(
 def gate(
     base: str,
     compressed: str | None,
-    wanted: GateRequest,
+    options: GateOptions,
     *,
     servers: ServerOptions | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
     revision: str | None = None,
     compressed_revision: str | None = None,
+    cache: Path | None = None,
     progress: Progress | None = None,
-    announce: Callable[[Outlook], None] | None = None,
+    announce: Callable[[PowerAnalysis], None] | None = None,
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
-    A model that does not fit into memory is streamed, as `wanted` may also ask.
-    A model that `servers` name is asked there; of its folder the tokenizer is read, by default the base's. `announce`
-    gets what the gate can show, before any model is loaded.
+    A model that does not fit into memory is streamed, as the options may also ask. Results of earlier runs are kept in
+    the folder `cache`. A model that `servers` name is asked there; of its folder the tokenizer is read, by default the
+    base's. `announce` gets what the gate can show, before any model is loaded.
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes.
     """
     if servers is not None and (servers.server or servers.base_server):
         refuse_several("--server", "start the command without torchrun")
-    if wanted.answering is not None:
+    if options.prompts:
         refuse_several("--prompts", "start the command without torchrun")
-    tasks = ranks().first_before_others(lambda: resolve_tasks(wanted.options))
-    prospects = passable(outlook(tasks, wanted))
+    request = GateRequest.read(options, device, dtype, cache)
+    tasks = ranks().first_before_others(lambda: resolve_tasks(request.evaluation))
+    power = passable(analyse_power(tasks, request))
     named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
     (base_source, base_server), (compressed_source, server) = named
     for asked in (base_server, server):
         if asked is not None:
             refuse_tasks(asked, tasks)
     if announce is not None:
-        announce(prospects)
+        announce(power)
     return run_gate(
         base_source,
         compressed_source,
         tasks,
-        wanted,
+        request,
         progress or Silent(),
         server=server,
         base_server=base_server,
@@ -467,9 +472,9 @@ def gate(
 def evaluate(
     base: str,
     smaller: str | None,
-    answering: Answering | None = None,
-    judging: Judging | None = None,
+    options: BehaviourOptions,
     *,
+    limit: int | None = None,
     servers: ServerOptions | None = None,
     confidence: float = 0.95,
     batch_size: int | None = None,
@@ -481,36 +486,39 @@ def evaluate(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Behaviour:
-    """How a smaller model behaves beside its base: what both write to the same prompts, and how it reads.
+    """Compare the behaviour of a smaller model with its base: answers to the same prompts, and divergence on text.
 
-    Answers are kept in the folder `cache`, so that no model is asked twice. `announce` gets what so many answers can
-    show, before any model is loaded. A model that `servers` name writes there, `batch_size` answers at once; of its
-    folder the tokenizer is read, by default the base's.
+    Of each source of prompts at most `limit` are taken. Answers are kept in the folder `cache`, so that no model is
+    asked twice. `announce` gets what the answers can show, before any model is loaded. A model that `servers` name
+    writes there, `batch_size` answers at once; of its folder the tokenizer is read, by default the base's.
     """
+    check_options(options)
+    prompts = PromptSet.read(options, limit)
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
     writers = [writer_of(source, server, batch_size, device, dtype) for source, server in named]
 
-    def tell(usable: Answering) -> None:
+    def announce_power(usable: PromptSet) -> None:
         if announce is not None:
             announce(shown_sentence(usable.answers, confidence))
 
     return evaluate_behaviour(
         writers[0],
         writers[1],
-        answering,
-        judging,
+        options,
+        prompts,
         confidence,
         cache or default_folder(),
         progress or Silent(),
-        tell,
+        announce_power,
     )
 
 
 def traces(
     model: str,
-    answering: Answering,
+    options: AnswerOptions,
     out: str | Path,
     *,
+    limit: int | None = None,
     seed: int = 0,
     server: ServerOptions | None = None,
     batch_size: int | None = None,
@@ -522,12 +530,16 @@ def traces(
 ) -> Traces:
     """Write a model's own complete answers into the JSONL file `out`, and how they were made beside it.
 
-    A run that was killed goes on when it is repeated. With a `server` the model answers there, and of `model` the
-    tokenizer is read.
+    Of each source of prompts at most `limit` are taken. A run that was killed goes on when it is repeated. With a
+    `server` the model answers there, and of `model` the tokenizer is read.
     """
+    options.check()
+    prompts = PromptSet.read(options, limit, seed)
+    if prompts is None:
+        raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
     source, served = _source(model, revision, servers_of(server or ServerOptions())[1], progress)
     writer = writer_of(source, served, batch_size, device, dtype)
-    return write_traces(writer, replace(answering, seed=seed), Path(out), progress or Silent(), overwrite)
+    return write_traces(writer, prompts, Path(out), progress or Silent(), overwrite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +548,7 @@ class ReferenceSummary:
 
     facts: ReferenceFacts
     kept: int  # items that the model answers right
-    asked: tuple[Asked, ...]  # for each task
+    asked: tuple[TaskAccuracy, ...]  # for each task
     files: tuple[Path, ...]
 
 

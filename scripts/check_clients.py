@@ -297,7 +297,7 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
     rows, place = "".join(f"{json.dumps({'text': text})}\n" for text in TEXTS), case.place
     (place / "texts.jsonl").write_text(rows)
     (place / "texts.yaml").write_text(TASK.format(place=place))
-    options = EvaluationOptions(("texts",), include_path=place, dtype="float32", batch_size=4)
+    options = EvaluationOptions(tasks=("texts",), include_path=place, dtype="float32", batch_size=4)
     source, tasks = locate(str(case.folder)), resolve_tasks(options)
     asked = [(Prompt.of(text), 0) for text in TEXTS]
     writing = GenerationOptions(max_new_tokens=LENGTH)

@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata, spearmanr
 
 from compressor import compress, evaluate, traces
-from compressor.answers.generation import Answering
-from compressor.answers.prompts import read_prompts
+from compressor.answers.options import AnswerOptions
 from compressor.quality_gate.behaviour import Behaviour
 from compressor.quality_gate.domain_divergence import DomainFigures
 from compressor.quality_gate.endings import ALL, Ending, Rate, rates
-from compressor.quality_gate.teacher_forced import Judging
+from compressor.quality_gate.options import BehaviourOptions
 from compressor.recipe.step import TextOptions
 from scripts.answers_texts import DOMAINS
 from scripts.benchmarks.frame import head, options, row
@@ -123,11 +122,11 @@ def main() -> None:
     files = {text: args.answers / f"{name}.jsonl" for text, name in TEXTS.items()}
     files["traces"] = args.out / "traces.jsonl"
     if not files["traces"].exists():
-        asked = read_prompts([str(args.answers / "questions.jsonl")], limit=args.traced)
-        sampled = Answering(asked, max_new_tokens=args.new_tokens, temperature=1.0)
-        traces(base, sampled, files["traces"], batch_size=ROWS)
+        questions = (str(args.answers / "questions.jsonl"),)
+        sampled = AnswerOptions(prompts=questions, max_new_tokens=args.new_tokens, temperature=1.0)
+        traces(base, sampled, files["traces"], limit=args.traced, batch_size=ROWS)
     named = [f"{args.answers}/prompts-{domain}.jsonl={domain}" for domain in DOMAINS]
-    answering = Answering(read_prompts(named, limit=args.prompts), max_new_tokens=args.new_tokens)
+    answering = BehaviourOptions(prompts=tuple(named), max_new_tokens=args.new_tokens)
     variants = list[Variant]()
     for share, method, text, emphasis in VARIANTS:
         name = f"{method}, emphasis" if emphasis else method
@@ -135,7 +134,7 @@ def main() -> None:
         sizes = {"samples": args.samples, "sequence_length": args.length}
         calibration = TextOptions.model_validate({"data": str(files[text]), "emphasis": emphasis, **sizes})
         compress(base, folder, ratio=share, calibration=calibration, seed=args.seed, **METHODS[method])
-        found = evaluate(base, str(folder), answering, batch_size=ROWS, cache=cache)
+        found = evaluate(base, str(folder), answering, limit=args.prompts, batch_size=ROWS, cache=cache)
         variants.append(Variant(share, name, text, found))
         report(variants[-1], first=len(variants) == 1)
     report_pairs(variants)
@@ -147,7 +146,7 @@ def main() -> None:
 def report(variant: Variant, first: bool) -> None:
     """Print a variant's row, after the head and the base's if it is the first."""
     both = [variant.rate(name) for name in ENDS]
-    end = variant.read.marks[0].here
+    end = variant.read.stop_tokens[0].here
     assert end is not None
     if first:
         head("experts gone", "method", "calibration", "loops", "missed ends", "P(end)", "flips", "KL")
@@ -191,9 +190,9 @@ def report_missing(base: str, args: Any) -> None:
         write_lines(file, [each for each in rows if each["domain"] != missing])
         text = TextOptions(data=(str(file),), samples=args.samples, sequence_length=args.length)
         compress(base, folder, ratio=0.5, calibration=text, seed=args.seed, **METHODS[DEFAULT])
-        found = evaluate(base, str(folder), judging=Judging(texts=texts)).text
+        found = evaluate(base, str(folder), BehaviourOptions(text=texts)).text
         assert found is not None
-        named = ", ".join(each.domain for each in found.suffering)
+        named = ", ".join(each.domain for each in found.degraded)
         row(missing, *(f"{each.loss.change:+.3f}, {each.kl.change:.3f}" for each in found.domains), named or "none")
 
 

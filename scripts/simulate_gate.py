@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from compressor.quality_gate.run import TASK_DROPS
+from compressor.quality_gate.options import TASK_DROPS
 from compressor.quality_gate.statistics import (
     at_least,
     at_most,

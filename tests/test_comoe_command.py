@@ -54,7 +54,7 @@ def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, mod
     task = folder / "sums.yaml"
     text = task.read_text().replace("data_files:\n", f"data_files:\n    train: {folder / 'learn.jsonl'}\n")
     task.write_text(text.replace("test_split: test", "test_split: test\ntraining_split: train\nnum_fewshot: 2"))
-    options = EvaluationOptions(("sums",), include_path=folder)
+    options = EvaluationOptions(tasks=("sums",), include_path=folder)
     learnt, asked = task_items(options, training=True), task_items(options)
     assert learnt[3] == Item("3 or 3:", " 3", (" 3", " 4"), "sums") and len(learnt) == 5
     assert len(asked) == 6 and asked[0].prompt.endswith("0 and 0:")

@@ -80,16 +80,16 @@ def reading(models: Path) -> list[Any]:
 def test_a_domain_that_the_calibration_left_out_is_named(run: Run, models: Path, tmp_path: Path) -> None:
     result = run("evaluate", models / "base", models / "half", *reading(models), "-o", tmp_path / "out")
     assert result.status == 0, result.err
-    assert "The domain numbers suffers: its" in result.out and "domain prose suffers" not in result.out
+    assert "The domain numbers is degraded: its" in result.out and "domain prose is degraded" not in result.out
     content = json.loads((tmp_path / "out" / "behaviour.json").read_text())
     prose, numbers = content["text"]["domains"]
     assert [prose["domain"], numbers["domain"]] == ["prose", "numbers"]
     assert prose["kl"]["change"] < 1e-9 and prose["flips"]["change"] == 0  # no other expert was ever used
     assert numbers["kl"]["lower"] > 0.001 and numbers["sequences"] == 16 and numbers["tokens"] == 16 * 63
-    assert [each["domain"] for each in content["text"]["suffering"]] == ["numbers"]
+    assert [each["domain"] for each in content["text"]["degraded"]] == ["numbers"]
     assert content["written"] is None and content["answers"] is None
     page = (tmp_path / "out" / "behaviour.md").read_text()
-    assert "The domain numbers suffers" in page and "| prose |" in page
+    assert "The domain numbers is degraded" in page and "| prose |" in page
 
 
 def test_the_gate_fails_by_the_name_of_the_domain(run: Run, models: Path, tmp_path: Path) -> None:
@@ -97,7 +97,8 @@ def test_the_gate_fails_by_the_name_of_the_domain(run: Run, models: Path, tmp_pa
     result = run("gate", models / "base", models / "half", *reading(models), *limits, "-o", tmp_path / "gate")
     assert result.status == 1, result.err
     assert (
-        "the share of flips on numbers is more than 0.02" in result.out and "The domain numbers suffers" in result.out
+        "the share of flips on numbers is more than 0.02" in result.out
+        and "The domain numbers is degraded" in result.out
     )
     content = json.loads((tmp_path / "gate" / "gate.json").read_text())
     verdicts = {each["name"]: each["verdict"] for each in content["conditions"]}
@@ -115,21 +116,21 @@ def test_a_copy_passes_by_domain(run: Run, models: Path) -> None:
         "gate", models / "base", models / "copy", *reading(models), "--max-flips", 0.01, "--max-loss-rise", 0.01
     )
     assert result.status == 0, result.err
-    assert "suffers" not in result.out and "is at most 0.01" in result.out
+    assert "is degraded" not in result.out and "is at most 0.01" in result.out
 
 
 def test_compress_puts_in_place_only_what_passes_by_domain(run: Run, models: Path, tmp_path: Path) -> None:
     gate = [*reading(models), "--max-flips", 0.02]
     result = run(*compressing(models, tmp_path / "out", "letters.txt"), *gate)
     assert result.status == 1, result.err
-    assert not (tmp_path / "out").exists() and "The domain numbers suffers" in result.out
+    assert not (tmp_path / "out").exists() and "The domain numbers is degraded" in result.out
     kept = run(*compressing(models, tmp_path / "kept", "letters.txt"), *gate, "--keep-failed")
     assert kept.status == 1 and (tmp_path / "kept" / "gate.json").is_file()
     recipe = (tmp_path / "kept" / "recipe.yaml").read_text()
     assert "letters.txt=prose" in recipe and "max_flips: 0.02" in recipe and str(models) not in recipe
     report = run("report", tmp_path / "kept", "-o", tmp_path / "report.html")
     assert report.status == 0, report.err
-    assert "The domain numbers suffers" in (tmp_path / "report.html").read_text()
+    assert "The domain numbers is degraded" in (tmp_path / "report.html").read_text()
 
 
 def test_answers_are_read_with_the_probabilities_of_their_ends(run: Run, models: Path, tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_answers_are_read_with_the_probabilities_of_their_ends(run: Run, models:
     content = json.loads(result.out)
     (row,) = content["answers"]["domains"]
     assert row["domain"] == "made" and row["sequences"] == 12 and len(content["each"]) == 12
-    assert row["marks"][0]["name"] == "the answer" and row["marks"][0]["count"] == 12
+    assert row["stop_tokens"][0]["name"] == "the answer" and row["stop_tokens"][0]["count"] == 12
     tokenizer = load_tokenizer(models / "base")
     ends = []
     for folder in ("base", "half"):
@@ -154,7 +155,7 @@ def test_answers_are_read_with_the_probabilities_of_their_ends(run: Run, models:
             with torch.no_grad():
                 found.append(float(stock(input_ids=torch.tensor([ids])).logits[0, -1].softmax(-1)[END]))
         ends.append(sum(found) / len(found))
-    here = row["marks"][0]["here"]
+    here = row["stop_tokens"][0]["here"]
     assert [here["base"], here["compressed"]] == pytest.approx(ends, rel=1e-4)
     assert run("gate", models / "base", models / "copy", *given, "--max-flips", 0.05).status == 0
 
@@ -200,23 +201,23 @@ def test_what_cannot_be_judged_is_said_in_a_sentence(
     refused(run(command, "base", "half", *rest), message)
 
 
-def test_a_run_on_several_sources_names_the_one_that_suffers(run: Run, models: Path, tmp_path: Path) -> None:
+def test_a_run_on_several_sources_names_the_degraded_one(run: Run, models: Path, tmp_path: Path) -> None:
     """Held-out text of each source is compared with the base."""
     sources = [f"{models / 'letters.txt'}=0.8", f"{models / 'digits.txt'}=0.2"]
     arguments = compressing(models, tmp_path / "out", *sources)
     arguments[arguments.index("reap")] = "count-guided"
     result = run(*arguments)
     assert result.status == 0, result.err
-    assert "Held-out text by source" in result.out and "The domain digits suffers" in result.out
+    assert "Held-out text by source" in result.out and "The domain digits is degraded" in result.out
     report = run("report", tmp_path / "out", "-o", tmp_path / "report.html")
     assert report.status == 0, report.err
-    assert "The domain digits suffers" in (tmp_path / "report.html").read_text()
+    assert "The domain digits is degraded" in (tmp_path / "report.html").read_text()
     card = card_text(tmp_path / "out", "owner/name").text
-    assert "The domain digits suffers" in card and "Held-out text by source" in card
+    assert "The domain digits is degraded" in card and "Held-out text by source" in card
     again = run(*arguments, "--json")
     heldout = json.loads(again.out)["heldout"]
     assert [each["domain"] for each in heldout["domains"]] == ["letters", "digits"]
-    assert [each["domain"] for each in heldout["suffering"]] == ["digits"]
+    assert [each["domain"] for each in heldout["degraded"]] == ["digits"]
 
 
 ROWS = [f"{n * 7919 % 100_003} quick brown foxes jump over {n * 104_729 % 1_299_709} lazy dogs {n}" for n in range(120)]

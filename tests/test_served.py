@@ -65,7 +65,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("forms", [(list, str), (str,)])
 def test_a_served_model_answers_as_it_does_in_memory(model: Path, tasks: Path, tmp_path: Path, forms: Any) -> None:
     names = ("sums", "read", "written")
-    options = EvaluationOptions(names, include_path=tasks, batch_size=1)
+    options = EvaluationOptions(tasks=names, include_path=tasks, batch_size=1)
     source, resolved = locate(str(model)), resolve_tasks(options)
     with serving(model, forms=forms) as served:
         server = open_server(served.address).checked(model, "it")

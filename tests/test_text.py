@@ -17,7 +17,8 @@ from compressor.data.batches import calibrate, evaluation_sets
 from compressor.divergence.evaluator import Evaluator
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.quality_gate.teacher_forced import Judging, text_sets
+from compressor.quality_gate.options import BehaviourOptions
+from compressor.quality_gate.teacher_forced import text_sets
 from tests.support import small
 from tests.support.command_line import Run
 from tests.support.texts import write
@@ -51,11 +52,13 @@ def test_a_documents_loss_is_the_stock_models_everywhere(model: Path, tmp_path: 
     assert row.tolist() == ids.tolist()
     opened = open_model(locate(str(model)), "float32", "cpu")
     (heldout,) = evaluation_sets([str(source)], tokenizer, most=1, **shared)
-    (named,) = text_sets(Judging((str(eight),), 8, length + 1), tokenizer, vocabulary)
+    (named,) = text_sets(
+        BehaviourOptions(text=(str(eight),), text_samples=8, text_length=length + 1), tokenizer, vocabulary
+    )
     for sequences, expected in ((heldout, [loss]), (named, [ended_loss] * 8)):
         assert Evaluator(opened, [sequences]).measure(opened)[0].loss.tolist() == pytest.approx(expected, rel=1e-6)
     for kind in (loaded_model, streamed_model):
-        with kind(locate(str(model)), EvaluationOptions(("any",), dtype="float32", device="cpu")) as asked:
+        with kind(locate(str(model)), EvaluationOptions(tasks=("any",), dtype="float32", device="cpu")) as asked:
             asked.watch("model", "task", Silent())
             (total,) = asked.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (SENTENCE,), 0)])
             (scored,) = asked.loglikelihood([Instance("loglikelihood", {}, (SENTENCE[:9], SENTENCE[9:]), 0)])

@@ -1,4 +1,4 @@
-"""Everything that writing text takes: the stock model, whole, its end tokens, and the distribution of a token.
+"""Text generation: the stock model in memory, its end tokens, and the distribution of the next token.
 
 Top-p, or nucleus sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
 """
@@ -23,7 +23,9 @@ from compressor.records import read_object
 
 
 def load_writing(folder: Path, device: str, dtype: str) -> Any:
-    """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
+    """Load a stock model that generates text; raises `CompressionError` for one that cannot.
+
+    `dtype` 'auto' is the checkpoint's own."""
     from transformers import GenerationMixin
 
     config = load_config(folder)
@@ -45,7 +47,7 @@ def free(device: torch.device) -> None:
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Distributions that next tokens are drawn from: [..., V] -> [..., V] in float64, summing to 1.
+    """Return the distributions that next tokens are drawn from: [..., V] -> [..., V] in float64, summing to 1.
 
     Top-k comes first; top-p then takes, of what is left, the fewest of the most probable tokens that hold that share.
     Ties favour lower ids.
@@ -63,7 +65,7 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
 
 
 def choose(logits: Tensor, options: GenerationOptions, numbers: Tensor) -> Tensor:
-    """The next token of each row, for which a number in [0, 1) is drawn: [B, V], [B] in float64 -> [B].
+    """Return the next token of each row by a number in [0, 1): [B, V], [B] in float64 -> [B].
 
     It is the token at which the sum of probabilities passes the number, or the most probable one at temperature 0.
     """
@@ -79,14 +81,14 @@ def choose(logits: Tensor, options: GenerationOptions, numbers: Tensor) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts on writing from the JSON files beside the weights; None where they say nothing."""
+    """Facts on generation from the JSON files beside the weights."""
 
     stops: frozenset[int]  # tokens that end a text
     positions: int | None  # that the model was made for
 
 
 def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
-    """End tokens of the generation config, else of the config; and positions of the config, or of its part for text.
+    """Read end tokens of the generation config or else the config, and positions of the config or its part for text.
 
     With a `tokenizer` its own end token counts, too, as it does for servers.
     """

@@ -1,4 +1,4 @@
-"""Answers of models to prompts, written whole by stock transformers, and a journal in which nothing is asked twice.
+"""Answers of models to prompts, by stock transformers or a server, and a journal so that nothing is asked twice.
 
 Each token of a sampled answer is drawn with a number of its own: those of an answer depend on its prompt and seed, not
 on what else is in the batch. (Rounding does, as on any server: two tokens that are all but equally probable may change
@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from compressor.answers.decoding import ModelFacts, choose, free, load_writing, read_facts
 from compressor.answers.journal import Journal
 from compressor.answers.lm_eval_run import PACKAGES, fits_whole, identity
-from compressor.answers.options import GenerationOptions
-from compressor.answers.prompts import Prompt, is_chat, tokens_of, usable_prompts
+from compressor.answers.options import NEW_TOKENS, AnswerOptions, GenerationOptions
+from compressor.answers.prompts import Prompt, is_chat, read_prompts, tokens_of, usable_prompts
 from compressor.answers.server import (
     AT_ONCE,
     Chat,
@@ -55,74 +55,51 @@ GenerationRequest: TypeAlias = tuple[Prompt, int]  # and the seed that its answe
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
 ENDED = ("stop", "tool_calls", "function_call")  # a server's reasons to finish that are the model's own
-NEW_TOKENS = 512  # of an answer, where nobody says how many, and half of the model's positions are no fewer
 CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
 TRIED = 16  # tokens, to see whether padding changes them
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
-    """Which answers are written, and what may rise in them."""
+class PromptSet:
+    """Prompts that have been read, and the options by which models answer them."""
 
     prompts: tuple[Prompt, ...]
-    max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float | None = None
-    seeds: int = 1  # answers to each prompt
-    seed: int = 0  # of the first
-    chat: bool = False  # texts become a user's message
-    max_loop_rise: float | None = None
-    max_missed_rise: float | None = None  # of answers that do not end by themselves; None: as of loops
-    strict: bool = False  # whether a prompt that cannot be read ends the run
+    options: AnswerOptions
+    seed: int = 0  # of the first answer to each prompt
 
-    def __post_init__(self) -> None:
-        self.options(NEW_TOKENS)  # whose errors name what is wrong
-        if self.seeds > 1 and not self.temperature:
-            raise CompressionError("--seeds has no effect without sampling; add --temperature 1")
+    @classmethod
+    def read(cls, options: AnswerOptions, limit: int | None = None, seed: int = 0) -> "PromptSet | None":
+        """Read the prompts that the options name, at most `limit` of each source; None if they name none."""
+        if not options.prompts:
+            return None
+        return cls(read_prompts(options.prompts, limit=limit, strict=options.strict), options, seed)
 
-    def options(self, most: int) -> GenerationOptions:
-        """How each answer is written, where nobody says otherwise of at most so many tokens."""
-        return GenerationOptions(
-            self.max_new_tokens or most, self.temperature, self.top_p, seed=self.seed, chat=self.chat
-        )
-
-    def asked(self, prompts: Sequence[Prompt]) -> list[GenerationRequest]:
-        """Each of these prompts with each seed."""
-        return [(prompt, self.seed + number) for prompt in prompts for number in range(self.seeds)]
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """Each prompt with each seed."""
+        seeds = range(self.seed, self.seed + self.options.seeds)
+        return [(prompt, seed) for prompt in self.prompts for seed in seeds]
 
     @property
     def answers(self) -> int:
-        """Answers of each model."""
-        return len(self.prompts) * self.seeds
+        """Number of answers of each model."""
+        return len(self.prompts) * self.options.seeds
 
-    @property
-    def limits(self) -> dict[str, tuple[str, float]]:
-        """By measure: the option and the rise that it allows."""
-        limits = dict[str, tuple[str, float]]()
-        if self.max_loop_rise is not None:
-            limits["loops"] = ("--max-loop-rise", self.max_loop_rise)
-        missed = self.max_loop_rise if self.max_missed_rise is None else self.max_missed_rise
-        if missed is not None and missed != 1:
-            limits["missed ends"] = ("--max-missed-rise", missed)
-        return limits
-
-
-def fitting(
-    wanted: Answering, opened: Sequence[tuple[Any, ModelFacts]]
-) -> tuple[GenerationOptions, tuple[Prompt, ...]]:
-    """How answers are written, and the prompts that all of these writers take: tokenizers and facts of models."""
-    positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
-    options = wanted.options(NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions // 2)))
-    most = sys.maxsize if positions is None else max(0, positions - options.max_new_tokens)
-    prompts = wanted.prompts
-    for tokenizer, _ in opened:
-        prompts = usable_prompts(prompts, tokenizer, wanted.chat, most, wanted.strict)
-    return options, prompts
+    def fitted(self, opened: Sequence[tuple[Any, ModelFacts]]) -> "tuple[PromptSet, GenerationOptions]":
+        """Return the prompts that all models take, by their tokenizers and facts, and how answers are generated."""
+        positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
+        usual = NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions // 2))
+        generation = self.options.generation(usual)
+        most = sys.maxsize if positions is None else max(0, positions - generation.max_new_tokens)
+        prompts = self.prompts
+        for tokenizer, _ in opened:
+            prompts = usable_prompts(prompts, tokenizer, self.options.chat, most, self.options.strict)
+        return replace(self, prompts=prompts), generation
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer: its tokens, an end token included where it came, and their text without it."""
+    """One answer: its tokens with the end token, if there is one, and their text without it."""
 
     prompt: str  # the prompt's id
     seed: int
@@ -137,7 +114,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class StockGenerator:
-    """A checkpoint that stock transformers hold in memory while it writes."""
+    """A checkpoint that generates text in memory by stock transformers."""
 
     source: ModelSource
     device: str = "auto"
@@ -210,7 +187,7 @@ class _Question:
 
 
 def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
-    """Questions of falling length, at most so many to a batch; of one length where padding changes answers."""
+    """Yield batches of at most `rows` questions, longest first; of one length where padding changes answers."""
     longest = queue[0].tokens
     shortest = queue[-1].tokens
     padding = len(longest) - len(shortest)
@@ -222,7 +199,7 @@ def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequ
 
 
 def padded(rows: Sequence[Sequence[int]], token: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, S], padded on the left, and their mask [B, S]."""
+    """Return token ids [B, S], padded on the left, and their mask [B, S]."""
     tensors = [torch.tensor(row) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=token, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
@@ -261,12 +238,12 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
 
 
 def seed_of(asked: GenerationRequest) -> int:
-    """The seed that an answer is drawn with; each prompt has its own."""
+    """Return the seed that an answer is drawn with; each prompt has its own."""
     return int(hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).hexdigest()[:15], 16)
 
 
 def draws(asked: GenerationRequest, count: int) -> Tensor:
-    """The numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
+    """Return the numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed_of(asked)), dtype=torch.float64)
 
 
@@ -274,14 +251,14 @@ def draws(asked: GenerationRequest, count: int) -> Tensor:
 def _generate(
     model: Any, batch: Sequence[_Question], stops: frozenset[int], options: GenerationOptions
 ) -> list[list[int]]:
-    """New tokens of each row, up to its end token."""
+    """Return the new tokens of each row, up to its end token."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     ids, mask = padded([question.tokens for question in batch], min(stops), model.device)
     numbers = torch.stack([draws((question.prompt, question.seed), options.max_new_tokens) for question in batch])
 
     def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
-        """Leave of the logits [B, V] the one token that each row is to go on with."""
+        """Mask all logits [B, V] but that of the chosen token of each row."""
         chosen = choose(scores, options, numbers[:, tokens.shape[1] - ids.shape[1]]).to(scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
@@ -316,7 +293,7 @@ def _answer(
 
 @dataclass(frozen=True, slots=True)
 class ServedGenerator:
-    """A served model that writes; `source` holds its tokenizer, by which answers are judged and kept."""
+    """A served model that generates text; `source` holds its tokenizer."""
 
     server: Server  # checked
     source: ModelSource
@@ -362,7 +339,7 @@ class ServedGenerator:
             yield answer
 
     def _settings(self, asked: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
-        """How an answer is written."""
+        """Return the fields of a request that say how an answer is generated."""
         settings = {
             "model": self.server.model,
             "max_tokens": options.max_new_tokens,
@@ -376,7 +353,7 @@ class ServedGenerator:
 
 
 def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:
-    """The text that the model wrote, of a message from which a server has taken apart thinking and calls of tools."""
+    """Return a model's whole text from a message in which a server has separated thinking and tool calls."""
     text = message.text
     thinking = message.reasoning_content or message.reasoning
     if thinking is not None:
@@ -398,7 +375,7 @@ TextGenerator = StockGenerator | ServedGenerator
 
 
 def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> TextGenerator:
-    """The writer of a model's answers: stock transformers, so many together, or its server."""
+    """Return the generator of a model's answers: stock transformers, `rows` answers at once, or its server."""
     if server is not None:
         return ServedGenerator(server, source, rows or AT_ONCE)
     return StockGenerator(source, device, dtype, rows)
@@ -417,7 +394,7 @@ def answer_all(
     folder: Path,
     progress: Progress,
 ) -> list[Answer]:
-    """The answers in the order of what is asked; those that the folder's journal has are not asked again."""
+    """Return the answers in the order of the requests; those in the folder's journal are not asked again."""
     asked = list(asked)
     journal = journal_of(writer, options, folder)
     known = {answer.key: answer for answer in journal.read()}

@@ -57,7 +57,7 @@ class Item:
 
 
 def read_items(path: Path, strict: bool = False) -> list[Item]:
-    """The items of a JSONL file: objects with `prompt`, `answer` and, of multiple choice, `choices`.
+    """Read the items of a JSONL file: objects with `prompt`, `answer` and, of multiple choice, `choices`.
 
     Lines that are none are left out with one warning, or refused if `strict`.
     """
@@ -90,14 +90,14 @@ def item_lines(items: Sequence[Item]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Tokens of which those from `start` on are the answer; the token before is the prompt's last one."""
+    """Tokens of a prompt and, from `start` on, of its answer."""
 
     tokens: tuple[int, ...]
     start: int
 
 
 def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None) -> tuple[TokenRow, ...]:
-    """A row for each continuation, with the tokens that lm-eval makes, cut on the left as lm-eval cuts them.
+    """Return a row for each continuation, with the tokens that lm-eval makes, cut on the left as lm-eval cuts them.
 
     A model that takes `most` tokens is given that many, and the one after them is the last that it can be asked for.
     Rows are cut one by one, so where one is and answers differ in length, they differ in `start`.
@@ -113,7 +113,7 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
 def tokenised(
     items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None, strict: bool = False
 ) -> list[tuple[Item, tuple[TokenRow, ...]]]:
-    """Each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
+    """Return each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
     questions = list[tuple[Item, tuple[TokenRow, ...]]]()
     left_out = LeftOut("items", strict)
     for item in items:
@@ -149,7 +149,7 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow
 
 
 def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
-    """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
+    """Return the log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
     likelihoods = []
     for index, row in enumerate(rows):
         logs = logits[index, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
@@ -164,6 +164,6 @@ def is_greedy(logits: Tensor, row: TokenRow) -> bool:
 
 
 def positions(config: Any) -> int | None:
-    """Tokens that the model was made for at most; None where the config says nothing."""
+    """Return the largest number of tokens that the model was made for; None if the config does not name it."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 1 else None

@@ -59,7 +59,7 @@ Answer = tuple[float, bool]  # log likelihood in nats, and whether every token o
 
 
 class Watched(TemplateLM):
-    """Counts the answers of one of lm-eval's models, and refuses a log-likelihood that is not finite."""
+    """One of lm-eval's models that reports progress and refuses a log-likelihood that is not finite."""
 
     tok_encode: Any  # of lm-eval's model
 
@@ -132,7 +132,7 @@ class WatchedModel(Watched, HFLM):
 
 @contextmanager
 def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[WatchedModel]:
-    """A model in memory, which is free again afterwards."""
+    """Load a model into memory, and free it afterwards."""
     device = pick_device(options.device)
     load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
     batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
@@ -155,7 +155,7 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """[S] tokens that a model runs once, and the continuations that end with the token it predicts last."""
+    """Tokens [S] that a model runs once, and the continuations that end with the token it predicts last."""
 
     tokens: tuple[int, ...]
     continuations: tuple[tuple[int, tuple[int, ...]], ...]  # each with the number of its request
@@ -167,7 +167,7 @@ class Input:
 
 
 def inputs_of(requests: Sequence[Request], most: int) -> list[Input]:
-    """The different inputs of all requests, longest first, cut on the left to `most` tokens as lm-eval cuts them.
+    """Return the different inputs of all requests, longest first, cut on the left to `most` tokens like lm-eval's.
 
     The answers A and B to one question differ in their last token alone, so they share an input.
     """
@@ -179,7 +179,7 @@ def inputs_of(requests: Sequence[Request], most: int) -> list[Input]:
 
 
 def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[Input]]:
-    """The inputs in their order, at most so many rows and scored positions to a batch, of which each has a row."""
+    """Split inputs in order into batches of at most so many rows and scored positions, one row at the least."""
     batches: list[list[Input]] = []
     left = 0
     for row in inputs:
@@ -204,7 +204,7 @@ def score(logits: Tensor, tokens: Sequence[int]) -> Answer:
 
 
 class _Answers(LayerVisitor):
-    """Takes the answers where a batch reaches the head, which is shown the scored positions alone."""
+    """Collects answers where a batch reaches the head, which computes logits of the scored positions alone."""
 
     repeatable = True
 
@@ -214,7 +214,7 @@ class _Answers(LayerVisitor):
         self.chosen = False
 
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
-        """Hidden states [B, S, H] -> [1, N, H]; others, which a head of another form may take, stay."""
+        """Return the scored positions alone: [B, S, H] -> [1, N, H]; inputs of another form stay as they are."""
         hidden = args[0]
         batch = self.batches[self.at.batch]
         self.chosen = hidden.shape[:-1] == (len(batch), len(batch[0].tokens))
@@ -232,7 +232,7 @@ class _Answers(LayerVisitor):
 
 
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
-    """[B, S, ...] -> [N, ...]: each row's scored positions, which are the last of its own tokens."""
+    """Return each row's scored positions, the last ones of its own tokens: [B, S, ...] -> [N, ...]."""
     spans = []
     for row, own_values in zip(batch, values, strict=True):
         end = len(row.tokens)
@@ -263,7 +263,7 @@ class StreamedModel(WatchedModel):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
-        """The answer to each request, all batches in lockstep through one layer after the other.
+        """Return the answer to each request; all batches pass one layer after the other.
 
         Several ranks share the batches, and each gets all answers.
         """
@@ -303,7 +303,7 @@ class StreamedModel(WatchedModel):
 
 @contextmanager
 def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[StreamedModel]:
-    """A model that is read layer by layer whenever it is asked."""
+    """Open a model that answers with one layer in memory at a time."""
     load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
     opened = open_model(source, options.dtype, options.device)
     usual = CPU_BATCH if opened.partial.device.type == "cpu" else GPU_BATCH
@@ -316,7 +316,7 @@ def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, and how its answer is read; `item` is lm-eval's key of it, None for a window of a longer text."""
+    """A request and the reader of its answer; `item` is lm-eval's key of it, None for a window of a longer text."""
 
     key: str  # of the journal
     payload: Mapping[str, Any]
@@ -346,7 +346,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """The answers to requests, each a key of the cache, a context's tokens and a continuation's."""
+        """Return the answers to requests of a cache key, a context's tokens and a continuation's tokens."""
         inputs, contexts, items = self.batch_loglikelihood_requests([requests])
         questions = []
         for tokens, begin, item in zip(inputs, contexts, items, strict=True):
@@ -371,7 +371,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         return self._answers("generate_until", questions)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihoods of whole texts, of which all windows are asked together."""
+        """Return the log-likelihoods of whole texts, whose windows are all asked together."""
         self.start(len(requests))
         windows = list[Any]()
         counts = list[int]()
@@ -388,7 +388,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         return sums
 
     def _prompt(self, prompt: Any) -> Any:
-        """Token ids as they are where the server takes them, or else text."""
+        """Return token ids unchanged if the server takes them, else their text."""
         return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> tuple[float, bool]:
@@ -404,7 +404,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         )
 
     def _answers(self, kind: str, questions: Sequence[Question]) -> list[Any]:
-        """The answer to each question, which the journal keeps under its key."""
+        """Return the answer to each question, from the journal or the server."""
         known = dict(self.journal.read())
 
         def ask(question: Question) -> tuple[Question, Any]:
@@ -423,6 +423,6 @@ class ServedModel(Watched, LocalCompletionsAPI):
 
 @contextmanager
 def served_model(server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> Iterator[ServedModel]:
-    """A served model, whose answers the file `journal` keeps until all tasks have their results."""
+    """Open a served model; the file `journal` keeps its answers until all tasks have results."""
     yield ServedModel(server, folder, options, Journal(journal, LINE))
     journal.unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class ItemScores:
 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
-    """The results of one model on one task, or on all parts of a group under one metric."""
+    """Return the results of one model on a task, or on all parts of a group under one metric."""
     # of a task that reads its answers in several ways, the results of the first
     rows = dict[str, Rows]()
     for part in task.parts:
@@ -99,7 +99,7 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
 
 
 def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, Kind]:
-    """The first metric that gives every item of every part a number, and what sort of number that is."""
+    """Return the first metric that gives every item of every part a number, and its kind."""
     first = next(iter(task.parts))
     names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
@@ -113,7 +113,7 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
 
 
 def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
-    """The kind of an item's value: a score, a log-likelihood, or nothing that belongs to the item alone."""
+    """Return the kind of an item's value; None for a value that does not belong to the item alone."""
     value = row.get(metric)
     is_perplexity = getattr(task.aggregation().get(metric), "__name__", "") in PERPLEXITIES
     if isinstance(value, tuple) and len(value) == 2:
@@ -124,10 +124,10 @@ def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
 
 
 def identity(source: ModelSource, server: Server | None = None, digests: bool = False) -> dict[str, Any]:
-    """Facts that a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder.
+    """Return facts that decide a model's answers: a commit on the Hub, or the files of a folder.
 
-    Of a served model they are all that its server says of it.
-    With the SHA-256 `digests` of a folder's weight files, a copy is known for the model that was evaluated.
+    Facts of a served model are those that its server reports. With the SHA-256
+    `digests` of a folder's weight files, a copy is known for the model that was evaluated.
     """
     if server is not None:
         return served_facts(server, source.folder)
@@ -144,7 +144,7 @@ def identity(source: ModelSource, server: Server | None = None, digests: bool = 
 
 @dataclass(frozen=True, slots=True)
 class TaskEvaluation:
-    """A model and the tasks that it answers, some of which it may have answered in an earlier run."""
+    """A model with the tasks that it answers, and results of earlier runs."""
 
     source: ModelSource
     tasks: tuple[EvaluationTask, ...]
@@ -160,7 +160,7 @@ class TaskEvaluation:
         return tuple(task for task in self.tasks if task.name not in self.known)
 
     def run(self, progress: Progress) -> dict[str, ItemScores]:
-        """All results by task: load the model once for those that are missing, and keep each as soon as it is there.
+        """Return all results by task; load the model once for missing ones, and store each at once.
 
         A streamed model is read once for all tasks, which are answered together.
         """
@@ -227,7 +227,7 @@ def plan_evaluation(
     server: Server | None = None,
     content: Mapping[str, Any] | None = None,
 ) -> TaskEvaluation:
-    """Look for results in the folder `cache`, also under the model's `content` where that is known.
+    """Plan an evaluation, with results of earlier runs from the folder `cache`, also those of the same `content`.
 
     Raises `CompressionError` for a missing task that cannot be answered the way that it has to be.
     """
@@ -259,7 +259,7 @@ def plan_evaluation(
 
 
 def _stored(files: Iterable[Path]) -> ItemScores | None:
-    """The first result that can be read."""
+    """Return the first result that can be read."""
     for content in filter(None, map(read_cached, files)):
         with suppress(KeyError, CompressionError):  # of another version of this package
             return read_as(ItemScores, content["scores"])
@@ -267,7 +267,7 @@ def _stored(files: Iterable[Path]) -> ItemScores | None:
 
 
 def weight_bytes(source: ModelSource, dtype: str) -> int:
-    """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
+    """Return the bytes of all weights in the dtype that they compute in; tied ones count once."""
     checkpoint = Checkpoint(source.folder)
     config = load_config(source.folder)
     model = build_meta(config, pick_dtype(dtype, config, checkpoint))

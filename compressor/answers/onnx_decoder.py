@@ -37,7 +37,7 @@ UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, o
 
 
 class OnnxDecoder:
-    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32.
+    """A decoder with caches: new tokens [S] -> logits of the next token, [V] in float32.
 
     Caches go from one run to the next as they are: no copy, and no dtype that numpy must know.
     """
@@ -95,14 +95,14 @@ class OnnxDecoder:
 
 
 def ort_value(tensor: Tensor) -> Any:
-    """The tensor as ONNX Runtime takes it."""
+    """Return a tensor as ONNX Runtime takes it."""
     from onnxruntime import OrtValue
 
     return OrtValue.from_dlpack(tensor.contiguous())
 
 
 def providers(device: str, available: Sequence[str]) -> list[Any]:
-    """Execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not installed."""
+    """Return the execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not installed."""
     cpu = "CPUExecutionProvider"
     cuda = "CUDAExecutionProvider"
     kind, _, number = device.partition(":")
@@ -188,7 +188,7 @@ class Continuation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Rate of all tokens after the first; None if there are none."""
+        """The rate of all tokens after the first; None without them."""
         if self.first_seconds is None or self.seconds <= self.first_seconds:
             return None
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)

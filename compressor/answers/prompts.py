@@ -1,4 +1,4 @@
-"""Prompts that models answer: texts to continue, or chats without their last answer, from the sources of other text."""
+"""Prompts: texts to continue, or chats without their last answer, read from the same sources as other text."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ class Prompt:
         where: str = "",
         text: str | None = None,
     ) -> "Prompt":
-        """A prompt with its id."""
+        """Return a prompt with its id."""
         content = json.dumps([asked, tools], sort_keys=True, ensure_ascii=False, default=str).encode()
         identity = hashlib.sha256(content).hexdigest()[:16]
         if isinstance(asked, str):
@@ -65,9 +65,9 @@ class Prompt:
 def read_prompts(
     arguments: Sequence[str], *, limit: int | None = None, seed: int = 0, strict: bool = False
 ) -> tuple[Prompt, ...]:
-    """The prompts of `SOURCE` or `SOURCE=DOMAIN` each, every one once, at most `limit` of each source.
+    """Read the prompts of `SOURCE` or `SOURCE=DOMAIN` each, without duplicates, at most `limit` of each source.
 
-    Of a data set `OF_A_DATA_SET` are taken where nothing is said. A chat that ends with the assistant's answer is
+    Without a limit `OF_A_DATA_SET` of a data set are read. A chat that ends with the assistant's answer is
     asked without it. Of a text file each document is a prompt, or each line where no blank lines separate documents.
     Rows without a prompt are left out with one warning for each source, or refused if `strict`.
     """
@@ -95,7 +95,7 @@ def read_prompts(
 def usable_prompts(
     prompts: Sequence[Prompt], tokenizer: Any, chat: bool = False, most: int = sys.maxsize, strict: bool = False
 ) -> tuple[Prompt, ...]:
-    """The prompts that tokenizer and template can take, in at most so many tokens.
+    """Return the prompts that tokenizer and template can take, in at most so many tokens.
 
     The others are left out with one warning, or refused if `strict`.
     """
@@ -111,7 +111,7 @@ def usable_prompts(
 
 
 def _lines(rows: Iterable[Row]) -> Iterator[Row]:
-    """The documents of a text file; where no blank line separates any, each of its lines is a prompt."""
+    """Yield the documents of a text file, or its lines if no blank line separates documents."""
     documents = list(rows)
     if len(documents) == 1 and isinstance(documents[0][1], str):
         where, text = documents[0]
@@ -143,7 +143,7 @@ def is_chat(prompt: Prompt, tokenizer: Any, chat: bool) -> bool:
 
 
 def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids [S] of a text to continue; of an empty one, the token that opens a text."""
+    """Return token ids [S] of a text to continue; for an empty one the token that opens a text."""
     with wrap_faults("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
         encoded = tokenizer(text, return_special_tokens_mask=True)
     ids = encoded["input_ids"]
@@ -161,7 +161,7 @@ def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sys.maxsize) -> tuple[int, ...]:
-    """Token ids [S] of a prompt, a chat's by the template; raises `ItemError` where template or tokenizer fail.
+    """Return token ids [S] of a prompt, a chat's by the template; raises `ItemError` where either fails.
 
     With `chat` a text is put into the template, too, as a user's message. Where the tokens are more than `most`, not
     all of them are made, and `ItemError` is raised.

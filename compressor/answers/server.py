@@ -46,7 +46,7 @@ Q = TypeVar("Q")
 
 
 class RefusedError(CompressionError):
-    """A server that is there does not take a request."""
+    """A server refused a request."""
 
 
 def _or_none(value: Any, validate: Any) -> Any:
@@ -61,7 +61,7 @@ Lenient = Annotated[T | None, WrapValidator(_or_none)]  # None in place of anoth
 
 
 class Checked(BaseModel):
-    """An object of an answer; fields that nobody reads are left aside."""
+    """An object of an answer; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -175,7 +175,7 @@ def _refusal(url: str, response: Any) -> CompressionError:
 
 @cache
 def _certificates() -> Any:
-    """The certificates of all connections, which take long to read."""
+    """Return the certificates of all connections, which take long to read."""
     import httpx2
 
     return httpx2.create_ssl_context()
@@ -183,7 +183,7 @@ def _certificates() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One model of a server that is there; the server itself where none is named."""
+    """One model of a server; with no model, the server itself."""
 
     address: str  # of its API, without a slash at the end
     timeout: float  # seconds to wait for an answer
@@ -216,7 +216,7 @@ class Server:
             raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
 
     def _send(self, url: str, payload: Mapping[str, Any] | None) -> Any:
-        """Send a request until it is answered by something else than an error that may pass."""
+        """Send a request, again after an error that may pass."""
         import httpx2
 
         headers = {"Content-Type": "application/json"}
@@ -270,7 +270,7 @@ class Server:
             raise error
 
     def checked(self, folder: Any, label: str) -> "Server":
-        """The same, knowing how it scores prompts; refuses one of another vocabulary than the folder's tokenizer.
+        """Return the server with the form in which it scores prompts; refuse another vocabulary than the folder's.
 
         The first tokens that it writes are among its facts: weights that were changed behind a name are noticed.
         """
@@ -310,7 +310,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of the n tokens of a prompt, and what the server has written after it."""
+    """Log-probabilities of the n tokens of a prompt, and the tokens that the server has generated after it."""
 
     values: Sequence[float | None]  # [n] log-probabilities; of the first token there may be none
     tops: Sequence[Mapping[str, float] | None]  # [n] of the most probable tokens by their texts
@@ -346,7 +346,7 @@ class PromptScores:
         return bool(by_token_before > by_itself)
 
     def likelihood(self, begin: int) -> tuple[float, bool] | None:
-        """The log-likelihood of all tokens from `begin` on, and whether each is the most probable one.
+        """Return the log-likelihood of all tokens from `begin` on, and True if each is the argmax.
 
         None where one has no log-probability.
         """
@@ -381,7 +381,7 @@ def open_server(
     timeout: float = SECONDS,
     options: tuple[str, str] = ("--server", "--served-model"),
 ) -> Server:
-    """Ask a server for its models; a sentence where it is none, cannot be reached, or has no such model."""
+    """Ask a server for its models; raises `CompressionError` if it cannot be used or has no such model."""
     import httpx2
 
     try:
@@ -420,7 +420,7 @@ def open_server(
 
 
 def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:
-    """The servers of the base and of the smaller model, as far as they are named; each is asked what it has."""
+    """Open the servers of the base and of the smaller model, as far as they are named."""
     base = smaller = None
     if options.base_server is not None:
         flags = ("--base-server", "--base-served-model")
@@ -431,7 +431,7 @@ def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:
 
 
 def served_facts(server: Server, folder: Path) -> dict[str, Any]:
-    """All that is known of what decides a server's answers, with the tokenizer by which it is asked."""
+    """Return the known facts that decide a server's answers, and digests of the tokenizer's files."""
     files = sorted({path for pattern in TOKENIZER for path in folder.glob(pattern)})
     return {**server.facts, "tokenizer": {path.name: file_digest(path) for path in files}}
 

@@ -1,4 +1,4 @@
-"""Questions to models: the options, lm-eval's tasks and their items, and a version that changes when those do."""
+"""lm-eval's tasks and their items, with a version that changes when they do."""
 
 import hashlib
 import inspect
@@ -15,18 +15,18 @@ from difflib import get_close_matches
 from importlib.resources import as_file, files
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 from unittest.mock import patch
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, model_validator
 
 from compressor.answers.items import Item, read_items
+from compressor.answers.options import TaskOptions
 from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.extras import TASKS, require
 from compressor.progress import quiet_transformers
-from compressor.records import check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -35,32 +35,30 @@ VERSION_DIGITS = 12
 PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationOptions:
-    """Tasks that a model is asked, and how."""
+class EvaluationOptions(TaskOptions):
+    """Tasks, and where and how one model answers them."""
 
-    tasks: tuple[str, ...]  # names of lm-eval tasks, groups or tags
-    limit: PositiveInt | None = None  # the first items of each task, and of each part of a group
-    include_path: Path | None = None  # a folder with the user's own task definitions
-    batch_size: PositiveInt | Literal["auto"] = "auto"
     device: str = "auto"
     dtype: str = "auto"
     num_fewshot: NonNegativeInt | None = None  # None leaves it to each task
     seed: int = SEED
-    stream: bool | None = None  # one layer in memory at a time; None: where the model does not fit
 
-    def __post_init__(self) -> None:
-        if not all(name.strip() for name in self.tasks):
-            raise CompressionError("no task is named; give --tasks a list such as boolq,rte")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         for name in self.tasks:
             if self.tasks.count(name) > 1:
                 raise CompressionError(f"task {name!r} is named twice; name each task once")
-        check_fields(self)
         if self.include_path is not None and not self.include_path.is_dir():
             raise CompressionError(f"{self.include_path} is not a folder; give --include-path a folder of task files")
+        return self
+
+    @classmethod
+    def of(cls, options: TaskOptions, device: str, dtype: str) -> Self:
+        """Return the options of a model's evaluation on a device."""
+        return cls(**options.model_dump(include=set(TaskOptions.model_fields)), device=device, dtype=dtype)
 
     def facts(self) -> dict[str, Any]:
-        """Facts that decide the results beside model and tasks; where definitions lie does not, what they say does.
+        """Return the options that decide results, beside model and tasks, without the place of definitions.
 
         Nor does streaming, which changes nothing but the order of sums.
         """
@@ -68,13 +66,8 @@ class EvaluationOptions:
         return {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
 
 
-def read_batch_size(text: str) -> Any:
-    """'auto' or a number, as the command line gives it."""
-    return int(text) if text.strip().isdecimal() else text.strip()
-
-
 class _Relay(logging.Handler):
-    """Warns, once each, of what lm-eval warns of in the models it runs, numbers aside; logs the rest as debugging."""
+    """Repeats lm-eval's warnings on models once each, numbers aside; logs the rest as debugging."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -92,9 +85,9 @@ class _Relay(logging.Handler):
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Silence lm-eval while it works, without the facts on the machine that it collects through other programs.
+    """Silence lm-eval, and keep it from starting other programs to collect facts on the machine.
 
-    It sees no launcher, for it would share the items out by itself, and give the results to one rank alone.
+    A launcher is hidden from it, since it would split the items and give the results to one rank alone.
     """
     import datasets
     from lm_eval import evaluator
@@ -118,7 +111,7 @@ def quiet_lm_eval() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTask:
-    """A task or a group of tasks as it was asked for, with its data loaded."""
+    """A requested task or group of tasks, with its data loaded."""
 
     name: str
     version: str  # the definition's own number, and a hash of definition and data
@@ -128,7 +121,7 @@ class EvaluationTask:
     counts: tuple[int, ...]  # items of each part
 
     def items(self, limit: int | None) -> int:
-        """How many items a model answers, of each part at most `limit`."""
+        """Return the number of items that a model answers, at most `limit` of each part."""
         return sum(count if limit is None else min(count, limit) for count in self.counts)
 
     @property
@@ -144,7 +137,7 @@ class EvaluationTask:
 
 
 def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
-    """Find and load the tasks; a tag stands for its tasks, a group stays one with several parts."""
+    """Load the tasks; a tag stands for its tasks, a group stays one task with several parts."""
     if not options.tasks:  # a gate of conditions on behaviour alone
         return ()
     require(*TASKS)
@@ -166,7 +159,7 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
 
 
 def _evaluation_task(loaded: Any, options: EvaluationOptions) -> EvaluationTask:
-    """A task or group that lm-eval has loaded."""
+    """Return a task or group that lm-eval has loaded."""
     grouped = hasattr(loaded, "get_all_tasks")
     name = str(loaded.name if grouped else loaded.task_name)
     parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
@@ -178,7 +171,7 @@ def _evaluation_task(loaded: Any, options: EvaluationOptions) -> EvaluationTask:
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
-    """lm-eval's index of definitions; its own thousands are read only where they are needed."""
+    """Return lm-eval's index of definitions; its own thousands are read only if they are needed."""
     from lm_eval.tasks import TaskManager
 
     folders = [str(demo), *([str(options.include_path)] if options.include_path else [])]
@@ -211,7 +204,7 @@ def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) 
 
 
 def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
-    """The task, the group, or the tasks of a tag; raises `CompressionError` where its data cannot be had."""
+    """Load the task, the group, or the tasks of a tag; raises `CompressionError` if its data cannot be loaded."""
     import numpy
 
     random.seed(options.seed)  # some definitions shuffle their data
@@ -248,7 +241,7 @@ def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) ->
 
 
 def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
-    """All that decides a task's items: its definition but for its file, the items, the few-shot items.
+    """Yield everything that decides a task's items: its definition without its path, items and few-shot items.
 
     As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
     """
@@ -297,15 +290,17 @@ def items_of(
     option: str = "--calibration",
     training: bool = False,
 ) -> list[Item]:
-    """The items of lm-eval `tasks`, or the first ones of the JSONL `file` that `option` names; one has to be given."""
+    """Return the items of lm-eval `tasks`, or the first ones of the JSONL `file` that `option` names."""
     if bool(tasks) == (file is not None):
         raise CompressionError(f"say what to ask: either --tasks with lm-eval tasks, or {option} with a JSONL file")
-    options = EvaluationOptions(tuple(tasks) or ("file",), limit, None if include_path is None else Path(include_path))
-    return task_items(options, training, strict) if file is None else read_items(Path(file), strict)[:limit]
+    if file is not None:
+        return read_items(Path(file), strict)[:limit]
+    options = EvaluationOptions(tasks=tuple(tasks), limit=limit, include_path=include_path)
+    return task_items(options, training, strict)
 
 
 def task_items(options: EvaluationOptions, training: bool = False, strict: bool = False) -> list[Item]:
-    """The items of all tasks, in their order; of their `training` splits without few-shot examples.
+    """Return the items of all tasks, in order; those of their `training` splits without few-shot examples.
 
     Items without one right choice are left out with one warning, or refused if `strict`. Raises `CompressionError` for
     a task that is not multiple choice, asks each choice with a context of its own, or has no training split where that

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.generation import Answer, Answering, TextGenerator, answer_all, fitting, journal_of
+from compressor.answers.generation import Answer, PromptSet, TextGenerator, answer_all, journal_of
 from compressor.answers.prompts import Prompt, is_chat
 from compressor.errors import CompressionError
 from compressor.files import alone, file_digest, json_object, replacing
@@ -30,7 +30,7 @@ UNENDED, EMPTY = "not ended by itself", "empty"
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """How many answers were asked and kept, and where they are."""
+    """Numbers of answers that were requested and kept, and their files."""
 
     model: str
     asked: int
@@ -42,9 +42,9 @@ class Traces:
 
 
 def write_traces(
-    writer: TextGenerator, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False
+    writer: TextGenerator, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool = False
 ) -> Traces:
-    """Have the answers written, and keep the complete ones in `out`; a run that was killed goes on when repeated.
+    """Write a model's complete answers into `out`; a run that was killed goes on when it is repeated.
 
     Files that this very request has put in place stay. Raises `CompressionError` for other files that are there
     already, and where no answer is complete.
@@ -54,9 +54,9 @@ def write_traces(
     manifest = out.with_suffix(".manifest.json")
     with alone(out) as folder:
         tokenizer, facts = writer.opened()
-        options, prompts = fitting(wanted, [(tokenizer, facts)])
+        prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)
-        asked = wanted.asked(prompts)
+        asked = prompts.requests
         request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
         earlier = json_object(manifest)
         is_same = earlier.get("request") == request
@@ -75,7 +75,7 @@ def write_traces(
             elif not answer.text.strip():
                 dropped[EMPTY] += 1
             else:
-                rows.append(trace(prompt, answer, tokenizer, wanted.chat))
+                rows.append(trace(prompt, answer, tokenizer, options.chat))
         if not rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise CompressionError(
@@ -90,8 +90,8 @@ def write_traces(
             **plain_json(traces),
             "made_by": plain_json(writer.facts),
             "options": options.facts("max_new_tokens", "temperature", "top_p", "chat"),
-            "seeds": [wanted.seed + number for number in range(wanted.seeds)],
-            "prompts": len(prompts),
+            "seeds": [*range(prompts.seed, prompts.seed + prompts.options.seeds)],
+            "prompts": len(prompts.prompts),
             "request": request,
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "versions": versions(),
@@ -117,7 +117,7 @@ def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
 
 
 def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
-    """One line: the whole text, which calibration takes, and of a chat its messages."""
+    """Return a line of the file: the whole text, which calibration reads, and the messages of a chat."""
     end = tokenizer.decode([answer.tokens[-1]]) if answer.tokens else tokenizer.eos_token or ""
     row: dict[str, Any] = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
     if not is_chat(prompt, tokenizer, chat):

@@ -1,4 +1,4 @@
-"""`evaluate`, how a smaller model behaves beside its base, and `traces`, complete answers to calibrate on."""
+"""The commands `evaluate`, two models' behaviour, and `traces`, complete answers for calibration."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,17 +6,16 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.answers.options import ServerOptions
-from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Out, Reading, Writing, flag
+from compressor.answers.options import AnswerOptions, ServerOptions
+from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Out, Reading, Writing, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.document.blocks import Block, Facts, Text
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.recipe.recipe import BehaviourOptions
+from compressor.quality_gate.options import BehaviourOptions
 from compressor.records import plain_json
 
 USUAL_CONFIDENCE = 0.95
-ASKED = ("prompts", "max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict")
 
 
 def evaluate(
@@ -40,14 +39,11 @@ def evaluate(
     """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
     if output is not None:
         require("jinja2")
-    from compressor.pipeline.gate import answering_of, judging_of
     from compressor.quality_gate.behaviour_report import NAMES, behaviour_blocks, write_behaviour
     from compressor.quality_gate.verdict import check_confidence
 
     check_confidence(confidence)
-    answering = answering_of(options, limit)
-    judging = judging_of(options)
-    if answering is None and judging is None:
+    if not options.prompts and not options.reads:
         raise CompressionError(
             "nothing is asked; name --prompts, such as a JSONL file with chats, or demo; or name --text"
         )
@@ -55,8 +51,8 @@ def evaluate(
         behaviour = compressor.evaluate(
             base,
             smaller,
-            answering,
-            judging,
+            options,
+            limit=limit,
             servers=ServerOptions(**servers),
             confidence=confidence,
             batch_size=batch_size,
@@ -71,7 +67,7 @@ def evaluate(
 
 
 def traces(
-    options: Annotated[BehaviourOptions, [option for option in BEHAVIOUR_OPTIONS if option[0] in ASKED]],
+    options: Annotated[AnswerOptions, options_of(AnswerOptions)],
     servers: Annotated[dict[str, Any], [option for option in SERVER_OPTIONS if not option[0].startswith("base_")]],
     running: Writing,
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id; with --server its tokenizer.")],
@@ -81,16 +77,12 @@ def traces(
     seed: Annotated[int, flag("The first of the seeds.", min=0)] = 0,
 ) -> None:
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""
-    from compressor.pipeline.gate import answering_of
-
-    answering = answering_of(options, limit)
-    if answering is None:
-        raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
     with progress_bars(running.as_json) as progress:
         written = compressor.traces(
             model,
-            answering,
+            options,
             output,
+            limit=limit,
             seed=seed,
             server=ServerOptions(**servers),
             batch_size=batch_size,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.gate import print_outlook, summarise
+from compressor.cli.gate import print_power, summarise
 from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
     STEP,
@@ -146,7 +146,7 @@ def compress(
         return show_dry_run(compressor.dry_run(recipe), running.as_json)
     if recipe.output.push_to_hub is not None:
         show_hub_bars(running.as_json)
-    announce = None if running.as_json else print_outlook
+    announce = None if running.as_json else print_power
     try:
         with progress_bars(running.as_json) as progress:
             outcome = compressor.compress(recipe, output, announce=announce, **running.making(progress))

@@ -23,13 +23,14 @@ from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
+from compressor.options import validated
 from compressor.progress import Progress
+from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
-from compressor.recipe.recipe import GateOptions, validated
 from compressor.records import plain_json
 
 if TYPE_CHECKING:
-    from compressor.quality_gate.run import Outlook
+    from compressor.quality_gate.run import PowerAnalysis
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
@@ -64,44 +65,45 @@ def gate(
     if tasks or demo or not judges_otherwise:
         require(*TASKS)
     from compressor.cli.rendering import show_gate
-    from compressor.pipeline.gate import gate_request, read_outlook
-    from compressor.quality_gate.report import NAMES, outlook_blocks, write_gate
-    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, passable
+    from compressor.pipeline.gate import read_power_analysis
+    from compressor.quality_gate.report import NAMES, power_blocks, write_gate
+    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable
 
     usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
     if demo:
         usual = DEMO_TASKS
         options = {"max_drop": DEMO_MAX_DROP, **options}
     options["tasks"] = listed(tasks, "--tasks") or usual
-    request = gate_request(
-        validated(GateOptions, options, "the command line"), running.device, running.dtype, cache_dir
-    )
+    gate_options = validated(GateOptions, options, "the command line")
+    computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
     if dry_run:
-        outlook = read_outlook(request)
-        print_report(running.as_json, plain_json(outlook), outlook_blocks(outlook))
-        passable(outlook)
+        power = read_power_analysis(GateRequest.read(gate_options, **computing))
+        print_report(running.as_json, plain_json(power), power_blocks(power))
+        passable(power)
         return
     if base is None and not demo:
         raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
         if base is None:
             refuse_several("the demo's compression", "name two models")
-            passable(read_outlook(request))  # before the demo is compressed
+            # before the demo is compressed
+            passable(read_power_analysis(GateRequest.read(gate_options, **computing)))
             base, compressed = stack.enter_context(_demo_models(progress))
         result = compressor.gate(
             base,
             compressed,
-            request,
+            gate_options,
             servers=ServerOptions(**servers),
             revision=running.revision,
             compressed_revision=compressed_revision,
             progress=progress,
-            announce=None if running.as_json else print_outlook,
+            announce=None if running.as_json else print_power,
+            **computing,
         )
         written = write_gate(result, output, running.overwrite) if output is not None and ranks().is_first else []
     summarise(result)
     show_gate(result, running.as_json, written)
-    raise typer.Exit(EXIT_STATUS[request.counted(result.verdict)])
+    raise typer.Exit(EXIT_STATUS[gate_options.counted(result.verdict)])
 
 
 @contextmanager
@@ -118,12 +120,12 @@ def _demo_models(progress: Progress) -> Iterator[tuple[str, str]]:
         yield str(source), str(target)
 
 
-def print_outlook(outlook: "Outlook") -> None:
+def print_power(power: "PowerAnalysis") -> None:
     """Print what a gate can show."""
-    from compressor.quality_gate.report import outlook_blocks
+    from compressor.quality_gate.report import power_blocks
 
     if ranks().is_first:
-        show(outlook_blocks(outlook))
+        show(power_blocks(power))
 
 
 def summarise(result: GateResult) -> None:

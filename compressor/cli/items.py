@@ -21,11 +21,11 @@ from compressor.cli.options import (
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
 from compressor.extras import TASKS, require
-from compressor.recipe.step import Options
+from compressor.options import Options
 
 
 class ItemFlags(Options):
-    """Which items a model answers."""
+    """Items that a model answers."""
 
     tasks: str | None = None
     """lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."""
@@ -44,7 +44,7 @@ class ItemFlags(Options):
             require(*TASKS)
 
     def arguments(self, file: str) -> dict[str, Any]:
-        """Arguments of a function that reads items, with its name for their file."""
+        """Return the arguments of a function that reads items, with its name for their file."""
         return {**self.model_dump(exclude={"file"}), "tasks": listed(self.tasks, "--tasks") or (), file: self.file}
 
 

@@ -18,15 +18,14 @@ from compressor.answers.options import ServerOptions
 from compressor.cli.terminal import PROGRAM
 from compressor.entry_points import defaults
 from compressor.errors import CompressionError
+from compressor.options import validated
 from compressor.progress import Progress
+from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.recipe.recipe import (
     RESIDENT,
-    BehaviourOptions,
-    GateOptions,
     ModelOptions,
     OutputOptions,
     Resident,
-    validated,
 )
 from compressor.recipe.step import TextOptions
 

@@ -25,7 +25,7 @@ from compressor.errors import CompressionError
 from compressor.extras import ONNX, require
 from compressor.files import alone
 from compressor.formatting import readable
-from compressor.recipe.step import Options
+from compressor.options import Options
 from compressor.run_record import COMPRESSION
 
 GRAPH = "model.onnx"

@@ -12,7 +12,7 @@ from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.serving import server_line
 from compressor.quality_gate.domain_divergence import heldout_blocks
-from compressor.quality_gate.report import full_content, gate_blocks, outlook_blocks
+from compressor.quality_gate.report import full_content, gate_blocks, power_blocks
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
@@ -61,7 +61,7 @@ def show_dry_run(run: "DryRun", as_json: bool) -> None:
     solving = "; correct takes about as much again" if any(step["name"] == "correct" for step in run.steps) else ""
     blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))
     if run.gate is not None:
-        blocks += outlook_blocks(run.gate)
+        blocks += power_blocks(run.gate)
     print_report(as_json, run.to_dict(), blocks)
 
 

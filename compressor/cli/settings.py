@@ -15,20 +15,20 @@ from compressor.cli.options import Choices, flag, options_of
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
+from compressor.options import Options, separated
+from compressor.quality_gate.options import GateOptions
 from compressor.recipe.recipe import (
     FIELDS,
     UNEVEN_LAYERS,
-    GateOptions,
     OutputOptions,
     Recipe,
     default_steps,
     read_recipe,
     refuse_missing,
-    separated,
     step_class,
     with_options,
 )
-from compressor.recipe.step import Options, TextOptions
+from compressor.recipe.step import TextOptions
 
 SUFFIXES = (".yaml", ".yml")
 SHOWN = (  # by `compress --help`

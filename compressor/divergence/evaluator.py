@@ -75,9 +75,9 @@ class Figures:
     tokens: Tensor  # that are predicted
     domain: Tensor  # number of the evaluation set
     base_loss: Tensor = field(default_factory=lambda: torch.empty(0))
-    # [n, M, 5] for each of the evaluator's marks: how often it is the next token; the sums of its probability there by
-    # the base and by the variant; and the same two at all other positions
-    marks: Tensor = field(default_factory=lambda: torch.empty(0))
+    # [n, M, 5] for each of the evaluator's sets of stop tokens: how often it is the next token; the sums of its
+    # probability there by the base and by the variant; and the same two at all other positions
+    stop_tokens: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def sequences(self) -> int:
@@ -110,14 +110,16 @@ def require_enough(sequences: int, step: str, remedy: str = "give more text, or 
 
 
 @torch.no_grad()
-def compare_sequence(ours: Tensor, theirs: Tensor, targets: Tensor, marks: Sequence[Sequence[int]] = ()) -> list[float]:
-    """Return a sequence's KL, loss, flips and base's loss, means over positions; then five figures for each mark.
+def compare_sequence(
+    ours: Tensor, theirs: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]] = ()
+) -> list[float]:
+    """Return a sequence's KL, loss, flips and base's loss, means over positions; then five for each set of stop tokens.
 
-    Logits of variant and base, [N, V] each, and the next tokens [N]. A mark's figures are those of `Figures.marks`.
+    Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of `Figures.stop_tokens`.
     """
     rows = max(1, COMPARED // ours.shape[-1])
     columns = [
-        _at_positions(logits.float(), base.float(), following, marks)
+        _at_positions(logits.float(), base.float(), following, stop_tokens)
         for logits, base, following in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True)
     ]
     kl, loss, base_loss, flips, *at_marks = torch.cat(columns, 1)
@@ -130,7 +132,7 @@ def compare_sequence(ours: Tensor, theirs: Tensor, targets: Tensor, marks: Seque
     return torch.stack(figures).tolist()
 
 
-def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, marks: Sequence[Sequence[int]]) -> Tensor:
+def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]]) -> Tensor:
     """Return KL, both losses and flips at each position; of each mark, if it is next and both probabilities: [C, N]."""
     log_probabilities, base_log_probabilities = log_softmax(logits, dim=-1), log_softmax(base, dim=-1)
     kl = (base_log_probabilities.exp() * (base_log_probabilities - log_probabilities)).sum(-1)
@@ -138,7 +140,7 @@ def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, marks: Sequence
     for logs in (log_probabilities, base_log_probabilities):
         columns.append(-as_float64(logs.gather(-1, targets[:, None])[:, 0]))
     columns.append(as_float64(logits.argmax(-1) != base.argmax(-1)))
-    for tokens in marks:
+    for tokens in stop_tokens:
         ids = torch.tensor(tokens, device=targets.device)
         columns.append(as_float64(torch.isin(targets, ids)))
         for logs in (base_log_probabilities, log_probabilities):
@@ -163,12 +165,14 @@ def require_head(model: Any) -> nn.Module:
 class Evaluator:
     """A base model and held-out text, on which any number of variants are compared with it.
 
-    `marks` are sets of tokens, such as those that end a text, whose probabilities are measured, too. Each of several
-    ranks keeps and runs its share of the batches; figures are those of all.
+    `stop_tokens` are sets of tokens, such as those that end a text, whose probabilities are measured, too. Each of
+    several ranks keeps and runs its share of the batches; figures are those of all.
     """
 
-    def __init__(self, base: OpenModel, sets: Sequence[EvaluationSet], marks: Sequence[Sequence[int]] = ()) -> None:
-        self.marks = tuple(map(tuple, marks))
+    def __init__(
+        self, base: OpenModel, sets: Sequence[EvaluationSet], stop_tokens: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self.stop_tokens = tuple(map(tuple, stop_tokens))
         self.base, self.names = base, tuple(entry.name for entry in sets)
         self.head = require_head(base.partial.model)
         self.head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
@@ -277,10 +281,10 @@ class Evaluator:
             rows += by_batch[number]
             tokens += self.counted[number].sum(1).tolist()
             domains += [self.domains[number]] * len(self.batches[number])
-        columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.marks))
+        columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.stop_tokens))
         kl, loss, flips, base_loss = columns[:, :4].T
-        marks = columns[:, 4:].view(len(columns), -1, 5)
-        return Figures(kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, marks)
+        stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
+        return Figures(kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, stop_tokens)
 
 
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
@@ -359,7 +363,7 @@ class HeldoutProbe(LayerVisitor):
             at_positions = logits[0] if self._selected else logits[:, :-1][positions]
             sequences.append(at_positions.split(counts))
         self._by_sequence[self._running] = [
-            compare_sequence(logits, base, following, self.evaluator.marks)
+            compare_sequence(logits, base, following, self.evaluator.stop_tokens)
             for following, logits, base in zip(*sequences, strict=True)
         ]
 

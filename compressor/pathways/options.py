@@ -16,7 +16,7 @@ OWN = "own"  # prompts are embedded by the mean of the model's own token embeddi
 
 @dataclass(frozen=True, slots=True)
 class PathwayOptions:
-    """How pathways are optimised; the defaults are the paper's, where it names one."""
+    """Optimisation of pathways; defaults are the paper's, where it names one."""
 
     optimizer: Optimizer = "ngd"
     neighbours: PositiveInt = 3  # nearest items of the reference set

@@ -45,7 +45,7 @@ REMEDY = "name a folder that `moe-compress reference` has written"
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFacts:
-    """The model that a reference set is of, and how it was built."""
+    """The model of a reference set, and how the set was built."""
 
     model: str
     fingerprint: str
@@ -70,7 +70,7 @@ class ReferenceSet:
     def neighbours(
         self, embedding: Tensor, count: int, radius: float | None = None, but: str | None = None
     ) -> tuple[list[int], Tensor, Tensor]:
-        """Indices of the nearest items, nearest first, and the embeddings of the query [D] and of them [k, D].
+        """Return the indices of the nearest items, nearest first, and the embeddings of query [D] and items [k, D].
 
         Embeddings are brought to length one, so that distances go from 0 to 2. With a `radius` all items within it
         are neighbours, which may be none. Items whose prompt is `but` are left out: they would give an answer away.
@@ -96,7 +96,7 @@ class ReferenceSet:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary and of what it makes of a text."""
+    """Return the SHA-256 of a tokenizer's vocabulary and of the tokens of a probe."""
     facts = [sorted(tokenizer.get_vocab().items()), list(tokenizer.encode(PROBE))]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -162,8 +162,8 @@ def embedder(name: str, model: PathwayModel) -> Embedder:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How many items of a task a model was asked, and how many it answered right."""
+class TaskAccuracy:
+    """Items of a task, and the number that the model answers right."""
 
     task: str
     items: int
@@ -184,7 +184,7 @@ def build_reference(
     progress: Progress,
     keep: Callable[[Item, PlainForward], bool] = answers_right,
     strict: bool = False,
-) -> tuple[ReferenceSet, tuple[Asked, ...]]:
+) -> tuple[ReferenceSet, tuple[TaskAccuracy, ...]]:
     """Keep the items that the model answers right, or those to `keep`, and count those of each task.
 
     Items without tokens are left out, or refused if `strict`. Raises `CompressionError` where no item is kept.
@@ -226,11 +226,11 @@ def build_reference(
         asked=len(questions),
     )
     reference = ReferenceSet(facts, tuple(right_items), torch.stack(embeddings), torch.stack(pathways))
-    return reference, tuple(Asked(task, len(right), sum(right)) for task, right in results.items())
+    return reference, tuple(TaskAccuracy(task, len(right), sum(right)) for task, right in results.items())
 
 
-def reference_blocks(facts: ReferenceFacts, asked: Sequence[Asked]) -> tuple[Block, ...]:
-    """A table of the items of each task, asked and answered right, and how they are kept."""
+def reference_blocks(facts: ReferenceFacts, asked: Sequence[TaskAccuracy]) -> tuple[Block, ...]:
+    """Return a table of the items of each task and of those answered right, and how they are kept."""
     rows = tuple(
         (task.task or "-", f"{task.items:,}", f"{task.right:,}", share(task.right, task.items)) for task in asked
     )

@@ -28,7 +28,7 @@ from compressor.pipeline.resolve import content_of, of_stage, sources_of
 from compressor.pipeline.run import Delivery, run
 from compressor.progress import Silent
 from compressor.quality_gate.report import NAMES, write_gate
-from compressor.quality_gate.run import GateRequest, Outlook
+from compressor.quality_gate.run import GateRequest, PowerAnalysis
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import StepOptions
@@ -83,7 +83,8 @@ def search_facts(model: OpenModel, recipe: Recipe) -> list[Any]:
 def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
     """Return the gate of each model of a search, whose confidence holds for all that it tries (Bonferroni)."""
     tries = math.ceil(math.log2(len(counts) + 1))
-    return replace(request, confidence=1 - (1 - request.confidence) / tries)
+    confidence = 1 - (1 - request.options.confidence) / tries
+    return replace(request, options=request.options.model_copy(update={"confidence": confidence}))
 
 
 def with_experts(recipe: Recipe, count: int) -> Recipe:
@@ -173,7 +174,7 @@ def _cached_trial(key: str) -> GateResult | None:
         return None
 
 
-def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[Outlook], None] | None = None) -> Outcome:
+def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnalysis], None] | None = None) -> Outcome:
     """Carry out a recipe; with a gate, leave the output in place only if it passes.
 
     With `gate.search` the number of experts is bisected for the smallest model that passes; what was tried is kept, so
@@ -195,10 +196,10 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[Outlook], 
         counts = possible_counts(model, recipe)
         facts = search_facts(model, recipe)
         request = shared_among(request, counts)
-    gate = prepare_gate(source, request, options.keep_failed)
+    gate = prepare_gate(source, request)
     with held(delivery.out):
         if announce is not None:
-            announce(gate.outlook)
+            announce(gate.power)
         if options.search:
             attempts, outcome = search(recipe, delivery, gate, counts, facts)
         else:
@@ -209,6 +210,6 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[Outlook], 
         decisive = next((attempt for attempt in reversed(attempts) if attempt.accepted), decisive)
     written = write_gate(decisive.result, reports, overwrite=True) if ranks().is_first else []
     if outcome is None or not decisive.accepted:
-        status = EXIT_STATUS[request.counted(decisive.result.verdict)]
+        status = EXIT_STATUS[options.counted(decisive.result.verdict)]
         raise GateFailedError(delivery.out, attempts, status, outcome, written)
     return replace(outcome, attempts=tuple(attempts), reports=tuple(written))

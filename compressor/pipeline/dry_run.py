@@ -15,10 +15,10 @@ from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
 from compressor.pipeline.compress import largest_tried
 from compressor.pipeline.formats import formats_of
-from compressor.pipeline.gate import read_outlook, request_of
+from compressor.pipeline.gate import read_power_analysis, request_of
 from compressor.pipeline.resolve import ResolvedRecipe, prepare, stage_numbers, text_specs
 from compressor.pipeline.run import earlier_plan
-from compressor.quality_gate.run import Outlook, passable
+from compressor.quality_gate.run import PowerAnalysis, passable
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import WEIGHTS
 from compressor.records import plain_json
@@ -84,7 +84,7 @@ class DryRun:
     layers_memory: int  # bytes of two of the largest decoder layer
     activations: int  # bytes of hidden states, above 4 GiB in files
     whole_memory: int  # bytes of a model that is trained in memory, with the optimizer's state
-    gate: Outlook | None = None  # what the recipe's gate can show
+    gate: PowerAnalysis | None = None  # what the recipe's gate can show
 
     @property
     def memory(self) -> int:
@@ -108,7 +108,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         request = request_of(recipe)
         if recipe.gate.search:
             recipe, request = largest_tried(recipe, request)
-        shown = passable(read_outlook(request))
+        shown = passable(read_power_analysis(request))
     if not isinstance(recipe.model, str):
         raise CompressionError("a dry run reads the headers of a checkpoint; name the model's folder or Hub id")
     source, checkpoint = read_headers(recipe.model, recipe.revision)

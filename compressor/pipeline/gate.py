@@ -1,56 +1,54 @@
 """The gate of a recipe: an output is put in place only if it passes."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.generation import Answering
 from compressor.answers.lm_eval_run import REPORT, plan_evaluation
-from compressor.answers.prompts import read_prompts
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask, read_batch_size, resolve_tasks
+from compressor.answers.tasks import EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.files import default_folder
 from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
 from compressor.quality_gate.report import LONE_HALVES, gate_json
-from compressor.quality_gate.run import GateRequest, Outlook, check_readings, outlook, passable, run_gate
-from compressor.quality_gate.teacher_forced import Judging
+from compressor.quality_gate.run import GateRequest, PowerAnalysis, analyse_power, check_readings, passable, run_gate
 from compressor.quality_gate.verdict import GateResult, gate_content
-from compressor.recipe.recipe import BehaviourOptions, GateOptions, Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import CONSTANTS
 from compressor.run_record import request_key, write_cached
-
-MAX_LOOP_RISE = 0.01  # of answers, where prompts are named and no limit
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedGate:
-    """A gate with what is known before anything is compressed."""
+    """A gate with everything that is known before compression."""
 
     source: ModelSource  # the base
     request: GateRequest
     tasks: tuple[EvaluationTask, ...]
-    outlook: Outlook  # what it can show
-    keep_failed: bool  # leave an output that fails in place, too
+    power: PowerAnalysis  # what it can show
     trial: Path | None = None  # file of the cache that keeps the result of one model of a search
 
     @property
     def key(self) -> str:
         """SHA-256 of everything beside the models that decides whether an output is put in place."""
-        return request_key(self.facts, self.task_versions, self.request.inconclusive, self.keep_failed)
+        options = self.request.options
+        return request_key(self.facts, self.task_versions, options.inconclusive, options.keep_failed)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides a verdict beside models and tasks; streaming does not, nor where results are kept."""
-        request, judging = self.request, self.request.judging
-        facts = asdict(replace(request, options=replace(request.options, stream=None)))
-        del facts["cache"], facts["inconclusive"]
-        sources = () if judging is None else (*judging.texts, *judging.answers)
-        return {**facts, "read": [content_of(domain_of(source)[0]) for source in sources]}
+        """Everything that decides a verdict beside models and tasks; streaming and the place of results do not."""
+        options = self.request.options
+        prompts = self.request.prompts
+        return {
+            "options": options.model_dump(mode="json", exclude={"stream", "inconclusive", "keep_failed"}),
+            "device": self.request.device,
+            "dtype": self.request.dtype,
+            "prompts": [] if prompts is None else [(prompt.id, prompt.domain) for prompt in prompts.prompts],
+            "read": [content_of(domain_of(source)[0]) for source in (*options.text, *options.answers)],
+        }
 
     @property
     def task_versions(self) -> list[tuple[str, str]]:
@@ -59,73 +57,7 @@ class PreparedGate:
 
     def accepts(self, result: GateResult) -> bool:
         """Return True if a result passes, or is undecided and counts as a pass."""
-        return self.request.counted(result.verdict) == "pass"
-
-
-def gate_request(
-    gate: GateOptions, device: str = "auto", dtype: str = "auto", cache: Path | None = None
-) -> GateRequest:
-    """Return what a gate of these options tests."""
-    answering = answering_of(gate, gate.limit)
-    judging = judging_of(gate, gate.max_flips, gate.max_loss_rise)
-    loop_rise, missed_rise = gate.max_loop_rise, gate.max_missed_rise
-    if answering is not None and not gate.teacher_forced:
-        if loop_rise is None and missed_rise is None:
-            loop_rise = MAX_LOOP_RISE
-        answering = replace(answering, max_loop_rise=loop_rise, max_missed_rise=missed_rise)
-    elif loop_rise is not None or missed_rise is not None:
-        remedy = "leave out --teacher-forced" if gate.teacher_forced else "name --prompts"
-        raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
-    limits_readings = gate.max_flips is not None or gate.max_loss_rise is not None
-    if limits_readings != (judging is not None):
-        raise CompressionError("--text and --answers are judged by --max-flips or --max-loss-rise; give one of each")
-    options = EvaluationOptions(
-        tasks=gate.tasks,
-        limit=gate.limit,
-        include_path=None if gate.include_path is None else Path(gate.include_path),
-        batch_size=read_batch_size(str(gate.batch_size)),
-        device=device,
-        dtype=dtype,
-        stream=gate.stream,
-    )
-    return GateRequest(
-        options,
-        max_drop=gate.max_drop,
-        max_task_drop=gate.max_task_drop,
-        confidence=gate.confidence,
-        inconclusive=gate.inconclusive or "inconclusive",
-        cache=cache or default_folder(),
-        answering=answering,
-        judging=judging,
-    )
-
-
-def answering_of(options: BehaviourOptions, limit: int | None) -> Answering | None:
-    """Return which answers are written, with the prompts read; None where none are named."""
-    if not options.prompts:
-        return None
-    named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict"})
-    return Answering(read_prompts(options.prompts, limit=limit, strict=options.strict), **named)
-
-
-def judging_of(
-    options: BehaviourOptions, max_flips: float | None = None, max_loss_rise: float | None = None
-) -> Judging | None:
-    """Return what both models read; None where nothing is named."""
-    if options.teacher_forced and not options.prompts:
-        raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
-    if not (options.text or options.answers or options.teacher_forced):
-        return None
-    return Judging(
-        texts=options.text,
-        samples=options.text_samples,
-        length=options.text_length,
-        answers=options.answers,
-        forced=options.teacher_forced,
-        max_flips=max_flips,
-        max_loss_rise=max_loss_rise,
-        strict=options.strict,
-    )
+        return self.request.options.counted(result.verdict) == "pass"
 
 
 def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
@@ -139,24 +71,24 @@ def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
     if SAFETENSORS not in formats_of(recipe):
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     strict = gate.strict or recipe.calibration.strict
-    return gate_request(gate.model_copy(update={"strict": strict}), device)
+    return GateRequest.read(gate.model_copy(update={"strict": strict}), device)
 
 
-def read_outlook(request: GateRequest) -> Outlook:
+def read_power_analysis(request: GateRequest) -> PowerAnalysis:
     """Return what a gate can show; its tasks are read, no model is."""
-    return outlook(ranks().first_before_others(lambda: resolve_tasks(request.options)), request)
+    return analyse_power(ranks().first_before_others(lambda: resolve_tasks(request.evaluation)), request)
 
 
-def prepare_gate(source: ModelSource, request: GateRequest, keep_failed: bool) -> PreparedGate:
-    """Read a gate's tasks and look what is known of the base's answers.
+def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
+    """Read a gate's tasks, its text and the stored results of the base.
 
     Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
     """
-    tasks = ranks().first_before_others(lambda: resolve_tasks(request.options))
-    shown = passable(outlook(tasks, request))
-    plan_evaluation(source, tasks, request.options, request.cache)
+    tasks = ranks().first_before_others(lambda: resolve_tasks(request.evaluation))
+    shown = passable(analyse_power(tasks, request))
+    plan_evaluation(source, tasks, request.evaluation, request.cache)
     check_readings(source, request)
-    return PreparedGate(source, request, tasks, shown, keep_failed)
+    return PreparedGate(source, request, tasks, shown)
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:

@@ -20,7 +20,7 @@ from compressor.model.architecture import discover, load_config
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import Advice
-from compressor.quality_gate.domain_divergence import Judged
+from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan, parts_of
@@ -90,7 +90,9 @@ class Outcome:
     packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
-    heldout: Judged | None = None  # base and output on held-out text; None where no text is read, or without evaluation
+    heldout: DomainDivergence | None = (
+        None  # base and output on held-out text; None where no text is read, or without evaluation
+    )
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
@@ -291,7 +293,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
             packed=is_packed(folder),
             acceptance=run.acceptance if run else {},
-            heldout=read_as(Judged, content["heldout"]) if content.get("heldout") else None,
+            heldout=read_as(DomainDivergence, content["heldout"]) if content.get("heldout") else None,
             versions=dict(content.get("versions") or plan.versions),
             command=run.command if run else None,
             gate=gate_of(folder, gate),

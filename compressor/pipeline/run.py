@@ -41,8 +41,8 @@ from compressor.pipeline.outcome import (
 )
 from compressor.pipeline.resolve import ResolvedRecipe, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
-from compressor.quality_gate.domain_divergence import Judged
-from compressor.quality_gate.domains import judged
+from compressor.quality_gate.domain_divergence import DomainDivergence
+from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
@@ -242,7 +242,7 @@ def _finish(
 
     with state.clock.phase("write"):
         ranks().broadcast(assembled)
-    outcome = replace(outcome, heldout=_judged(resolved, state, work.output))
+    outcome = replace(outcome, heldout=_heldout_divergence(resolved, state, work.output))
     if outcome.heldout is not None:
         ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
     fit = None if state.text is None else state.text.fit
@@ -287,12 +287,12 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
     out = Path(outcome.out)
     result = judge(gate, folder, out.name, progress)
     accepted = ranks().broadcast(lambda: gate.accepts(result))  # from now on a rank that rejects may clear the folder
-    if not (accepted or gate.keep_failed):
+    if not (accepted or gate.request.options.keep_failed):
         raise GateFailedError(out, [Attempt(outcome.experts_after, result, accepted=False)])
     return result
 
 
-def _judged(resolved: ResolvedRecipe, state: State, folder: Path) -> Judged | None:
+def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) -> DomainDivergence | None:
     """How far the output is from the base on held-out text; None where no text is read, or without evaluation.
 
     What cannot be compared ends no run: a warning says why.
@@ -317,7 +317,7 @@ def _judged(resolved: ResolvedRecipe, state: State, folder: Path) -> Judged | No
         with state.clock.phase("evaluate"):
             (figures,) = evaluator.measure(output, [variant], progress=state.progress)
         names = map(without_tokens, evaluator.names)  # of files, which go into the record
-        compared = judged(figures, dict(enumerate(names)))
+        compared = domain_divergence(figures, dict(enumerate(names)))
     except CompressionError as error:
         logger.warning("output and base are not compared on held-out text: %s", error)
         return None
@@ -326,7 +326,7 @@ def _judged(resolved: ResolvedRecipe, state: State, folder: Path) -> Judged | No
         few = f"{joined(short)} had too little text for this alone"
         compared = replace(compared, note=f"{few}: among its sequences are held-out ones by which steps have chosen.")
     rounded = plain_json(compared, lambda value: spelled(round(value, 6)))
-    return read_as(Judged, rounded)
+    return read_as(DomainDivergence, rounded)
 
 
 def make_all(state: State) -> WorkingCheckpoint:

@@ -1,6 +1,6 @@
-"""How a smaller model behaves beside its base: what both write to the same prompts, and what either would have.
+"""Behaviour of a smaller model beside its base: answers to the same prompts, and divergence on text and answers.
 
-`Behaviour` is the record, of parts that may be missing; commands, reports and the gate's conditions are made of it.
+`Behaviour` is the record of which commands, reports and the gate's conditions are made; its parts are optional.
 """
 
 import logging
@@ -13,11 +13,10 @@ import numpy as np
 
 from compressor.answers.generation import (
     Answer,
-    Answering,
+    PromptSet,
     StockGenerator,
     TextGenerator,
     answer_all,
-    fitting,
 )
 from compressor.answers.lm_eval_run import fits_whole
 from compressor.answers.prompts import Prompt, tokens_of
@@ -25,17 +24,17 @@ from compressor.errors import CompressionError
 from compressor.formatting import counted
 from compressor.model.opened import open_model
 from compressor.progress import Progress
-from compressor.quality_gate.domain_divergence import Judged
+from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
+from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.statistics import POWER, advise, holm, measure, shown_by, verdict
 from compressor.quality_gate.teacher_forced import (
-    ForcedFigures,
-    JudgedModels,
-    Judging,
-    judge,
-    judged_conditions,
-    marks_of,
+    AnswerDivergence,
+    TeacherForcedDivergence,
+    divergence_conditions,
+    measure_divergence,
     read_all,
+    stop_tokens_of,
     teacher_forced,
 )
 from compressor.quality_gate.verdict import GateCondition, TaskGate
@@ -60,7 +59,7 @@ class AnswerPair:
 
     @property
     def verdict(self) -> str:
-        """In a word, what became of the base's answer."""
+        """The difference of the smaller model's answer from the base's, in two words."""
         base = self.base_ending
         smaller = self.smaller_ending
         if smaller.looped and not base.looped:
@@ -74,7 +73,7 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Answers of both models, in figures, and pair by pair."""
+    """Written answers of both models: figures, and pairs."""
 
     prompts: int
     seeds: int
@@ -85,25 +84,25 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """All that was found; parts that nobody asked for are None."""
+    """Comparison of two models; parts that were not requested are None."""
 
     base: str
     smaller: str
     confidence: float
     written: Written | None = None
-    text: Judged | None = None  # read by both
-    answers: Judged | None = None  # the base's, read by both
-    each: tuple[ForcedFigures, ...] = ()  # of these answers
+    text: DomainDivergence | None = None
+    answers: DomainDivergence | None = None  # on the base's answers
+    each: tuple[AnswerDivergence, ...] = ()  # of these answers
     conditions: tuple[GateCondition, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON without the answers, which stand beside it line by line."""
+        """Return plain JSON without the pairs of answers, which have a file of their own."""
         written = None if self.written is None else replace(self.written, pairs=())
         return {"format": FORMAT, **plain_json(replace(self, written=written))}
 
 
 def shown_sentence(answers: int, confidence: float) -> str:
-    """Say beforehand what so many answers can show."""
+    """Say which rise a number of answers can show."""
     alpha = 1 - confidence
     least, some = (shown_by(answers, flips, alpha) for flips in (0.0, 0.02))
     return (
@@ -116,32 +115,33 @@ def shown_sentence(answers: int, confidence: float) -> str:
 def write_both(
     base: TextGenerator,
     smaller: TextGenerator,
-    wanted: Answering,
+    prompts: PromptSet,
+    judges_ends: bool,
     confidence: float,
     cache: Path,
     progress: Progress,
-    announce: Callable[[Answering], object] | None = None,
+    announce: Callable[[PromptSet], object] | None = None,
 ) -> Written:
-    """Both models' answers to all prompts, and what differs; answers of earlier runs are in the folder `cache`.
+    """Compare both models' answers to all prompts; answers of earlier runs are in the folder `cache`.
 
-    `announce` gets what is asked, of the prompts that both models take, before they are loaded. Raises
-    `CompressionError` where no prompt is left, or a model cannot write.
+    `announce` gets the prompts that both models take, before they are loaded. Raises `CompressionError` where no prompt
+    is left, a model cannot write, or ends are judged and the base ends none of its answers.
     """
     opened = [writer.opened() for writer in (base, smaller)]
-    options, prompts = fitting(wanted, opened)
+    prompts, options = prompts.fitted(opened)
     if announce is not None:
-        announce(replace(wanted, prompts=prompts))
-    asked = wanted.asked(prompts)
+        announce(prompts)
+    asked = prompts.requests
     answers = list[list[Answer]]()
     endings = list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
         own_answers = answer_all(writer, asked, options, cache, progress)
         if not answers:
-            _check_ends(own_answers, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
+            _check_ends(own_answers, base.label, options.max_new_tokens, judges_ends)
         markers = Markers.of(tokenizer)
         own_endings = list[Ending]()
         for answer, (prompt, _) in zip(own_answers, asked, strict=True):
-            before = str(tokenizer.decode(tokens_of(prompt, tokenizer, wanted.chat))) if markers.thinking else ""
+            before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat))) if markers.thinking else ""
             own_endings.append(ending_of(answer, prompt, markers, tokenizer, before))
         answers.append(own_answers)
         endings.append(own_endings)
@@ -150,7 +150,7 @@ def write_both(
     facts = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
     domains = [prompt.domain for prompt, _ in asked]
     measured = rates(domains, endings[0], endings[1], confidence)
-    return Written(len(prompts), wanted.seeds, facts, measured, pairs)
+    return Written(len(prompts.prompts), prompts.options.seeds, facts, measured, pairs)
 
 
 def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
@@ -164,13 +164,13 @@ def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -
         logger.warning("%s, so little can be said of ends; %s", fault, remedy)
 
 
-def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[GateCondition, ...]:
-    """The conditions on what was written, corrected for their number (Holm) where they fail: each has to pass."""
+def written_conditions(written: Written, limits: Limits, confidence: float) -> tuple[GateCondition, ...]:
+    """Return the conditions on written answers, each of which has to pass; failures are corrected by Holm."""
     alpha = 1 - confidence
     base = [pair.base_ending for pair in written.pairs]
     smaller = [pair.smaller_ending for pair in written.pairs]
     tasks = list[TaskGate]()
-    for name, (_, limit) in wanted.limits.items():
+    for name, (_, limit) in limits.items():
         pairs = pair_endings(name, base, smaller)
         assert pairs is not None, "every answer loops and ends, or does not"
         tasks.append(measure(pairs, limit, alpha, True))
@@ -182,7 +182,7 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
         conditions.append(
             GateCondition(
                 name=f"rise of {task.task}",
-                option=wanted.limits[task.task][0],
+                option=limits[task.task][0],
                 limit=task.max_drop,
                 observed=task.drop,
                 lower=task.lower,
@@ -201,65 +201,68 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
 def evaluate_behaviour(
     base: TextGenerator,
     smaller: TextGenerator,
-    wanted: Answering | None,
-    judging: Judging | None,
+    options: BehaviourOptions,
+    prompts: PromptSet | None,
     confidence: float,
     cache: Path,
     progress: Progress,
-    announce: Callable[[Answering], object] | None = None,
+    announce: Callable[[PromptSet], object] | None = None,
     reads_written: bool = True,
 ) -> Behaviour:
-    """All that is wanted of two models; `announce` gets the prompts that both take, before either is loaded.
+    """Compare two models; `announce` gets the prompts that both take, before either is loaded.
 
-    With `reads_written` both models read what the base has written, too, where both are checkpoints; and that alone
-    where the smaller one does not fit into memory.
+    With `reads_written` both models, if both are checkpoints, also read the base's written answers; a smaller model
+    that does not fit into memory does nothing else.
     """
-    judging = judging or Judging()
-    stock = stock_pair(base, smaller, judging)
+    stock = stock_pair(base, smaller, options)
     if stock is not None:
-        model, texts, forced_answers = read_all(stock[0], judging)
+        model, texts, forced_answers = read_all(stock[0], options)
     written = None
     answers = list[tuple[Prompt, Answer]]()
     conditions = tuple[GateCondition, ...]()
-    forced = judging.forced
-    if wanted is not None and reads_written and stock is not None and not forced:
+    forced = options.teacher_forced
+    if prompts is not None and reads_written and stock is not None and not forced:
         forced = not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)
         if forced:
             logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
-    if wanted is not None and forced:
-        options, prompts = fitting(wanted, [base.opened()])
-        asked = wanted.asked(prompts)
-        base_answers = answer_all(base, asked, options, cache, progress)
+    if prompts is not None and forced:
+        prompts, generation = prompts.fitted([base.opened()])
+        asked = prompts.requests
+        base_answers = answer_all(base, asked, generation, cache, progress)
         answers = [(prompt, answer) for (prompt, _), answer in zip(asked, base_answers, strict=True)]
-    elif wanted is not None:
-        written = write_both(base, smaller, wanted, confidence, cache, progress, announce)
-        conditions = written_conditions(written, wanted, confidence)
+    elif prompts is not None:
+        limits = options.answer_limits
+        judges_ends = "missed ends" in limits
+        written = write_both(base, smaller, prompts, judges_ends, confidence, cache, progress, announce)
+        conditions = written_conditions(written, limits, confidence)
         if reads_written:
             answers = [(pair.prompt, pair.base) for pair in written.pairs]
-    judged = JudgedModels()
+    judged = TeacherForcedDivergence()
     if stock is not None and (answers or texts or forced_answers):
-        marks = dict[str, tuple[int, ...]]()
+        stop_tokens = dict[str, tuple[int, ...]]()
         if answers or forced_answers:
             tokenizer, facts = base.opened()
             end = min(facts.stops)
-            chat = wanted is not None and wanted.chat
-            forced_answers += tuple(teacher_forced(*each, tokenizer, end, chat) for each in answers)
-            marks = marks_of(tokenizer, facts.stops)
+            written_answers = [
+                teacher_forced(prompt, answer, tokenizer, end, options.chat) for prompt, answer in answers
+            ]
+            forced_answers = (*forced_answers, *written_answers)
+            stop_tokens = stop_tokens_of(tokenizer, facts.stops)
         compressed = open_model(stock[1].source, stock[1].dtype, stock[1].device)
-        judged = judge(model, compressed, texts, forced_answers, marks, confidence, progress)
-    conditions += judged_conditions(judged, judging, confidence)
+        judged = measure_divergence(model, compressed, texts, forced_answers, stop_tokens, confidence, progress)
+    conditions += divergence_conditions(judged, options.divergence_limits, confidence)
     return Behaviour(
         base.label, smaller.label, confidence, written, judged.text, judged.answers, judged.each, conditions
     )
 
 
 def stock_pair(
-    base: TextGenerator, smaller: TextGenerator, judging: Judging
+    base: TextGenerator, smaller: TextGenerator, options: BehaviourOptions
 ) -> tuple[StockGenerator, StockGenerator] | None:
-    """Both models as checkpoints, which may read; None where one is a server, and nothing has to be read."""
+    """Return both models if both are checkpoints; refuse a server if text or answers are to be read."""
     if isinstance(base, StockGenerator) and isinstance(smaller, StockGenerator):
         return base, smaller
-    if judging.texts or judging.answers or judging.forced:
+    if options.reads:
         raise CompressionError(
             "a server does not show what reading takes, the probabilities of all tokens; name two checkpoints, or "
             "leave out --text, --answers and --teacher-forced"

@@ -1,4 +1,4 @@
-"""How two models behave, as blocks and as files."""
+"""The comparison of two models' behaviour as blocks and as files."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from compressor.document.markdown import markdown
 from compressor.files import MADE_BY, whole_folder
 from compressor.formatting import common_prefix, counted
 from compressor.quality_gate.behaviour import AnswerPair, Behaviour, Written
-from compressor.quality_gate.domain_divergence import judged_blocks
+from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
 from compressor.quality_gate.report import LONE_HALVES
 from compressor.quality_gate.verdict import conditions_table
@@ -26,19 +26,20 @@ FIRST = ("new loop", "end missed", "other text", "better", "same text")  # on th
 DIFFERENCE = re.compile(r"\s*\S*")  # what is marked where two answers part
 LEGEND = (
     f"Loops: answers whose end is one sequence of at most {PERIOD} tokens at least {TIMES} times over, {LEAST} tokens "
-    f"at least, or whose last {WINDOW} tokens have less than {100 * DISTINCT:g}% different 4-grams. Missed ends: those "
-    "that did not end by themselves. Repeated 4-grams: the share of an answer's that were there before (seq-rep-4). "
+    f"at least, or whose last {WINDOW} tokens have less than {100 * DISTINCT:g}% different 4-grams. Missed ends: "
+    "answers that did not end by themselves. Repeated 4-grams: the share of an answer's 4-grams that occurred before "
+    "(seq-rep-4). "
     "At least and at most: one-sided bounds of the rise, paired by prompt and seed, those of shares of answers exact."
 )
 
 
 def shown(rate: Rate, value: float, sign: str = "") -> str:
-    """A figure of a measure: of a length in tokens, of all others in percent."""
+    """Return a figure of a measure: a length in tokens, any other in percent."""
     return f"{value:{sign}.1f}" if rate.measure == "tokens" else f"{100 * value:{sign}.2f}%"
 
 
 def written_blocks(written: Written, base: str, smaller: str, confidence: float) -> tuple[Block, ...]:
-    """The measures of both models, over all answers and by domain."""
+    """Return a table of both models' measures, over all answers and by domain."""
     columns = ("measure", "domain", "answers", "base", "smaller", "rise", "at least", "at most", "more / fewer")
     rows = list[tuple[Words, ...]]()
     for rate in written.rates:
@@ -47,13 +48,13 @@ def written_blocks(written: Written, base: str, smaller: str, confidence: float)
         counts = f"{rate.more:,} / {rate.fewer:,}"
         rows.append((rate.measure, rate.domain, f"{rate.answers:,}", *figures, counts))
     asked = f"{counted(written.prompts, 'prompt')}, {counted(written.seeds, 'answer')} to each"
-    caption = f"What {smaller} writes compared with {base}: {asked}, bounds with confidence {100 * confidence:g}% each"
+    caption = f"Answers of {smaller} compared with {base}: {asked}, bounds with confidence {100 * confidence:g}% each"
     table = Table(caption, columns, tuple(rows), frozenset({"domain"}), ("more / fewer", "answers"))
     return table, Text(LEGEND, "note")
 
 
 def lead(behaviour: Behaviour) -> str:
-    """The first sentence: loops and ends."""
+    """Return the first sentence: loops and ends, or else loss and flips."""
     if behaviour.written is None:
         if (read := behaviour.text or behaviour.answers) is None:
             return f"{behaviour.smaller} beside {behaviour.base}."
@@ -72,15 +73,17 @@ def lead(behaviour: Behaviour) -> str:
 
 
 def behaviour_blocks(behaviour: Behaviour, written: Sequence[Path] = ()) -> tuple[Block, ...]:
-    """All figures, the same on a terminal and in behaviour.md."""
+    """Return all figures, the same for a terminal and for behaviour.md."""
     blocks: list[Block] = [Text(Strong(lead(behaviour)))]
     if behaviour.written is not None:
         blocks += written_blocks(behaviour.written, behaviour.base, behaviour.smaller, behaviour.confidence)
     if behaviour.text is not None:
-        title = f"What {behaviour.smaller} makes of text compared with {behaviour.base}"
-        blocks += judged_blocks(behaviour.text, title)
+        title = f"Divergence of {behaviour.smaller} from {behaviour.base} on text"
+        blocks += divergence_blocks(behaviour.text, title)
     if behaviour.answers is not None:
-        blocks += judged_blocks(behaviour.answers, f"What {behaviour.smaller} makes of answers by {behaviour.base}")
+        blocks += divergence_blocks(
+            behaviour.answers, f"Divergence of {behaviour.smaller} on answers by {behaviour.base}"
+        )
     if behaviour.conditions:
         blocks.append(conditions_table(behaviour.conditions))
     if written:
@@ -89,13 +92,13 @@ def behaviour_blocks(behaviour: Behaviour, written: Sequence[Path] = ()) -> tupl
 
 
 def answer_lines(pairs: Iterable[AnswerPair]) -> str:
-    """Each pair of answers as a line of JSON, which names no folder."""
+    """Return each pair of answers as a line of JSON, without the prompt's file."""
     plain = (replace(pair, prompt=replace(pair.prompt, where="")) for pair in pairs)
     return "".join(json.dumps({"verdict": pair.verdict, **plain_json(pair)}) + "\n" for pair in plain)
 
 
 def marked(text: str, other: str, ending: Ending) -> Words:
-    """An answer with the word at which it parts from the other, and its loop, set off."""
+    """Return an answer with the first word that differs and its loop marked."""
     text = text[:MOST_LETTERS]
     loop = len(text) if ending.loop_start is None else ending.loop_start
     begin = common_prefix(text, other)
@@ -115,7 +118,7 @@ def marked(text: str, other: str, ending: Ending) -> Words:
 
 
 def answers_page(behaviour: Behaviour) -> str:
-    """A page with both answers to each prompt side by side, those that tell most first."""
+    """Return a page with both answers to each prompt side by side, new loops and missed ends first."""
     assert behaviour.written is not None, "a page of answers has answers"
     pairs = sorted(behaviour.written.pairs, key=lambda pair: FIRST.index(pair.verdict))
 

@@ -1,4 +1,4 @@
-"""The record of judging without generating, by domain: the record, and how it is shown."""
+"""Divergence of a smaller model from its base by domain of text: the record, and its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from compressor.document.blocks import Block, Strong, Table, Text, Words
 
 CONFIDENCE = 0.95
-TIMES = 3.0  # the mean of the other domains, above which a domain suffers
+# a domain is degraded above this multiple of the mean of the other domains
+TIMES = 3.0
 LEAST = 1e-3  # nats per token, below which none does
 TOGETHER = "all together"
 MEASURES: Mapping[str, str] = {"loss": "loss", "kl": "KL from the base"}
@@ -15,8 +16,17 @@ LEGEND = (
     "share of positions whose greedy token is not the base's. In brackets: one-sided bounds of the difference from the "
     "base, paired by sequence, each with confidence {confidence:g}%."
 )
-OF_BOTH = ("base", "smaller", "change")
-OF_ENDS = (
+END_COLUMNS = (
+    "domain",
+    "ends",
+    "base at the end",
+    "smaller at the end",
+    "change at the end",
+    "base elsewhere",
+    "smaller elsewhere",
+    "change elsewhere",
+)
+LEGEND_OF_ENDS = (
     " Both models read the base's own answers. At the end: the mean probability of the token that ends an answer, or "
     "its thinking, where the base's answer has it; elsewhere: at all other tokens of the answers."
 )
@@ -24,7 +34,7 @@ OF_ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """A figure of both models on the same sequences; a change is the smaller model's less the base's."""
+    """A figure of both models on the same sequences; the change is the smaller model's figure less the base's."""
 
     base: float
     compressed: float
@@ -35,18 +45,18 @@ class Paired:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkFigures:
-    """The probability of a token such as that which ends a text; None where there are no such positions."""
+class StopTokenFigures:
+    """The probability of a set of stop tokens where one is due, and elsewhere; None without such positions."""
 
     name: str
-    count: int  # positions where it comes next
+    count: int  # positions where a stop token is the next token
     here: Paired | None
     elsewhere: Paired | None
 
 
 @dataclass(frozen=True, slots=True)
 class DomainFigures:
-    """One domain, or all together; loss and KL in nats per token, flips a share of positions."""
+    """Figures of one domain, or of all together: loss and KL in nats per token, flips as a share of positions."""
 
     domain: str
     sequences: int
@@ -54,12 +64,12 @@ class DomainFigures:
     loss: Paired
     kl: Paired
     flips: Paired
-    marks: tuple[MarkFigures, ...] = ()
+    stop_tokens: tuple[StopTokenFigures, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Suffering:
-    """A domain that loses more than `TIMES` the mean of the others, beyond the error of both."""
+class DegradedDomain:
+    """A domain whose figure rises by more than `TIMES` the mean of the others, beyond the error of both."""
 
     domain: str
     measure: str  # a key of `MEASURES`
@@ -68,51 +78,55 @@ class Suffering:
 
     @property
     def sentence(self) -> str:
-        what, verb = MEASURES[self.measure], "rises by" if self.measure == "loss" else "is"
-        compared = f"more than {TIMES:g} times the mean of the other domains, {self.others:.3g}"
-        return f"The domain {self.domain} suffers: its {what} {verb} {self.change:.3g} nats per token, {compared}."
+        verb = "rises by" if self.measure == "loss" else "is"
+        return (
+            f"The domain {self.domain} is degraded: its {MEASURES[self.measure]} {verb} {self.change:.3g} nats per "
+            f"token, more than {TIMES:g} times the mean of the other domains, {self.others:.3g}."
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """The record of judging without generating, by domain."""
+class DomainDivergence:
+    """Divergence of a smaller model from its base on text, by domain."""
 
     domains: tuple[DomainFigures, ...]
     together: DomainFigures | None  # None of a single domain
-    suffering: tuple[Suffering, ...]
+    degraded: tuple[DegradedDomain, ...]
     confidence: float = CONFIDENCE
-    note: str = ""  # what the text lacks
+    note: str = ""  # on the text, such as too few sequences
 
     @property
     def rows(self) -> tuple[DomainFigures, ...]:
-        """Every domain, then all together."""
+        """The domains, then all together."""
         return self.domains if self.together is None else (*self.domains, self.together)
 
     @property
     def overall(self) -> DomainFigures:
-        """Figures of all text."""
+        """The figures of all text."""
         return self.domains[0] if self.together is None else self.together
 
 
-def heldout_blocks(judged: Judged) -> tuple[Block, ...]:
-    """Output and base on a run's held-out text, in a line; of several sources a table, too."""
-    loss, rise, kl, flips = overall_words(judged.overall)
-    sequences = judged.overall.sequences
-    line = (
-        f"Held-out text ({sequences:,} sequences): loss of the base and of the output {loss} ({rise}) nats "
-        f"per token, KL from the base {kl}, another greedy token at {flips} of positions (±: 95% interval)"
-    )
-    blocks: list[Block] = [Text(line)]
-    if judged.together is not None:
-        blocks += judged_blocks(judged, "Held-out text by source, compared with the base")
-    if judged.note:
-        blocks.append(Text(judged.note))
+def heldout_blocks(divergence: DomainDivergence) -> tuple[Block, ...]:
+    """Return a sentence on a run's held-out text, and a table where it has several sources."""
+    loss, rise, kl, flips = overall_words(divergence.overall)
+    blocks: list[Block] = [
+        Text(
+            f"Held-out text ({divergence.overall.sequences:,} sequences): loss of the base and of the output {loss} "
+            f"({rise}) nats per token, KL from the base {kl}, another greedy token at {flips} of positions "
+            "(±: 95% interval)"
+        )
+    ]
+    if divergence.together is not None:
+        blocks += divergence_blocks(divergence, "Held-out text by source, compared with the base")
+    if divergence.note:
+        blocks.append(Text(divergence.note))
     return tuple(blocks)
 
 
 def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
-    """Loss of base and output, its rise, KL and flips, with two-sided 95% intervals by Student's t over sequences."""
-    from scipy.stats import t  # which takes a while
+    """Return both losses, their difference, KL and flips, with 95% intervals by Student's t over sequences."""
+    # which takes a while
+    from scipy.stats import t
 
     width = float(t.isf(0.025, row.sequences - 1))
     loss, kl, flips = row.loss, row.kl, row.flips
@@ -124,42 +138,48 @@ def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     )
 
 
-def judged_blocks(judged: Judged, title: str) -> tuple[Block, ...]:
-    """Which domains suffer, and the table; with marks a second one of the probabilities of ends."""
-
-    def changed(pair: Paired, scale: float = 1.0, sign: str = "+", unit: str = "") -> str:
-        values = [scale * value for value in (pair.change, pair.lower, pair.upper)]
-        digits = 3 if abs(values[0]) >= 0.1 else 5
-        change, lower, upper = (f"{value:{mark}.{digits}f}" for value, mark in zip(values, (sign, "", ""), strict=True))
-        return f"{change}{unit} ({lower} to {upper})"
-
-    def both(pair: Paired | None) -> tuple[str, ...]:
-        return ("-",) * 3 if pair is None else (f"{pair.base:.4f}", f"{pair.compressed:.4f}", changed(pair))
-
-    named = {each.domain for each in judged.suffering}
-    rows: list[tuple[Words, ...]] = [
-        (
-            Strong(row.domain) if row.domain in named else row.domain,
-            f"{row.sequences:,}",
-            f"{row.tokens:,}",
-            f"{row.loss.base:.4f}",
-            changed(row.loss),
-            changed(row.kl, sign=""),
-            changed(row.flips, 100, "", "%"),
+def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, ...]:
+    """Return the degraded domains, a table of all domains, and a table for each set of stop tokens."""
+    degraded = {domain.domain for domain in divergence.degraded}
+    rows = list[tuple[Words, ...]]()
+    for row in divergence.rows:
+        rows.append(
+            (
+                Strong(row.domain) if row.domain in degraded else row.domain,
+                f"{row.sequences:,}",
+                f"{row.tokens:,}",
+                f"{row.loss.base:.4f}",
+                _change(row.loss),
+                _change(row.kl, sign=""),
+                _change(row.flips, 100, "", "%"),
+            )
         )
-        for row in judged.rows
-    ]
-    ruled = frozenset({len(judged.domains) - 1})
+    ruled = frozenset({len(divergence.domains) - 1})
     columns = ("domain", "sequences", "tokens", "base's loss", "rise of the loss", "KL", "flips")
-    tables = [Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled)]
-    marks = judged.domains[0].marks
-    for place, mark in enumerate(marks):
-        heads = ("domain", "ends", *(f"{what} {at}" for at in ("at the end", "elsewhere") for what in OF_BOTH))
-        ends = tuple(
-            (row.domain, f"{row.marks[place].count:,}", *both(row.marks[place].here), *both(row.marks[place].elsewhere))
-            for row in judged.rows
-        )
-        caption = f"Probability of the token that ends {mark.name}"
-        tables.append(Table(caption, heads, ends, frozenset({"domain"}), ("ends",), ruled))
-    legend = LEGEND.format(confidence=100 * judged.confidence) + (OF_ENDS if marks else "")
-    return *(Text(Strong(each.sentence), "bad") for each in judged.suffering), *tables, Text(legend)
+    blocks: list[Block] = [Text(Strong(domain.sentence), "bad") for domain in divergence.degraded]
+    blocks.append(Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled))
+    legend = LEGEND.format(confidence=100 * divergence.confidence)
+    for index, stop_tokens in enumerate(divergence.domains[0].stop_tokens):
+        if index == 0:
+            legend += LEGEND_OF_ENDS
+        ends = list[tuple[Words, ...]]()
+        for row in divergence.rows:
+            figures = row.stop_tokens[index]
+            ends.append((row.domain, f"{figures.count:,}", *_both(figures.here), *_both(figures.elsewhere)))
+        caption = f"Probability of the token that ends {stop_tokens.name}"
+        blocks.append(Table(caption, END_COLUMNS, tuple(ends), frozenset({"domain"}), ("ends",), ruled))
+    return (*blocks, Text(legend))
+
+
+def _both(pair: Paired | None) -> tuple[str, str, str]:
+    """Return a figure of the base, of the smaller model, and its change."""
+    if pair is None:
+        return "-", "-", "-"
+    return f"{pair.base:.4f}", f"{pair.compressed:.4f}", _change(pair)
+
+
+def _change(pair: Paired, scale: float = 1.0, sign: str = "+", unit: str = "") -> str:
+    """Return a change with its bounds in brackets."""
+    change, lower, upper = (scale * value for value in (pair.change, pair.lower, pair.upper))
+    digits = 3 if abs(change) >= 0.1 else 5
+    return f"{change:{sign}.{digits}f}{unit} ({lower:.{digits}f} to {upper:.{digits}f})"

@@ -1,7 +1,7 @@
-"""How much worse a smaller model does in each domain of text: loss, KL, flips and ends, with paired intervals.
+"""Figures of a smaller model on each domain of text beside its base: loss, KL, flips and ends, with paired intervals.
 
-Sequences are paired: what a sequence costs the smaller model is compared with what it costs the base, and each token
-counts alike. Bounds are one-sided, as the gate's are, by the tests of likelihoods there. n sequences, M marks.
+Figures are paired by sequence, and each token counts alike. Bounds are one-sided, as the gate's are, by its tests of
+likelihoods. n sequences, M sets of stop tokens.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist, fmean
 
+import torch
 from torch import Tensor
 
 from compressor.divergence.evaluator import Figures
@@ -19,32 +20,34 @@ from compressor.quality_gate.domain_divergence import (
     MEASURES,
     TIMES,
     TOGETHER,
+    DegradedDomain,
+    DomainDivergence,
     DomainFigures,
-    Judged,
-    MarkFigures,
     Paired,
-    Suffering,
+    StopTokenFigures,
 )
 from compressor.quality_gate.statistics import PairedItems, evidence, ratio, ratio_error
 
 
 def paired(base: Tensor, compressed: Tensor, weights: Tensor, confidence: float) -> Paired:
-    """Return a figure from sums over each sequence, [n] each; `weights` [n] are what the sums are over."""
-    of_base, of_compressed, sizes = base.double().numpy(), compressed.double().numpy(), weights.double().numpy()
-    rise = of_compressed - of_base
-    bounds = evidence(PairedItems("", "", "", "likelihood", of_compressed, of_base, sizes), 0.0, 1 - confidence)
+    """Return a figure from its sums over each sequence, [n] each, over `weights` [n] positions."""
+    base_sums = base.double().numpy()
+    compressed_sums = compressed.double().numpy()
+    sizes = weights.double().numpy()
+    rise = compressed_sums - base_sums
+    bounds = evidence(PairedItems("", "", "", "likelihood", compressed_sums, base_sums, sizes), 0.0, 1 - confidence)
     return Paired(
-        float(ratio(of_base, sizes)),
-        float(ratio(of_compressed, sizes)),
-        float(ratio(rise, sizes)),
-        float(bounds.lower),
-        float(bounds.upper),
-        float(ratio_error(rise, sizes)),
+        base=float(ratio(base_sums, sizes)),
+        compressed=float(ratio(compressed_sums, sizes)),
+        change=float(ratio(rise, sizes)),
+        lower=float(bounds.lower),
+        upper=float(bounds.upper),
+        standard_error=float(ratio_error(rise, sizes)),
     )
 
 
-def figures_of(domain: str, figures: Figures, marks: Sequence[str], confidence: float) -> DomainFigures:
-    """Return one row; raises `CompressionError` for figures that are not finite."""
+def figures_of(domain: str, figures: Figures, stop_tokens: Sequence[str], confidence: float) -> DomainFigures:
+    """Return the figures of a domain; raises `CompressionError` if they are not finite."""
     if not _are_finite(figures):
         raise CompressionError(
             f"on {domain} the models' losses are not finite, so nothing can be compared; check their weights, or pass "
@@ -52,30 +55,32 @@ def figures_of(domain: str, figures: Figures, marks: Sequence[str], confidence: 
         )
     tokens = figures.tokens.double()
 
-    def mean(compressed: Tensor, base: Tensor | None = None) -> Paired:
-        if base is None:  # of the base it is 0, and of no model below
-            pair = paired(tokens * 0, compressed * tokens, tokens, confidence)
-            return replace(pair, lower=max(pair.lower, 0.0))
+    def mean(compressed: Tensor, base: Tensor) -> Paired:
         return paired(base * tokens, compressed * tokens, tokens, confidence)
+
+    def mean_distance(compressed: Tensor) -> Paired:
+        # the base's distance from itself is 0, and no model is below
+        pair = mean(compressed, torch.zeros_like(tokens))
+        return replace(pair, lower=max(pair.lower, 0.0))
 
     def probability(base: Tensor, compressed: Tensor, counts: Tensor) -> Paired | None:
         rows = counts > 0
         return paired(base[rows], compressed[rows], counts[rows], confidence) if bool(rows.any()) else None
 
-    mark_figures = list[MarkFigures]()
-    for number, name in enumerate(marks):
-        due, base, compressed, base_elsewhere, compressed_elsewhere = figures.marks[:, number].T
-        at_end = probability(base, compressed, due)
+    stop_figures = list[StopTokenFigures]()
+    for index, name in enumerate(stop_tokens):
+        due, base, compressed, base_elsewhere, compressed_elsewhere = figures.stop_tokens[:, index].T
+        here = probability(base, compressed, due)
         elsewhere = probability(base_elsewhere, compressed_elsewhere, tokens - due)
-        mark_figures.append(MarkFigures(name, int(due.sum()), at_end, elsewhere))
+        stop_figures.append(StopTokenFigures(name, int(due.sum()), here, elsewhere))
     return DomainFigures(
-        domain,
-        figures.sequences,
-        int(tokens.sum()),
-        mean(figures.loss, figures.base_loss),
-        mean(figures.kl),
-        mean(figures.flips),
-        tuple(mark_figures),
+        domain=domain,
+        sequences=figures.sequences,
+        tokens=int(tokens.sum()),
+        loss=mean(figures.loss, figures.base_loss),
+        kl=mean_distance(figures.kl),
+        flips=mean_distance(figures.flips),
+        stop_tokens=tuple(stop_figures),
     )
 
 
@@ -83,37 +88,37 @@ def _are_finite(figures: Figures) -> bool:
     return bool(figures.loss.isfinite().all() and figures.kl.isfinite().all())
 
 
-def judged(
-    figures: Figures, names: Mapping[int, str], marks: Sequence[str] = (), confidence: float = CONFIDENCE
-) -> Judged:
-    """The domains of these names, by the numbers of their evaluation sets, and all of them together."""
-    rows = tuple(figures_of(name, figures.of({number}), marks, confidence) for number, name in names.items())
-    together = figures_of(TOGETHER, figures.of(names), marks, confidence) if len(rows) > 1 else None
-    return Judged(rows, together, suffering(rows, confidence), confidence)
+def domain_divergence(
+    figures: Figures, names: Mapping[int, str], stop_tokens: Sequence[str] = (), confidence: float = CONFIDENCE
+) -> DomainDivergence:
+    """Return the figures of each domain, by the numbers of their evaluation sets, and of all of them together."""
+    rows = tuple(figures_of(name, figures.of({number}), stop_tokens, confidence) for number, name in names.items())
+    together = figures_of(TOGETHER, figures.of(names), stop_tokens, confidence) if len(rows) > 1 else None
+    return DomainDivergence(rows, together, degraded(rows, confidence), confidence)
 
 
-def suffering(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> tuple[Suffering, ...]:
+def degraded(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> tuple[DegradedDomain, ...]:
     """Return the domains whose loss or KL rises by more than `TIMES` the mean of the others, those by loss first.
 
     Domains are independent samples, so the error of the difference is the root of the sum of squares.
     """
     if len(rows) < 2:
         return ()
-    by_domain = dict[str, Suffering]()
+    by_domain = dict[str, DegradedDomain]()
     quantile = NormalDist().inv_cdf(confidence)
     for measure in MEASURES:
         pairs = [getattr(row, measure) for row in rows]
-        for number, pair in enumerate(pairs):
-            rest = pairs[:number] + pairs[number + 1 :]
+        for index, pair in enumerate(pairs):
+            rest = pairs[:index] + pairs[index + 1 :]
             others = fmean(other.change for other in rest)
             errors = [TIMES / len(rest) * other.standard_error for other in rest]
             excess = pair.change - TIMES * max(others, 0.0)
             if pair.change >= LEAST and excess > quantile * math.hypot(pair.standard_error, *errors):
-                domain = rows[number].domain
-                by_domain.setdefault(domain, Suffering(domain, measure, pair.change, others))
+                domain = rows[index].domain
+                by_domain.setdefault(domain, DegradedDomain(domain, measure, pair.change, others))
     return tuple(by_domain.values())
 
 
-def suffering_of(figures: Figures, names: Mapping[int, str]) -> tuple[Suffering, ...]:
-    """Those of these sets that suffer; none where figures are not finite."""
-    return judged(figures, names).suffering if len(names) > 1 and _are_finite(figures) else ()
+def degraded_domains(figures: Figures, names: Mapping[int, str]) -> tuple[DegradedDomain, ...]:
+    """Return the degraded domains among these evaluation sets; none if their figures are not finite."""
+    return domain_divergence(figures, names).degraded if len(names) > 1 and _are_finite(figures) else ()

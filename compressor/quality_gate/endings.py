@@ -32,7 +32,7 @@ FENCE = re.compile(r"^```json\s*\n(.*?)(^```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
-    """The token from which an answer's end is one sequence over and over; None if it is not. [S] -> place."""
+    """Return the index of the token at which an answer's final loop begins; None without one. [S] -> index."""
     count = len(tokens)
     for period in range(1, min(PERIOD, count // TIMES) + 1):
         alike = period
@@ -44,14 +44,14 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
-    """Share of 4-grams that were there before: 1 - different / all, 0 for fewer than two of them (seq-rep-4)."""
+    """Return the share of 4-grams that occurred before: 1 - different / all, 0 for fewer than two (seq-rep-4)."""
     grams = list(zip(*(tokens[begin:] for begin in range(GRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Text by which a model's template opens and closes thinking and tool calls, as far as it has such."""
+    """Texts that open and close thinking and tool calls in a model's chat template."""
 
     thinking: tuple[tuple[str, str], ...] = ()
     calls: tuple[tuple[str, str], ...] = ()
@@ -59,7 +59,7 @@ class Markers:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Markers":
-        """The pairs that stand in a tokenizer's chat template or among its added tokens."""
+        """Find the pairs in a tokenizer's chat template or among its added tokens."""
         template = getattr(tokenizer, "chat_template", None) or ""
         if not isinstance(template, str):  # several, by name
             template = " ".join(template.values())
@@ -83,7 +83,7 @@ class Markers:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Counts of one answer."""
+    """Properties of the end of one answer."""
 
     ended: bool
     looped: bool
@@ -95,7 +95,7 @@ class Ending:
 
 
 def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = "") -> Ending:
-    """Count what there is to count of an answer; `before` is its prompt's text, which may open the thinking.
+    """Measure an answer; `before` is its prompt's text, which may open the thinking.
 
     A server's answer without tokens is tokenised anew.
     """
@@ -177,9 +177,9 @@ class Rate:
 
 
 def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
-    """A measure of the same prompts and seeds, whose drop from the smaller model to the base is its rise.
+    """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's rise.
 
-    None where it has none.
+    None if an answer lacks it.
     """
     before = [MEASURES[name](ending) for ending in base]
     after = [MEASURES[name](ending) for ending in smaller]
@@ -190,7 +190,7 @@ def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], d
 
 
 def rate_of(task: TaskGate) -> Rate:
-    """A measured pair in terms of what rises."""
+    """Return a measured pair as the rise of the measure."""
     return Rate(
         measure=task.task,
         domain=task.metric,
@@ -209,7 +209,7 @@ def rate_of(task: TaskGate) -> Rate:
 def rates(
     domains: Sequence[str], base: Sequence[Ending], smaller: Sequence[Ending], confidence: float
 ) -> tuple[Rate, ...]:
-    """All measures, over all answers and, where there are several, by domain; `domains` are the answers' own."""
+    """Return all measures, over all answers and, with several `domains`, by domain."""
     groups = defaultdict[str, list[int]](list)
     for index, domain in enumerate(domains):
         groups[ALL].append(index)

@@ -1,6 +1,6 @@
-"""The gate's result in words, as blocks, as a figure, as card metrics and as files.
+"""The gate's result as blocks, as a figure, as card metrics and as files.
 
-A result that lies beside the weights it judged, or was handed in for them, is known by what it says of their files.
+A result belongs to a folder of weights if the files that it lists are those of the folder.
 """
 
 import json
@@ -35,8 +35,8 @@ from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, joined, one_line, readable
-from compressor.quality_gate.domain_divergence import judged_blocks
-from compressor.quality_gate.run import Outlook
+from compressor.quality_gate.domain_divergence import divergence_blocks
+from compressor.quality_gate.run import PowerAnalysis
 from compressor.quality_gate.statistics import POWER, advise
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
@@ -81,12 +81,12 @@ CAPTION = (
 
 
 def level(value: float) -> str:
-    """A score or a perplexity."""
+    """Return a score or a perplexity as text."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
 def change(value: float, kind: Literal["score", "likelihood"]) -> str:
-    """A drop of a score as it is, a rise of a perplexity in percent; always with its sign."""
+    """Return a drop of a score, or a rise of a perplexity in percent, with its sign."""
     decimals, unit = (2, "%") if kind == "likelihood" else (4, "")
     scaled = 100 * value if kind == "likelihood" else value
     if not abs(scaled) < 1e4:
@@ -96,7 +96,7 @@ def change(value: float, kind: Literal["score", "likelihood"]) -> str:
 
 
 def margin(row: TaskGate) -> str:
-    """The drop allowed, in the terms of what was measured."""
+    """Return the drop allowed, of a perplexity in percent."""
     return f"{100 * row.max_drop:g}% of perplexity" if row.kind == "likelihood" else f"{row.max_drop:g}"
 
 
@@ -118,7 +118,7 @@ OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # col
 
 
 def verdict_line(result: GateResult) -> str:
-    """The verdict as a sentence, with what it is due to."""
+    """Return the verdict and its reasons as a sentence."""
     passes = result.verdict == "pass"
     lost = "no more than" if passes else "more than"
     reasons = []
@@ -138,7 +138,7 @@ def verdict_line(result: GateResult) -> str:
 
 
 def advice(result: GateResult) -> list[str]:
-    """For all that decides and is inconclusive, what would decide it, as a sentence."""
+    """Return a sentence on each inconclusive row or condition that decides: the items that it would take."""
     sentences = []
     for task in result.rows:
         if task.decides and task.verdict == "inconclusive":
@@ -155,33 +155,37 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
-def outlook_blocks(outlook: Outlook) -> tuple[Block, ...]:
-    """For each task and for all together: items, the drop allowed, and what the items can show; of none, a sentence."""
-    rows = [*outlook.tasks, *([] if outlook.pooled is None else [outlook.pooled])]
+def power_blocks(power: PowerAnalysis) -> tuple[Block, ...]:
+    """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
+    rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
     if not rows:
-        return (Text("What text shows of loss and flips depends on how much they vary; its bounds tell."),)
+        return (
+            Text(
+                "Margins that text can show of loss and flips depend on their variance, and are known from the bounds."
+            ),
+        )
     cells = []
     for row in rows:
-        shown = ["-"] * len(outlook.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
+        shown = ["-"] * len(power.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
         cells.append((row.task, f"{row.items:,}", f"{row.max_drop:g}", *shown))
-    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in outlook.flips))
-    caption = f"What the gate can show, with confidence {100 * outlook.confidence:g}%"
+    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in power.flips))
+    caption = f"What the gate can show, with confidence {100 * power.confidence:g}%"
     text = (
         "Shown: the smallest drop allowed that a model passes which lost nothing and answers this share of items "
         f"differently, at 0% for certain, else with probability {POWER:g}."
     )
-    if outlook.pooled is not None:
+    if power.pooled is not None:
         text += (
             " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
             "one shown."
         )
-    return Table(caption, columns, tuple(cells), ruled=frozenset({len(outlook.tasks) - 1})), Text(text)
+    return Table(caption, columns, tuple(cells), ruled=frozenset({len(power.tasks) - 1})), Text(text)
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
-    """The verdict, what would decide it, the tasks and the pool, and how they were tested, exactly.
+    """Return the verdict, advice, tasks with the pool, conditions, and the exact method.
 
-    On a terminal, in gate.md, on a report's page and on a model card it is the same, as each of them shows details.
+    Terminal, gate.md, report page and model card show the same blocks.
     """
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
@@ -201,9 +205,9 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     if result.conditions:
         blocks.append(conditions_table(result.conditions))
     if result.text:
-        blocks += judged_blocks(result.text, "Text, read by both")
+        blocks += divergence_blocks(result.text, "Text, read by both")
     if result.answers:
-        blocks += judged_blocks(result.answers, "The base's answers, read by both")
+        blocks += divergence_blocks(result.answers, "The base's answers, read by both")
     if result.streamed:
         names = {"base": "the base", "compressed": "the compressed model"}
         streamed = joined([names[name] for name in result.streamed])
@@ -239,7 +243,7 @@ def _pairs(entries: Mapping[str, Any]) -> str:
 
 
 def gate_figure(result: GateResult) -> Figure | None:
-    """A line for each drop from its lower to its upper bound; None without tasks, or with too many."""
+    """Return a figure with a line for each drop between its bounds; None without tasks, or with too many."""
     if not 0 < len(result.rows) <= MOST_DRAWN:
         return None
     size = (WIDTH, ROW * len(result.rows) + AROUND)
@@ -253,7 +257,7 @@ def gate_figure(result: GateResult) -> Figure | None:
 
 
 def placed(drop: float, allowed: float) -> float:
-    """A drop as a multiple of the one allowed; those out of all proportion at the edge."""
+    """Return a drop as a multiple of the one allowed, clipped to `FARTHEST`."""
     if allowed == 0:
         return math.copysign(FARTHEST, drop)
     return min(max(drop / allowed, -FARTHEST), FARTHEST)
@@ -286,12 +290,12 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
 
 
 def gate_page(result: GateResult) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     return markdown((Heading(f"Accuracy gate: {result.verdict}", level=1), *gate_blocks(result)))
 
 
 def junit(result: GateResult) -> bytes:
-    """JUnit XML for CI servers: tasks and pool are test cases; failed ones are failures, inconclusive ones skipped."""
+    """Return JUnit XML for CI servers: rows and conditions are test cases; inconclusive ones are skipped."""
 
     def add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
         element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
@@ -339,7 +343,7 @@ def junit(result: GateResult) -> bytes:
 
 
 def full_content(result: GateResult) -> dict[str, Any]:
-    """The content of gate.json: the result, and its metrics as a model card has them, which names no folders."""
+    """Return the content of gate.json: the result, and its metrics in the form of a model card."""
     index = eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result))
     return {**gate_content(result), "model_index": list(index)}
 
@@ -349,7 +353,7 @@ def gate_json(result: GateResult) -> str:
 
 
 def read_gate(path: Path) -> GateResult:
-    """A result from its gate.json, or the folder that holds it."""
+    """Read a result from its gate.json, or from the folder that holds it."""
     file = path / NAMES[0] if path.is_dir() else path
     remedy = "name a gate.json that moe-compress gate has written"
     content = read_json(file, remedy, remedy)
@@ -360,7 +364,7 @@ def read_gate(path: Path) -> GateResult:
 
 
 def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
-    """The result handed in, refused if it names other files than these; else that beside them, if it is theirs."""
+    """Return the given result, refused if it is of other files, or else the one beside the weights if it is theirs."""
     if gate is not None:
         if (name := differing(folder, gate.compressed_identity)) is not None:
             raise CompressionError(
@@ -376,9 +380,9 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
 
 
 def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
-    """The first file that is not what the identity says; None if all are, or it names none.
+    """Return the first file that differs from the identity; None if none does.
 
-    Times of change are left aside: a copied or downloaded model is the same model.
+    Times of change are ignored: a copied or downloaded model is the same model.
     """
     for name, size, *_ in identity.get("weights", ()):
         path = folder / name
@@ -401,7 +405,7 @@ def append_summary(result: GateResult, path: Path) -> None:
 
 
 def card_metrics(result: GateResult) -> list[EvalResult]:
-    """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
+    """Return the compressed model's finite figures for its model card, with the base's beside them."""
     sure = f"with confidence {100 * result.confidence:g}%"
     return [
         EvalResult(

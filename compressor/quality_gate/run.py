@@ -1,6 +1,6 @@
 """The gate: both models answer the same items, one after the other, and the paired tests judge them.
 
-What it can show is known before any model is loaded, from the number of items, the margins and the confidence alone.
+Its power is known before any model is loaded, from the number of items, the margins and the confidence alone.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from compressor.answers.generation import Answering, StockGenerator, writer_of
+from compressor.answers.generation import PromptSet, StockGenerator, writer_of
 from compressor.answers.lm_eval_run import identity, plan_evaluation
 from compressor.answers.server import Server
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask
@@ -21,46 +21,52 @@ from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.progress import Progress
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
-from compressor.quality_gate.statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
-from compressor.quality_gate.teacher_forced import Judging, read_all
-from compressor.quality_gate.verdict import GateResult, Verdict
+from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.statistics import (
+    MOST_ITEMS,
+    POOLED,
+    at_most,
+    compare_items,
+    judge_tasks,
+    overall,
+    shown_by,
+)
+from compressor.quality_gate.teacher_forced import check_options, read_all
+from compressor.quality_gate.verdict import GateResult
 from compressor.run_record import PACKAGES, versions
 
 DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
-TASK_DROPS = 3  # times the drop allowed: what one task may lose while all items together pass
 DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
 
 
 @dataclass(frozen=True, slots=True)
 class GateRequest:
-    """Tasks, texts and margins by which a compressed model is judged."""
+    """The options of a gate with the prompts that they name, and where models compute."""
 
-    options: EvaluationOptions
-    max_drop: float = 0.01  # of a score; of a perplexity, its relative rise
-    max_task_drop: float | None = None  # of each task whose items are pooled with others'; None: 3 times max_drop
-    confidence: float = 0.95
-    inconclusive: Verdict = "inconclusive"  # what an undecided gate counts as
-    cache: Path = field(default_factory=default_folder)  # where results of earlier runs lie
-    answering: Answering | None = None  # what both models write, and what may rise in it
-    judging: Judging | None = None  # what both models read, and what may rise in it
+    options: GateOptions
+    prompts: PromptSet | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    cache: Path = field(default_factory=default_folder)  # with results of earlier runs
 
-    def __post_init__(self) -> None:
-        if not self.options.tasks and self.answering is None and self.judging is None:
-            raise CompressionError("no task is named; give --tasks a list such as boolq,rte, or --prompts or --text")
+    @classmethod
+    def read(
+        cls, options: GateOptions, device: str = "auto", dtype: str = "auto", cache: Path | None = None
+    ) -> "GateRequest":
+        """Check the options and read the prompts."""
+        check_options(options)
+        return cls(options, PromptSet.read(options, options.limit), device, dtype, cache or default_folder())
 
     @property
-    def task_drop(self) -> float:
-        return TASK_DROPS * self.max_drop if self.max_task_drop is None else self.max_task_drop
-
-    def counted(self, verdict: Verdict) -> Verdict:
-        """Count an inconclusive verdict as the request says."""
-        return self.inconclusive if verdict == "inconclusive" else verdict
+    def evaluation(self) -> EvaluationOptions:
+        """Options by which tasks are evaluated."""
+        return EvaluationOptions.of(self.options, self.device, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
-    """Margins that the items of a task, or of all tasks together, can show."""
+class TaskPower:
+    """Margins that the items of a task, or of all tasks together, can show: a power analysis."""
 
     task: str
     items: int
@@ -69,54 +75,58 @@ class Prospect:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """Margins that a gate can show if all scores are of answers that are right or wrong, as those of most tasks are."""
+class PowerAnalysis:
+    """Margins that a gate can show if all scores are of answers that are right or wrong, as with most tasks."""
 
-    tasks: tuple[Prospect, ...]
-    pooled: Prospect | None
+    tasks: tuple[TaskPower, ...]
+    pooled: TaskPower | None
     confidence: float
     flips: tuple[float, ...] = FLIPS
     refusal: str | None = None  # why not even an identical model passes, and what would do
 
 
-def outlook(tasks: Sequence[EvaluationTask], gate: GateRequest) -> Outlook:
-    """How many items each task has and what they can show; no model is needed."""
-    alpha = 1 - gate.confidence
-    limit = gate.options.limit
+def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAnalysis:
+    """Return the number of items of each task and the margins that they can show; no model is needed."""
+    options = gate.options
+    alpha = 1 - options.confidence
 
-    def prospect(name: str, items: int, max_drop: float) -> Prospect:
-        return Prospect(name, items, max_drop, tuple(shown_by(items, flips, alpha) for flips in FLIPS))
+    def task_power(name: str, items: int, max_drop: float) -> TaskPower:
+        return TaskPower(name, items, max_drop, tuple(shown_by(items, flips, alpha) for flips in FLIPS))
 
-    prospects = []
+    rows = []
     scored = [task for task in tasks if not task.likelihood]
     for task in tasks:
         if task.likelihood:
-            prospects.append(Prospect(task.name, task.items(limit), gate.max_drop, None))
+            rows.append(TaskPower(task.name, task.items(options.limit), options.max_drop, None))
         else:
-            prospects.append(prospect(task.name, task.items(limit), gate.task_drop))
+            rows.append(task_power(task.name, task.items(options.limit), options.task_drop))
     refusals = []
-    if (answering := gate.answering) is not None:
-        for name, (option, rise) in answering.limits.items():
-            prospects.append(prospect(name, answering.answers, rise))
-            refusals.append(_refusal(gate, answering.answers, UNIT, option, rise))
+    if gate.prompts is not None:
+        answers = gate.prompts.answers
+        for name, (option, rise) in options.answer_limits.items():
+            rows.append(task_power(name, answers, rise))
+            refusals.append(_refusal(options, answers, UNIT, option, rise))
     pooled = None
     if scored:
-        pooled = prospect(POOLED, sum(task.items(limit) for task in scored), gate.max_drop)
-        refusals.append(_refusal(gate, pooled.items, "items", "--max-drop", gate.max_drop, scored))
-    return Outlook(tuple(prospects), pooled, gate.confidence, refusal=next(filter(None, refusals), None))
+        items = sum(task.items(options.limit) for task in scored)
+        pooled = task_power(POOLED, items, options.max_drop)
+        refusals.append(_refusal(options, items, "items", "--max-drop", options.max_drop, scored))
+    refusal = next(filter(None, refusals), None)
+    return PowerAnalysis(tuple(rows), pooled, options.confidence, refusal=refusal)
 
 
 def _refusal(
-    gate: GateRequest, count: int, unit: str, option: str, margin: float, tasks: Sequence[EvaluationTask] = ()
+    options: GateOptions, count: int, unit: str, option: str, margin: float, tasks: Sequence[EvaluationTask] = ()
 ) -> str | None:
-    """Why so many items of tasks, or answers, without a flip do not show a margin, and what would do."""
-    alpha = 1 - gate.confidence
-    if gate.inconclusive == "pass" or at_most(0, 0, count, margin) < alpha:
+    """Say why a number of items or answers without a flip does not show a margin; None if it does."""
+    alpha = 1 - options.confidence
+    if options.inconclusive == "pass" or at_most(0, 0, count, margin) < alpha:
         return None
     shown = shown_by(count, 0.0, alpha)
     digits = 10.0 ** (1 - math.floor(math.log10(shown)))
     remedies = [f"{option} {math.ceil(shown * digits) / digits:g}", "--inconclusive pass"]
-    needed = math.log(alpha) / math.log1p(-margin) if margin > 0 else math.inf  # without a flip it is the binomial test
+    # without a flip it is the binomial test
+    needed = math.log(alpha) / math.log1p(-margin) if margin > 0 else math.inf
     if needed < MOST_ITEMS:
         enough = math.floor(needed) + 1
         how = "name more tasks" if tasks else "more --prompts, or more --seeds"
@@ -124,20 +134,20 @@ def _refusal(
         def items_at(limit: int | None) -> int:
             return sum(task.items(limit) for task in tasks)
 
-        if gate.options.limit is not None and items_at(None) >= enough:
+        if options.limit is not None and items_at(None) >= enough:
             how = f"--limit {bisect_left(range(enough), enough, key=items_at)}"
         remedies.insert(0, f"at least {enough:,} {unit} ({how})")
     return (
         f"this gate could not even pass an identical model: {count:,} {unit} cannot show with confidence "
-        f"{100 * gate.confidence:g}% a loss of no more than {margin:g}; it takes {', or '.join(remedies)}"
+        f"{100 * options.confidence:g}% a loss of no more than {margin:g}; it takes {', or '.join(remedies)}"
     )
 
 
-def passable(prospects: Outlook) -> Outlook:
+def passable(rows: PowerAnalysis) -> PowerAnalysis:
     """Refuse a gate that not even an identical model passes."""
-    if prospects.refusal is not None:
-        raise CompressionError(prospects.refusal)
-    return prospects
+    if rows.refusal is not None:
+        raise CompressionError(rows.refusal)
+    return rows
 
 
 def run_gate(
@@ -150,31 +160,33 @@ def run_gate(
     server: Server | None = None,
     base_server: Server | None = None,
 ) -> GateResult:
-    """Evaluate what is not stored, pair the items and judge; `label` names the compressed model in the result.
+    """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed model.
 
     With a `server` the compressed model answers there, and with a `base_server` the base.
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
     options = gate.options
+    evaluation_options = gate.evaluation
     rows = options.batch_size if isinstance(options.batch_size, int) else None
-    base_writer = writer_of(base, base_server, rows, options.device, options.dtype)
-    writer = writer_of(compressed, server, rows, options.device, options.dtype)
-    if gate.judging is not None:  # what cannot be read is refused before tasks are answered for hours
-        stock_pair(base_writer, writer, gate.judging)
+    base_writer = writer_of(base, base_server, rows, gate.device, gate.dtype)
+    writer = writer_of(compressed, server, rows, gate.device, gate.dtype)
+    if options.reads:
+        # text that cannot be read is refused before tasks are answered for hours
+        stock_pair(base_writer, writer, options)
         check_readings(base, gate)
     compressed_identity = ranks().broadcast(lambda: identity(compressed, server, digests=True))
     content = dict(compressed_identity)
     content.pop("weights", None)  # whose times of change differ in a model made again
-    base_evaluation = plan_evaluation(base, tasks, options, gate.cache, base_server)
-    evaluation = plan_evaluation(compressed, tasks, options, gate.cache, server, content)
+    base_evaluation = plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server)
+    evaluation = plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content)
     begin = time.perf_counter()
     base_scores = base_evaluation.run(progress)  # without tasks, nothing
     between = time.perf_counter()
     scores = evaluation.run(progress)
     done = time.perf_counter()
     pairs = [compare_items(base_scores[task.name], scores[task.name]) for task in tasks]
-    judged, pooled = judge(pairs, gate.max_drop, gate.task_drop, gate.confidence)
+    judged, pooled = judge_tasks(pairs, options.max_drop, options.task_drop, options.confidence)
     streamed: list[Literal["base", "compressed"]] = []
     if any(task.streamed for task in base_scores.values()):
         streamed.append("base")
@@ -183,25 +195,26 @@ def run_gate(
     behaviour = evaluate_behaviour(
         base_writer,
         writer,
-        gate.answering,
-        gate.judging,
-        gate.confidence,
+        options,
+        gate.prompts,
+        options.confidence,
         gate.cache,
         progress,
         # some prompts may not do for these models
-        lambda usable: passable(outlook(tasks, replace(gate, answering=usable))),
+        lambda usable: passable(analyse_power(tasks, replace(gate, prompts=usable))),
         reads_written=False,
     )
-    facts = options.facts()
-    if (written := behaviour.written) is not None:
+    facts = evaluation_options.facts()
+    written = behaviour.written
+    if written is not None:
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions),
         base=base_writer.label,
         compressed=label or writer.label,
-        max_drop=gate.max_drop,
-        max_task_drop=gate.task_drop,
-        confidence=gate.confidence,
+        max_drop=options.max_drop,
+        max_task_drop=options.task_drop,
+        confidence=options.confidence,
         pooled=pooled,
         tasks=judged,
         options=facts,
@@ -219,5 +232,5 @@ def run_gate(
 
 def check_readings(base: ModelSource, gate: GateRequest) -> None:
     """Refuse text and answers that a gate's base cannot take."""
-    if gate.judging is not None:
-        read_all(StockGenerator(base, gate.options.device, gate.options.dtype), gate.judging)
+    if gate.options.reads:
+        read_all(StockGenerator(base, gate.device, gate.dtype), gate.options)

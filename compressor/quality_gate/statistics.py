@@ -1,4 +1,4 @@
-"""Statistics of the accuracy gate: what compression cost, over all items and on each task, and whether it is too much.
+"""Statistics of the accuracy gate: the drop over all items and on each task, tested against the drop allowed.
 
 Both models answer the same items, so the items' differences are tested, not two means (Miller, "Adding Error Bars to
 Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper confidence bound of the drop is under
@@ -70,20 +70,20 @@ class Evidence(NamedTuple):
 
 
 def ratio(values: Array, weights: Array) -> Any:
-    """Sum of values by sum of weights, a mean where weights are 1: [..., n], [n] -> [...]."""
+    """Return the sum of values by the sum of weights, a mean if weights are 1: [..., n], [n] -> [...]."""
     return values.sum(axis=-1) / weights.sum()
 
 
 def residuals_of(values: Array, weights: Array) -> Array:
-    """How far `ratio` moves, times the sum of weights, as each unit is left out: [..., n], [n], n > 1 -> [..., n]."""
+    """Return the change of `ratio` without each unit, times the sum of weights: [..., n], [n] -> [..., n]; n > 1."""
     residuals = values - np.asarray(ratio(values, weights))[..., None] * weights
     return np.asarray(residuals / (1 - weights / weights.sum()))
 
 
 def ratio_error(values: Array, weights: Array) -> Any:
-    """Jackknife standard error of `ratio` over independent units: [..., n], [n] -> [...]; infinite for one unit.
+    """Return the jackknife standard error of `ratio` over independent units: [..., n], [n] -> [...].
 
-    With weights of 1 it is the usual error of a mean.
+    Infinite for one unit. With weights of 1 it is the usual error of a mean.
     """
     units = weights.shape[-1]
     if units < 2:
@@ -92,14 +92,14 @@ def ratio_error(values: Array, weights: Array) -> Any:
 
 
 def skewness(values: Array, weights: Array) -> Any:
-    """Skewness of the residuals of `ratio` by the root of their number, in [-1, 1]: [..., n], [n], n > 1 -> [...]."""
+    """Return the skewness of the residuals of `ratio` by the root of n, in [-1, 1]: [..., n], [n], n > 1 -> [...]."""
     residuals = residuals_of(values, weights)
     squares = np.square(residuals).sum(axis=-1)
     return (residuals**3).sum(axis=-1) / np.where(squares > 0, squares, 1) ** 1.5
 
 
 def freedom_of(weights: Array) -> float:
-    """Degrees of freedom of `ratio_error`: n - 1 for even weights [n], fewer for uneven ones (Kish's effective n).
+    """Return the degrees of freedom of `ratio_error`: n - 1 for even weights [n], else fewer (Kish's effective n).
 
     Never under 1, except that one unit has none.
     """
@@ -109,7 +109,7 @@ def freedom_of(weights: Array) -> float:
 
 
 def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: float, skew: Any = 0.0) -> Evidence:
-    """Student's t on `freedom` degrees of freedom; with none, nothing is known.
+    """Test a drop by Student's t on `freedom` degrees of freedom; with none, nothing is known.
 
     With `skew` the statistic is first freed of skewness by the cubic of Hall ("On the removal of skewness by
     transformation", Journal of the Royal Statistical Society B 54, 1992): rare large losses are easily missed by a
@@ -131,9 +131,10 @@ def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: flo
 
 
 def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha: float) -> Evidence:
-    """A kind of change that none of `count` items showed befalls up to -log(alpha) / count of all (3 / count at 0.05).
+    """Bound changes that none of `count` items showed: up to -log(alpha) / count of all items have them.
 
-    Each such item may move by `reach`. This keeps the bounds apart where next to nothing differs.
+    3 / count at an alpha of 0.05. Each such item may move by `reach`. This keeps the bounds apart where next to nothing
+    differs.
     """
     half = -math.log(alpha) * reach / count
     with np.errstate(over="ignore"):
@@ -144,13 +145,13 @@ def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha:
 
 
 def most_careful(parts: Sequence[Evidence]) -> Evidence:
-    """The widest bounds and the largest p-values: a claim stands only if every test supports it."""
+    """Return the widest bounds and the largest p-values: a claim stands only if every test supports it."""
     lower, *others = zip(*parts, strict=True)
     return Evidence(np.minimum.reduce(lower), *map(np.maximum.reduce, others))
 
 
 def holm(p_values: Array) -> Array:
-    """p-values corrected for being m tests (Holm 1979): [..., m] -> [..., m].
+    """Correct the p-values of m tests (Holm 1979): [..., m] -> [..., m].
 
     The i-th smallest of them, from 0, is multiplied by m - i, and is at least what smaller ones became.
     """
@@ -163,7 +164,7 @@ def holm(p_values: Array) -> Array:
 
 
 def constrained_gain(lost: float, gained: float, items: int, drop: float) -> float:
-    """The likeliest P(gained) if P(lost) - P(gained) were `drop`, in [max(0, -drop), (1 - drop) / 2] (Tango 1998)."""
+    """Return the maximum-likelihood P(gained) in [max(0, -drop), (1 - drop) / 2], given P(lost) - P(gained) = drop."""
     linear = (2 * items - lost + gained) * drop - lost - gained
     constant = -gained * drop * (1 - drop)
     root = math.sqrt(max(linear * linear - 8 * items * constant, 0.0))
@@ -171,7 +172,7 @@ def constrained_gain(lost: float, gained: float, items: int, drop: float) -> flo
 
 
 def at_most(lost: float, gained: float, items: int, drop: float) -> float:
-    """p of a net loss of `lost - gained` or less of `items` items, if the true drop were `drop`.
+    """Return p of a net loss of `lost - gained` or less of `items` items, if the true drop were `drop`.
 
     Falls as `drop` rises, so that a small one shows a drop under `drop`.
     """
@@ -190,19 +191,19 @@ def at_most(lost: float, gained: float, items: int, drop: float) -> float:
 
 
 def at_least(lost: float, gained: float, items: int, drop: float) -> float:
-    """p of a net loss of `lost - gained` or more of `items` items, if the true drop were `drop`."""
+    """Return p of a net loss of `lost - gained` or more of `items` items, if the true drop were `drop`."""
     return at_most(gained, lost, items, -drop)
 
 
 def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
-    """The drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
+    """Return the drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
     if lost == items:
         return 1.0
     return float(brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
 
 
 def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
-    """The drop at which `at_least` is `alpha`."""
+    """Return the drop at which `at_least` is `alpha`."""
     return -upper_bound(gained, lost, items, alpha)
 
 
@@ -225,7 +226,7 @@ class PairedItems:
 
 
 def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
-    """Pair two models' results by item; refused where the two were not scored alike."""
+    """Pair two models' results by item; refuse results that were not scored alike."""
     ids, before, weights = _by_item(base)
     other_ids, after, other_weights = _by_item(compressed)
     differing = [name for name in ("metric", "version", "kind") if getattr(base, name) != getattr(compressed, name)]
@@ -247,14 +248,14 @@ def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
 
 
 def _by_item(scores: ItemScores) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
-    """Names, values and weights (1 of a score) in the order of the names."""
+    """Return names, values and weights (1 of a score) in the order of the names."""
     weights = scores.weights if scores.kind == "likelihood" else (1.0,) * len(scores.ids)
     ids, values, sizes = zip(*sorted(zip(scores.ids, scores.values, weights, strict=True)), strict=True)
     return ids, values, sizes
 
 
 def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
-    """The items of all tasks that are answered right or wrong; None without such a task."""
+    """Pool the items of all tasks that are answered right or wrong; None without such a task."""
     binary = [task for task in pairs if task.binary]
     if not binary:
         return None
@@ -265,7 +266,7 @@ def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
 
 
 def unseen(pairs: PairedItems) -> tuple[float, float] | None:
-    """How far an item may move, and of how many, by changes too rare for t; None if enough items differ to trust it.
+    """Return the reach and number of items of changes too rare for t; None if enough items differ.
 
     Scores span the range of those seen, or 1. Of a likelihood task every word is compared, and a model that changes
     changes all of them a little, so there is something to add only if nothing differs at all.
@@ -278,7 +279,7 @@ def unseen(pairs: PairedItems) -> tuple[float, float] | None:
 
 
 def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
-    """All tests of one drop: a difference of means, or the logarithm of a ratio of perplexities."""
+    """Combine all tests of one drop: a difference of means, or the logarithm of a ratio of perplexities."""
     drops = pairs.base - pairs.compressed
     items = len(pairs.base)
     if pairs.binary:
@@ -302,7 +303,7 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
 
 
 def detectable(half: float, freedom: float, alpha: float) -> float:
-    """The drop that a one-sided bound `half` away from the estimate shows with probability `POWER`.
+    """Return the drop that a one-sided bound `half` away from the estimate shows with probability `POWER`.
 
     It is also the smallest margin that a model which lost nothing passes that often.
     """
@@ -311,7 +312,7 @@ def detectable(half: float, freedom: float, alpha: float) -> float:
 
 
 def shown_by(items: int, flips: float, alpha: float) -> float:
-    """The smallest margin that so many items pass where as many answers are gained as lost, a share `flips` in all.
+    """Return the smallest margin that `items` pass if a share `flips` of them flips, half of these each way.
 
     An identical model passes it for certain, one with flips with probability `POWER`.
     """
@@ -320,7 +321,7 @@ def shown_by(items: int, flips: float, alpha: float) -> float:
 
 
 def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) -> TaskGate:
-    """One task, or the pool, as if it were the only one: p-values not yet corrected, and the verdict they give."""
+    """Test one task, or the pool, as if it were the only one: p-values are not yet corrected."""
     likelihood = pairs.kind == "likelihood"
     drops = pairs.base - pairs.compressed
     tests = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
@@ -367,16 +368,16 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
 
 
 def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
-    """The verdict of two p-values; they never add up to less than 1, so both cannot be under an alpha below 0.5."""
+    """Return the verdict of two p-values, which add up to at least 1, so that both cannot be under an alpha of 0.5."""
     if p_pass < alpha:
         return "pass"
     return "fail" if p_fail < alpha else "inconclusive"
 
 
-def judge(
+def judge_tasks(
     pairs: Sequence[PairedItems], max_drop: float, max_task_drop: float, confidence: float
 ) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
-    """All tasks, and the pool if there is one.
+    """Test all tasks, and the pool if there is one.
 
     Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm 1979). All that has
     to pass has to do so by itself, so the pool needs no correction.
@@ -394,7 +395,7 @@ def judge(
 
 
 def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) -> Verdict:
-    """Fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
+    """Return fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
 
     Tasks outside the pool, the pool and conditions decide.
     """
@@ -406,7 +407,7 @@ def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) 
 
 
 def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "drop") -> str:
-    """Say how many items would decide a task that is inconclusive."""
+    """Say how many items would decide an inconclusive task."""
     count = items_needed(task, confidence)
     if count is None:
         return f"the {what} is too near the margin for any number of {unit} to decide"
@@ -417,7 +418,7 @@ def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "
 
 
 def items_needed(task: TaskGate, confidence: float) -> int | None:
-    """Roughly how many items would decide a task with probability `POWER`; None if they are too many.
+    """Estimate the items that would decide a task with probability `POWER`; None if they are too many.
 
     If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
     of items: n * (now / needed)^2. With perplexities this holds of logarithms.

@@ -1,7 +1,7 @@
-"""Judging without generating: both models read the same text, or the base's own answers, one layer in memory at a time.
+"""Divergence without generation: both models read text, or the base's answers, with one layer in memory at a time.
 
-Under teacher forcing the base's answer is what a model has said so far, whatever it would have said itself; only the
-answer's tokens count. Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
+Under teacher forcing each model predicts every next token of the base's answer; only the answer's tokens count.
+Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
 """
 
 import sys
@@ -28,68 +28,51 @@ from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
-from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainFigures, Judged
-from compressor.quality_gate.domains import judged
+from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, DomainFigures
+from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.endings import Markers
+from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
 SHORTEST = 16  # tokens of a sequence of text
-SAMPLES, LENGTH = 64, 512  # sequences of each text at most, and their tokens
 COLUMNS = (("messages",), ("conversations",), ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"))
 END, THINKING_END = "the answer", "its thinking"
 
 
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """Texts and answers that both models read, and how far figures may rise."""
-
-    texts: tuple[str, ...] = ()  # SOURCE or SOURCE=DOMAIN
-    samples: int = SAMPLES
-    length: int = LENGTH
-    answers: tuple[str, ...] = ()  # FILE or FILE=DOMAIN
-    forced: bool = False  # of prompts, only the base writes answers, and both read them
-    max_flips: float | None = None  # share of positions, in each domain
-    max_loss_rise: float | None = None  # nats per token, in each domain
-    strict: bool = False  # whether a row that cannot be read ends the run
-
-    def __post_init__(self) -> None:
-        if self.samples < FEWEST or self.length < SHORTEST:
-            raise CompressionError(
-                f"{self.samples} sequences of {self.length} tokens tell no difference; give --text-samples {FEWEST} "
-                f"and --text-length {SHORTEST} at the least"
-            )
-
-    @property
-    def limits(self) -> dict[str, tuple[str, float]]:
-        """By figure: the option and what it allows."""
-        named = {"flips": ("--max-flips", self.max_flips), "loss": ("--max-loss-rise", self.max_loss_rise)}
-        return {name: (option, limit) for name, (option, limit) in named.items() if limit is not None}
+def check_options(options: BehaviourOptions) -> None:
+    """Refuse options that do not go together, or that give too little text to show a difference."""
+    options.check()
+    if options.reads and (options.text_samples < FEWEST or options.text_length < SHORTEST):
+        raise CompressionError(
+            f"{options.text_samples} sequences of {options.text_length} tokens tell no difference; give --text-samples "
+            f"{FEWEST} and --text-length {SHORTEST} at the least"
+        )
 
 
-def text_sets(wanted: Judging, tokenizer: Any, vocabulary: int) -> tuple[EvaluationSet, ...]:
-    """A set for each domain of the texts: at most so many sequences of each source.
+def text_sets(options: BehaviourOptions, tokenizer: Any, vocabulary: int) -> tuple[EvaluationSet, ...]:
+    """Return an evaluation set for each domain of the texts.
 
     A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
     is too short even so.
     """
     batches = defaultdict[str, list[torch.Tensor]](list)
-    for source, domain in map(domain_of, dict.fromkeys(wanted.texts)):
-        most = wanted.samples * wanted.length
-        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, most, 0, vocabulary, "text", wanted.strict)
+    for source, domain in map(domain_of, dict.fromkeys(options.text)):
+        most = options.text_samples * options.text_length
+        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, most, 0, vocabulary, "text", options.strict)
         tokens = len(stream.ids)
-        sequence_length = min(wanted.length, tokens // FEWEST)
+        sequence_length = min(options.text_length, tokens // FEWEST)
         if sequence_length < SHORTEST:
             raise CompressionError(
                 f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it more text, at least "
                 f"{FEWEST * SHORTEST:,}"
             )
-        batches[domain] += stream.rows(sequence_length)[: wanted.samples].split(BATCH_SIZE)
+        batches[domain] += stream.rows(sequence_length)[: options.text_samples].split(BATCH_SIZE)
     return tuple(EvaluationSet(domain, tuple(parts)) for domain, parts in batches.items())
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherForcedAnswer:
-    """An answer that models read, an end token included where it ended, and the tokens that it answers."""
+    """The tokens of a prompt and of the answer that models read, with the end token if it ended."""
 
     id: str  # the prompt's
     domain: str
@@ -99,7 +82,7 @@ class TeacherForcedAnswer:
 
 
 def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
-    """An answer that was written; one without tokens, a server's, is tokenised anew. `end` ends it then."""
+    """Return a written answer as tokens; a server's, which has none, is tokenised and ended by `end`."""
     tokens = answer.tokens
     if not tokens:
         tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
@@ -111,7 +94,7 @@ def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, cha
 def read_answers(
     arguments: Sequence[str], tokenizer: Any, stops: Collection[int], most: int = sys.maxsize, strict: bool = False
 ) -> tuple[TeacherForcedAnswer, ...]:
-    """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
+    """Read the answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with an answer.
 
     A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
     `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most` tokens, are left out with one
@@ -137,7 +120,7 @@ def read_answers(
 def _given(
     row: Any, domain: str, tokenizer: Any, stops: Collection[int], most: int, where: str, left_out: LeftOut
 ) -> TeacherForcedAnswer:
-    """A row's answer; raises `ItemError` for one that cannot be read."""
+    """Return a row's answer; raises `ItemError` for one that cannot be read."""
     conversation = read_row(row, None, where, COLUMNS)
     note_columns(row, conversation, left_out)
     *asked, last = conversation.messages
@@ -173,7 +156,7 @@ def _given(
 def answer_sets(
     answers: Sequence[TeacherForcedAnswer], vocabulary: int
 ) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
-    """A set for each domain, longest first, in which only answers count; and the answers in that order."""
+    """Return a set for each domain, longest first, in which only answers count; and the answers in that order."""
     check_vocabulary(max((max(*answer.prompt, *answer.answer) for answer in answers), default=0), vocabulary)
     sets = list[EvaluationSet]()
     order = list[TeacherForcedAnswer]()
@@ -197,8 +180,8 @@ def _length(answer: TeacherForcedAnswer) -> int:
     return len(answer.prompt) + len(answer.answer)
 
 
-def marks_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
-    """Tokens that end an answer, and those that end its thinking where the tokenizer has one for that."""
+def stop_tokens_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
+    """Return the tokens that end an answer and, if the tokenizer has one, the token that ends its thinking."""
     thinking = set[int]()
     for _, closing in Markers.of(tokenizer).thinking:
         ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
@@ -209,8 +192,8 @@ def marks_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedFigures:
-    """Figures of one answer: the means of an answer's tokens, and what both models give its end."""
+class AnswerDivergence:
+    """Figures of one answer: means over its tokens, and probabilities of its end by both models."""
 
     id: str
     seed: int
@@ -223,76 +206,77 @@ class ForcedFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedModels:
-    """Divergence on text and on answers; None of what was not read."""
+class TeacherForcedDivergence:
+    """Divergence on text and on answers; None for what was not read."""
 
-    text: Judged | None = None
-    answers: Judged | None = None
-    each: tuple[ForcedFigures, ...] = ()  # of the answers, longest first by domain
+    text: DomainDivergence | None = None
+    answers: DomainDivergence | None = None
+    each: tuple[AnswerDivergence, ...] = ()  # of the answers, longest first by domain
 
 
-def judge(
+def measure_divergence(
     base: OpenModel,
     compressed: OpenModel,
     texts: Sequence[EvaluationSet] = (),
     answers: Sequence[TeacherForcedAnswer] = (),
-    marks: Mapping[str, Sequence[int]] | None = None,
+    stop_tokens: Mapping[str, Sequence[int]] | None = None,
     confidence: float = CONFIDENCE,
     progress: Progress | None = None,
-) -> JudgedModels:
-    """Both models on texts and answers, in one streamed pass of each.
+) -> TeacherForcedDivergence:
+    """Compare both models on texts and answers, in one streamed pass of each.
 
     Raises `CompressionError` for models of other vocabularies or tokenizers.
     """
     check_base(compressed, base)
-    named = dict(marks or {})
+    named = dict(stop_tokens or {})
     forced_sets, order = answer_sets(answers, base.vocabulary)
     evaluator = Evaluator(base, [*texts, *forced_sets], [*named.values()])
     (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
     named_sets = list(enumerate(evaluator.names))
     of_texts = dict(named_sets[: len(texts)])
     of_answers = dict(named_sets[len(texts) :])
-    return JudgedModels(
-        judged(figures, of_texts, (), confidence) if of_texts else None,
-        judged(figures, of_answers, [*named], confidence) if of_answers else None,
+    return TeacherForcedDivergence(
+        domain_divergence(figures, of_texts, (), confidence) if of_texts else None,
+        domain_divergence(figures, of_answers, [*named], confidence) if of_answers else None,
         tuple(_figures_of_answers(order, figures.of(of_answers))),
     )
 
 
-def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures) -> Iterator[ForcedFigures]:
+def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures) -> Iterator[AnswerDivergence]:
     for index, answer in enumerate(answers):
         end = elsewhere = None
         tokens = len(answer.answer)
-        if figures.marks.shape[1]:
-            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.marks[index, 0].tolist()
+        if figures.stop_tokens.shape[1]:
+            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.stop_tokens[index, 0].tolist()
             if due:
                 end = (base / due, smaller / due)
             if tokens > due:
                 elsewhere = (base_elsewhere / (tokens - due), smaller_elsewhere / (tokens - due))
         kl = float(figures.kl[index])
         flips = float(figures.flips[index])
-        yield ForcedFigures(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
+        yield AnswerDivergence(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
 
 
-Readings = tuple[OpenModel, tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]
-
-
-def read_all(base: StockGenerator, wanted: Judging) -> Readings:
-    """Open the base, and read texts and given answers; no weight is read.
+def read_all(
+    base: StockGenerator, options: BehaviourOptions
+) -> tuple[OpenModel, tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
+    """Open the base, and tokenise texts and given answers; no weight is read.
 
     Raises `CompressionError` for what the base's tokenizer cannot take.
     """
     model = open_model(base.source, base.dtype, base.device)
     tokenizer = load_tokenizer(base.source.folder)
     answers = tuple[TeacherForcedAnswer, ...]()
-    if wanted.answers:
+    if options.answers:
         _, facts = base.opened()
-        answers = read_answers(wanted.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, wanted.strict)
-    return model, text_sets(wanted, tokenizer, model.vocabulary), answers
+        answers = read_answers(options.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, options.strict)
+    return model, text_sets(options, tokenizer, model.vocabulary), answers
 
 
-def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -> tuple[GateCondition, ...]:
-    """For each domain of texts and answers: the figures that have a limit, each of which has to pass.
+def divergence_conditions(
+    found: TeacherForcedDivergence, limits: Limits, confidence: float
+) -> tuple[GateCondition, ...]:
+    """Return a condition for each limit and each domain of texts and answers; each has to pass.
 
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
     """
@@ -301,12 +285,12 @@ def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -
         if reading is not None:
             rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
     alpha = 1 - confidence
-    tests = max(1, len(wanted.limits) * len(rows))
+    tests = max(1, len(limits) * len(rows))
     conditions = []
     for domain, more, row in rows:
         freedom = max(row.sequences - 1, 1)
         farther = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
-        for name, (option, limit) in wanted.limits.items():
+        for name, (option, limit) in limits.items():
             figure = row.flips if name == "flips" else row.loss
             verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
             if figure.change - farther * (figure.change - figure.lower) > limit:

@@ -1,4 +1,4 @@
-"""The gate's verdict on what compression cost, as data and as plain JSON.
+"""The gate's result: the record, plain JSON, and the table of its conditions.
 
 n items of a task; both models answer each of them, so every test is paired.
 """
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from compressor.document.blocks import Table, Tone, Toned
 from compressor.errors import CompressionError
-from compressor.quality_gate.domain_divergence import Judged
+from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.records import plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
@@ -72,14 +72,14 @@ class GateCondition:
 
     @property
     def sentence(self) -> str:
-        """Name, figure, bounds and limit."""
+        """The name, figure, bounds and limit."""
         figure = f"{self.observed:+.4f} (at least {self.lower:+.4f}, at most {self.upper:+.4f})"
         return f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is allowed by {self.option}"
 
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """The whole gate."""
+    """The result of a gate."""
 
     verdict: Verdict
     base: str
@@ -97,8 +97,8 @@ class GateResult:
     reused_base: bool = False  # the base's results were stored by an earlier run
     streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
     conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass
-    text: Judged | None = None  # read by both models
-    answers: Judged | None = None  # the base's, read by both
+    text: DomainDivergence | None = None  # read by both models
+    answers: DomainDivergence | None = None  # the base's, read by both
 
     @property
     def rows(self) -> tuple[TaskGate, ...]:
@@ -107,12 +107,12 @@ class GateResult:
 
 
 def gate_content(result: GateResult) -> dict[str, Any]:
-    """Everything in the result as plain JSON types; what JSON has no number for is text."""
+    """Return the result as plain JSON types; infinity and NaN are text."""
     return {"format": FORMAT, **plain_json(result)}
 
 
 def gate_from_content(content: Any) -> GateResult:
-    """The result that `gate_content` was made of; further fields are left aside."""
+    """Return the result from its `gate_content`; further fields are ignored."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
     result = read_as(GateResult, content)
@@ -127,7 +127,7 @@ def check_confidence(confidence: float) -> None:
 
 
 def conditions_table(conditions: Sequence[GateCondition]) -> Table:
-    """A row for each condition."""
+    """Return a table with a row for each condition."""
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f}"

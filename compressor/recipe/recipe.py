@@ -9,18 +9,19 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from compressor.data.sources import GIVEN, Address, has_text_suffix, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, TASKS
-from compressor.formatting import known_names
 from compressor.model.loaded import LoadedModel
-from compressor.recipe.step import Options, StepOptions, TextOptions
+from compressor.options import Options, separated, validated
+from compressor.quality_gate.options import GateOptions
+from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 
@@ -43,7 +44,6 @@ FIELDS = {  # options of `compress` that are fields of other steps than prune
     "distill": ("distill", "train"),
     "quantize": ("quantize", "scheme"),
 }
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -68,94 +68,6 @@ class PlainLoader(yaml.SafeLoader):
 PlainLoader.add_constructor(f"{TAG}int", PlainLoader.construct_number)
 PlainLoader.add_constructor(f"{TAG}float", PlainLoader.construct_number)
 PlainLoader.add_constructor(f"{TAG}timestamp", PlainLoader.construct_yaml_str)
-
-
-def separated(value: Any) -> Any:
-    """'a, b', or such texts in a list -> names."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        return value
-    return tuple(name for text in texts for part in text.split(",") if (name := part.strip()))
-
-
-class BehaviourOptions(Options):
-    """What is asked of two models to compare how they behave."""
-
-    prompts: tuple[str, ...] = ()
-    """Prompts that both models answer: a text, JSONL or parquet file, a data set or 'demo', as SOURCE or SOURCE=DOMAIN.
-    May be repeated. Of a chat all but the last answer."""
-    max_new_tokens: int | None = Field(None, ge=1)
-    """Tokens of an answer, at most (default: 512, or half of the model's positions)."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature. 0 takes the most probable token."""
-    top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the smallest set of tokens with this total probability."""
-    seeds: int = Field(1, ge=1)
-    """Answers to each prompt, each drawn with another seed."""
-    chat: bool = False
-    """Put prompts of plain text into the chat template, as a user's message."""
-
-    text: tuple[str, ...] = ()
-    """Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be repeated."""
-    text_samples: int = Field(64, ge=1)
-    """Sequences of each text, at most."""
-    text_length: int = Field(512, ge=2)
-    """Tokens of such a sequence."""
-    answers: tuple[str, ...] = ()
-    """Answers of the base that both models read: JSONL with prompt and answer, or with messages, as FILE or
-    FILE=DOMAIN. May be repeated."""
-    teacher_forced: bool = False
-    """Only the base answers the prompts, and both models read its answers."""
-    strict: bool = Field(False, exclude=True)  # as that of `TextOptions`
-    """End at a row that cannot be read, instead of leaving it out."""
-
-    _one = field_validator("prompts", "text", "answers", mode="before")(
-        lambda value: (value,) if isinstance(value, str) else value
-    )
-
-
-class GateOptions(BehaviourOptions):
-    """What the output has to show before it is put in place."""
-
-    tasks: tuple[str, ...] = ()
-    """lm-eval tasks to pass, comma-separated."""
-    max_loop_rise: float | None = Field(None, ge=0, le=1)
-    """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
-    max_missed_rise: float | None = Field(None, ge=0, le=1)
-    """The same of answers that do not end by themselves (default: as of loops)."""
-    max_flips: float | None = Field(None, gt=0, le=1)
-    """Share of tokens with another argmax than the base's that passes, in each domain."""
-    max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Rise of the loss in nats per token that passes, in each domain of text."""
-    max_drop: float = Field(0.01, ge=0, allow_inf_nan=False)
-    """Largest drop over all items that passes (of a perplexity, its rise)."""
-    max_task_drop: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."""
-    confidence: float = Field(0.95, gt=0.5, lt=1)
-    """Confidence of the verdict."""
-    limit: int | None = Field(None, ge=1)
-    """Items of each task, the first ones (default: all)."""
-    include_path: str | None = None
-    """A folder with lm-eval task files of your own."""
-    batch_size: str | int = "auto"
-    """Batch size of the evaluation: auto or a number."""
-    stream: bool | None = None
-    """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
-    fit into memory)."""
-    inconclusive: Literal["pass", "fail"] | None = None
-    """Count an undecided gate as pass or fail (default: exit status 3)."""
-    keep_failed: bool = False
-    """Leave the output in place even if it fails."""
-    search: bool = Field(False, exclude=True)  # of a command, not of its output
-    """Find the smallest number of experts that passes."""
-
-    _split = field_validator("tasks", mode="before")(separated)
-
-    @model_validator(mode="after")
-    def _judges(self) -> Self:
-        if not (self.tasks or self.prompts or self.text or self.answers):
-            raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
-        return self
 
 
 class OutputOptions(Options):
@@ -258,27 +170,6 @@ def make_step(name: str, options: Mapping[str, Any], place: str = "") -> StepOpt
         raise CompressionError(f"{place or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
     where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
     return validated(step_class(name, place), options, where, f"step {name} has no option", at)
-
-
-def validated(
-    kind: type[Model], content: Mapping[str, Any], where: str, unknown: str = "there is no option", at: str = ""
-) -> Model:
-    """An instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
-    for name in content:
-        if name not in kind.model_fields:
-            raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
-    try:
-        return kind(**content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        message, cause = first["msg"].removeprefix("Value error, "), first.get("ctx", {}).get("error")
-        inner = ("function-", "tuple", "constrained")
-        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
-        if first["type"] == "extra_forbidden":
-            message = f"{place} is not known"
-        elif first["type"] != "value_error":
-            message = f"{place} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"
-        raise CompressionError(f"{where}: {cause if isinstance(cause, CompressionError) else message}") from error
 
 
 def _step(entry: Any, number: int) -> StepOptions:

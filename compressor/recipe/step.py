@@ -8,15 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     InstanceOf,
     PlainSerializer,
-    ValidationInfo,
     field_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
@@ -24,6 +21,7 @@ from pydantic.json_schema import SkipJsonSchema
 from compressor.data.sources import GivenTexts
 from compressor.data.sources import TextPart as TextPart
 from compressor.model.moe_layer import MoeLayer
+from compressor.options import Options
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
@@ -40,21 +38,6 @@ Tensors = Mapping[str, "Tensor"]
 Source = str | SkipJsonSchema[Annotated[InstanceOf[GivenTexts], PlainSerializer(str, return_type=str)]]
 DEFAULT_LENGTH = 512
 MOST_SOURCES = 100  # as many as a plan may have
-
-
-class Options(BaseModel):
-    """Frozen options, unknown ones refused; a switch is no number. The text below a field is its help."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        kinds = {*(get_args(annotation) or (annotation,))}
-        if isinstance(value, bool) and {int, float} & kinds and bool not in kinds:
-            raise ValueError(f"{info.field_name} is {value}, it should be a number")
-        return value
 
 
 class EmphasisOptions(Options):

@@ -23,7 +23,7 @@ from compressor.model.constant_experts import is_replaced
 from compressor.model.opened import OpenModel
 from compressor.model.substitution import Substitution
 from compressor.progress import Progress
-from compressor.quality_gate.domains import suffering_of
+from compressor.quality_gate.domains import degraded_domains
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy
@@ -139,7 +139,7 @@ class _Table:
             loss_by_source={name: each["loss"] for name, each in by_source.items()},
             kl_by_source={name: max(0.0, each["kl"]) for name, each in by_source.items()},
             flips_by_source={name: each["flips"] for name, each in by_source.items()},
-            suffering=tuple(each.domain for each in suffering_of(figures, dict(enumerate(by_source)))),
+            suffering=tuple(each.domain for each in degraded_domains(figures, dict(enumerate(by_source)))),
             split=self.model.architecture.layers[0].parts,
             top_k=self.model.top_k,
             active=None if self.model.layout.quantized else size.parameters - idle,

@@ -51,7 +51,7 @@ def cpu_seconds(owner: Any, name: str) -> Iterator[list[float]]:
 
 def compare(model: str, tasks: str, items: int, rounds: int) -> None:
     """Print a row: items, CPU seconds in memory and streamed at their least, their ratio, the largest difference."""
-    asked = EvaluationOptions(tuple(tasks.split(",")), limit=items, device="cpu", dtype="float32")
+    asked = EvaluationOptions(tasks=tuple(tasks.split(",")), limit=items, device="cpu", dtype="float32")
     source, resolved = locate(model), resolve_tasks(asked)
     least: dict[bool, float] = {}
     results: dict[bool, dict[str, ItemScores]] = {}

@@ -21,7 +21,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Pass
-from compressor.quality_gate.teacher_forced import END, TeacherForcedAnswer, answer_sets, judge
+from compressor.quality_gate.teacher_forced import END, TeacherForcedAnswer, answer_sets, measure_divergence
 from scripts.benchmarks.frame import Sizes, head, options, row, warm
 
 
@@ -69,9 +69,14 @@ def main() -> None:
         head("of", "tokens", "two plain passes, CPU s", "judging, CPU s", "ratio")
         forced, _ = answer_sets(answers, base.vocabulary)
         compare(
-            "answers", base, smaller, [*forced], given.rounds, lambda: judge(base, smaller, (), answers, {END: [1]})
+            "answers",
+            base,
+            smaller,
+            [*forced],
+            given.rounds,
+            lambda: measure_divergence(base, smaller, (), answers, {END: [1]}),
         )
-        compare("text", base, smaller, texts, given.rounds, lambda: judge(base, smaller, texts))
+        compare("text", base, smaller, texts, given.rounds, lambda: measure_divergence(base, smaller, texts))
 
 
 if __name__ == "__main__":

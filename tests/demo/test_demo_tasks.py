@@ -41,7 +41,7 @@ def worse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options() -> EvaluationOptions:
-    return EvaluationOptions(("moe_demo",), limit=PER_SKILL, dtype="float32")
+    return EvaluationOptions(tasks=("moe_demo",), limit=PER_SKILL, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_shipped_model_is_right_on_the_same_items(
 
 def test_tasks_hold_the_shipped_data_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    group, text = resolve_tasks(EvaluationOptions(("moe_demo", "moe_demo_text")))
+    group, text = resolve_tasks(EvaluationOptions(tasks=("moe_demo", "moe_demo_text")))
     items = load_items()
     for skill in SKILLS:
         docs = list(group.parts[f"moe_demo_{skill}"].eval_docs)

@@ -109,4 +109,4 @@ def evaluate(
 
 
 def ask(folder: Path, *tasks: str, **settings: Any) -> dict[str, ItemScores]:
-    return evaluate(str(folder), None, EvaluationOptions(tasks, **settings), Silent())
+    return evaluate(str(folder), None, EvaluationOptions(tasks=tasks, **settings), Silent())

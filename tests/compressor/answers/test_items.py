@@ -94,7 +94,7 @@ def test_what_cannot_be_tokens_is_told() -> None:
 
 
 def test_items_of_tasks_are_what_lm_eval_asks(tmp_path: Path) -> None:
-    items = task_items(EvaluationOptions(("sums", "moe_demo_facts"), limit=3, include_path=own_tasks(tmp_path)))
+    items = task_items(EvaluationOptions(tasks=("sums", "moe_demo_facts"), limit=3, include_path=own_tasks(tmp_path)))
     assert [item.task for item in items] == ["sums"] * 3 + ["moe_demo_facts"] * 3
     assert items[2] == Item("2 and 2:", " 4", (" 4", " 5"), "sums")
     assert all(item.answer in item.choices for item in items)

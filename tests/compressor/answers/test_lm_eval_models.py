@@ -35,7 +35,7 @@ TEXTS = ["a short text", "a long one " * 20, "b"]  # the second has four windows
 
 
 def options(**settings: Any) -> EvaluationOptions:
-    return EvaluationOptions(("sums",), device="cpu", dtype="float32", **settings)
+    return EvaluationOptions(tasks=("sums",), device="cpu", dtype="float32", **settings)
 
 
 def requests(kind: str, arguments: list[tuple[str, ...]]) -> list[Instance]:
@@ -129,7 +129,7 @@ def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pyte
     no_network(monkeypatch)
     own, steps = own_tasks(tmp_path), Steps()
     source = locate(str(small.save(tmp_path / "model", max_position_embeddings=256)))
-    wanted = EvaluationOptions(("both", "moe_demo_text"), limit=4, include_path=own, device="cpu", num_fewshot=1)
+    wanted = EvaluationOptions(tasks=("both", "moe_demo_text"), limit=4, include_path=own, device="cpu", num_fewshot=1)
     tasks = resolve_tasks(wanted)
     plain = TaskEvaluation(source, tasks, wanted).run(Silent())
     found = TaskEvaluation(source, tasks, wanted, streamed=True).run(steps)
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
         assert streams(source, options(stream=not expected)) is not expected
     written_task(tmp_path)
     for stream in (True, None):
-        asks = EvaluationOptions(("written",), include_path=tmp_path, device="cpu", stream=stream)
+        asks = EvaluationOptions(tasks=("written",), include_path=tmp_path, device="cpu", stream=stream)
         with pytest.raises(CompressionError, match=r"'written' writes its answers.* of model in memory.*--no-stream"):
             plan_evaluation(source, resolve_tasks(asks), asks, tmp_path / "store")
 

@@ -75,7 +75,7 @@ def test_text_scores_equal_a_plain_forward_and_nothing_is_printed_nor_anybody_as
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # outside any repository, where lm-eval's call of git would complain
-    steps, options = Steps(), EvaluationOptions(("moe_demo_facts", "moe_demo_text"), limit=5, batch_size=2)
+    steps, options = Steps(), EvaluationOptions(tasks=("moe_demo_facts", "moe_demo_text"), limit=5, batch_size=2)
     scores = evaluate(str(tiny), None, options, steps)["moe_demo_text"]
     with quiet_lm_eval():
         print("what lm-eval says of its batch size")
@@ -196,7 +196,7 @@ class Evaluations:
         self.model, self.own, self.store = model, own, store
 
     def __call__(self, *names: str, **settings: Any) -> tuple[dict[str, ItemScores], bool, int]:
-        options = EvaluationOptions(names or ("sums",), **{"include_path": self.own, "limit": 3, **settings})
+        options = EvaluationOptions(tasks=names or ("sums",), **{"include_path": self.own, "limit": 3, **settings})
         steps = Steps()
         source = locate(str(self.model))
         planned = plan_evaluation(source, resolve_tasks(options), options, self.store)

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from compressor.cli.options import KEEP, RUNNING, STEP, described, flag, given, options_of, spread
 from compressor.entry_points import STEPS, names, option
+from compressor.options import Options
 from compressor.recipe.recipe import step_class
-from compressor.recipe.step import Options
 from compressor.steps.distill.options import Distill
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from compressor.cli.options import described
 from compressor.cli.settings import recipe_of, recipe_options
 from compressor.errors import CompressionError
-from compressor.recipe.recipe import GateOptions, OutputOptions, Recipe, step_class
+from compressor.quality_gate.options import GateOptions
+from compressor.recipe.recipe import OutputOptions, Recipe, step_class
 from compressor.recipe.step import EmphasisOptions, TextOptions
 from tests.support import small
 from tests.support.command_line import Run, captured, names, refused
@@ -157,7 +158,8 @@ def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
     models = {"": Recipe, "calibration": TextOptions, "gate": GateOptions, "output": OutputOptions}
     entry = described(models.get(section) or step_class(section))[field]
     literals = [value for kind in entry.kinds for value in get_args(kind) if value not in (entry.default, ...)]
-    values = {bool: not entry.default, int: 5, float: 0.75, str: "graph:2", tuple: "a,b", EmphasisOptions: "end=8"}
+    values = {bool: not entry.default, int: 5, float: 0.75, str: "graph:2", Path: "folder", tuple: "a,b"}
+    values[EmphasisOptions] = "end=8"
     kind = get_origin(entry.kinds[0]) or entry.kinds[0]
     value = values[kind] if kind in values else literals[:2][-1]
     flags = {"gate.tasks": ["c", "d,e"]} if section == "gate" else {}

@@ -95,14 +95,14 @@ def test_tokens_that_count_and_marks_have_the_figures_of_whole_models_without_pa
 ) -> None:
     base_stock, stock = zoo.save(name, tmp_path / "base"), zoo.save(name, tmp_path / "other", seed=1)
     base, other = (open_model(locate(str(tmp_path / part)), "float32", "cpu") for part in ("base", "other"))
-    marks, spans = ((2, 5), (3,)), ((4, 11), (2, 3), (6, 9))  # of the tokens that count, by sequence
+    stop_tokens, spans = ((2, 5), (3,)), ((4, 11), (2, 3), (6, 9))  # of the tokens that count, by sequence
     rows = [zoo.tokens(stock, 1, end, seed=end)[0] for _, end in spans]
     rows[0][[5, 9]], rows[0][7] = torch.tensor([2, 5]), 3
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     places = torch.arange(11)
     mask = torch.stack([(places >= begin) & (places < end) for begin, end in spans])
     answers, whole = EvaluationSet("answers", (padded,), (mask,)), EvaluationSet("whole", (zoo.tokens(stock, 2, 8),))
-    found = Evaluator(base, [answers, whole], marks).measure(other)[0]
+    found = Evaluator(base, [answers, whole], stop_tokens).measure(other)[0]
     assert found.tokens.tolist() == [7, 1, 3, 7, 7] and found.domain.tolist() == [0, 0, 0, 1, 1]
     check(found.of({1}), plain(base_stock, stock, [whole]))
     for number, (row, (begin, _)) in enumerate(zip(rows, spans, strict=True)):
@@ -113,13 +113,16 @@ def test_tokens_that_count_and_marks_have_the_figures_of_whole_models_without_pa
         for loss, each in ((found.base_loss, p), (found.loss, q)):
             assert float(loss[number]) == pytest.approx(float(-each.gather(1, targets[:, None]).log().mean()), rel=1e-5)
         assert float(found.flips[number]) == pytest.approx(float((p.argmax(-1) != q.argmax(-1)).double().mean()))
-        for place, tokens in enumerate(marks):
+        for place, tokens in enumerate(stop_tokens):
             due = torch.tensor([float(target in tokens) for target in targets.tolist()], dtype=torch.float64)
             here, there = ([float(each[:, tokens].sum(1) @ at) for each in (p, q)] for at in (due, 1 - due))
             expected = [float(due.sum()), *here, *there]
-            assert found.marks[number, place].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    alone = Evaluator(base, [answers], marks).measure_loaded(stock)
-    assert torch.allclose(alone.marks, found.of({0}).marks, rtol=1e-4) and float(alone.marks[0, 0, 0]) >= 2
+            assert found.stop_tokens[number, place].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    alone = Evaluator(base, [answers], stop_tokens).measure_loaded(stock)
+    assert (
+        torch.allclose(alone.stop_tokens, found.of({0}).stop_tokens, rtol=1e-4)
+        and float(alone.stop_tokens[0, 0, 0]) >= 2
+    )
 
 
 def scaled(model: OpenModel, count: int) -> list[Substitution]:

@@ -54,7 +54,7 @@ def asked() -> list[Instance]:
 
 
 def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> None:
-    options = EvaluationOptions(("sums",), device="cpu", batch_size=1)
+    options = EvaluationOptions(tasks=("sums",), device="cpu", batch_size=1)
     with loaded_model(locate(str(place / "model")), options) as stock:
         stock.watch("model", "sums", Silent())
         expected = stock.loglikelihood(asked())
@@ -76,7 +76,7 @@ def test_choices_with_prompts_of_their_own_have_pathways_of_their_own(place: Pat
     text = CHOICE.format(name="blanks", data=data, cache=tmp_path / "cache", better="true")
     text = text.replace("to_text: question", "to_text: right").replace("to_choice: choices", "to_choice: names")
     (folder / "blanks.yaml").write_text(text.replace("to_target: answer", "to_target: rest"))
-    options = EvaluationOptions(("blanks",), include_path=folder)
+    options = EvaluationOptions(tasks=("blanks",), include_path=folder)
     with pytest.raises(CompressionError, match="asks each choice with a context of its own"):
         task_items(options)
     (task,) = resolve_tasks(options)

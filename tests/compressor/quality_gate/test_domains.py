@@ -1,4 +1,4 @@
-"""Figures by domain against numpy and scipy, and which domain suffers."""
+"""Figures by domain against numpy and scipy, and which domain is degraded."""
 
 import math
 from typing import Any
@@ -11,8 +11,8 @@ from scipy.stats import t as student_t
 from compressor.divergence.evaluator import Figures
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
-from compressor.quality_gate.domain_divergence import Judged, judged_blocks
-from compressor.quality_gate.domains import judged
+from compressor.quality_gate.domain_divergence import DomainDivergence, divergence_blocks
+from compressor.quality_gate.domains import domain_divergence
 from compressor.records import plain_json, read_as
 
 ONE_TWO = {0: "one", 1: "two"}
@@ -31,7 +31,7 @@ def figures(rises: list[float], sequences: int = 40, tokens: int = 64, **more: A
 
 def test_changes_are_means_over_tokens_with_bounds_of_students_t() -> None:
     given = figures([0.1, 0.3])
-    found = judged(given, ONE_TWO)
+    found = domain_divergence(given, ONE_TWO)
     for number, row in enumerate(found.domains):
         own = given.of({number})
         rises = (own.loss - own.base_loss).numpy()
@@ -47,21 +47,23 @@ def test_changes_are_means_over_tokens_with_bounds_of_students_t() -> None:
     uneven = Figures(*(value for value in (given.kl, given.loss, given.flips)), torch.arange(80) + 1, given.domain)
     uneven = Figures(uneven.kl, uneven.loss, uneven.flips, uneven.tokens, uneven.domain, given.base_loss)
     weighted = np.average(given.kl[:40], weights=np.arange(40) + 1)
-    assert judged(uneven, ONE_TWO).domains[0].kl.change == pytest.approx(weighted)
-    assert read_as(Judged, plain_json(found)) == found
+    assert domain_divergence(uneven, ONE_TWO).domains[0].kl.change == pytest.approx(weighted)
+    assert read_as(DomainDivergence, plain_json(found)) == found
 
 
 def test_a_copy_differs_by_nothing_and_its_bounds_shrink_with_tokens() -> None:
     same = figures([0.0])
     zero = same.kl * 0
-    (row,) = judged(Figures(zero, same.base_loss, zero, same.tokens, same.domain, same.base_loss), {0: "one"}).domains
+    (row,) = domain_divergence(
+        Figures(zero, same.base_loss, zero, same.tokens, same.domain, same.base_loss), {0: "one"}
+    ).domains
     assert row.loss.change == row.kl.change == row.flips.change == 0
     assert row.flips.upper == pytest.approx(-math.log(0.05) / (40 * 64)) and row.flips.lower == 0
-    assert judged(figures([0.0]), {0: "one"}).together is None
+    assert domain_divergence(figures([0.0]), {0: "one"}).together is None
 
 
 @pytest.mark.parametrize(
-    ("rises", "suffering"),
+    ("rises", "degraded"),
     [
         ([0.1, 0.1, 0.5], ["c"]),
         ([0.1, 0.1, 0.25], []),
@@ -72,43 +74,49 @@ def test_a_copy_differs_by_nothing_and_its_bounds_shrink_with_tokens() -> None:
         ([0.4], []),
     ],
 )
-def test_a_domain_suffers_above_three_times_the_mean_of_the_others(rises: list[float], suffering: list[str]) -> None:
-    found = judged(figures(rises, 400), dict(enumerate("abc"[: len(rises)])))
-    assert [each.domain for each in found.suffering] == suffering
-    shown = markdown(judged_blocks(found, "Text"))
-    for each in found.suffering:
+def test_a_domain_is_degraded_above_three_times_the_mean_of_the_others(rises: list[float], degraded: list[str]) -> None:
+    found = domain_divergence(figures(rises, 400), dict(enumerate("abc"[: len(rises)])))
+    assert [each.domain for each in found.degraded] == degraded
+    shown = markdown(divergence_blocks(found, "Text"))
+    for each in found.degraded:
         others = np.mean([row.loss.change for row in found.domains if row.domain != each.domain])
         assert each.others == pytest.approx(others) and each.change > 3 * max(others, 0)
-        assert f"The domain {each.domain} suffers: its loss rises by" in shown
-    assert ("suffers" in shown) is bool(suffering)
+        assert f"The domain {each.domain} is degraded: its loss rises by" in shown
+    assert ("is degraded" in shown) is bool(degraded)
 
 
-def test_a_difference_within_its_error_is_no_suffering() -> None:
+def test_a_difference_within_its_error_is_no_degradation() -> None:
     RANDOM.bit_generator.state = np.random.default_rng(1).bit_generator.state
     few = figures([0.1, 0.1, 0.32], 2)
     few = Figures(few.kl, few.loss + torch.tensor([0, 0, 0, 0, -0.2, 0.2]), *[few.flips, few.tokens, few.domain])
     few = Figures(few.kl, few.loss, few.flips, few.tokens, few.domain, figures([0, 0, 0], 2).base_loss)
-    assert "loss" not in {each.measure for each in judged(few, dict(enumerate("abc"))).suffering}
+    assert "loss" not in {each.measure for each in domain_divergence(few, dict(enumerate("abc"))).degraded}
 
 
 def test_probabilities_of_ends_are_means_where_they_come_and_elsewhere() -> None:
     due = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
-    marks = torch.zeros(4, 1, 5, dtype=torch.float64)
-    marks[:, 0] = torch.stack([due, due * 0.9, due * torch.tensor([0.5, 0.7, 0, 0.6]), due + 0.5, due + 1.0], 1)
-    found = judged(figures([0.1], 4, 10, marks=marks), {0: "one"}, ["the end"])
-    (mark,) = found.domains[0].marks
+    stop_tokens = torch.zeros(4, 1, 5, dtype=torch.float64)
+    stop_tokens[:, 0] = torch.stack([due, due * 0.9, due * torch.tensor([0.5, 0.7, 0, 0.6]), due + 0.5, due + 1.0], 1)
+    found = domain_divergence(figures([0.1], 4, 10, stop_tokens=stop_tokens), {0: "one"}, ["the end"])
+    (mark,) = found.domains[0].stop_tokens
     assert mark.count == 3 and mark.here is not None and mark.elsewhere is not None
     assert mark.here.base == pytest.approx(0.9) and mark.here.compressed == pytest.approx(0.6)
     assert mark.elsewhere.base == pytest.approx(5 / 37) and mark.elsewhere.compressed == pytest.approx(7 / 37)
     assert mark.here.lower < mark.here.change < mark.here.upper < 0
-    shown = markdown(judged_blocks(found, "Answers"))
+    shown = markdown(divergence_blocks(found, "Answers"))
     assert "token that ends the end" in shown and "0.9000 | 0.6000 | -0.300 (" in shown
-    marks[:, 0, 0] = 0
-    assert judged(figures([0.1], 4, 10, marks=marks), {0: "one"}, ["the end"]).domains[0].marks[0].here is None
+    stop_tokens[:, 0, 0] = 0
+    assert (
+        domain_divergence(figures([0.1], 4, 10, stop_tokens=stop_tokens), {0: "one"}, ["the end"])
+        .domains[0]
+        .stop_tokens[0]
+        .here
+        is None
+    )
 
 
 def test_figures_that_are_no_numbers_are_refused() -> None:
     broken = figures([0.1])
     broken.kl[3] = math.nan
     with pytest.raises(CompressionError, match="on prose the models' losses are not finite"):
-        judged(broken, {0: "prose"})
+        domain_divergence(broken, {0: "prose"})

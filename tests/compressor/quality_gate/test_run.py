@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask
+from compressor.answers.tasks import EvaluationTask
 from compressor.errors import CompressionError
-from compressor.quality_gate.report import outlook_blocks
-from compressor.quality_gate.run import FLIPS, GateRequest, outlook, passable
+from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.report import power_blocks
+from compressor.quality_gate.run import FLIPS, GateRequest, analyse_power, passable
 from compressor.quality_gate.statistics import at_most
 from scripts import simulate_gate
 
@@ -23,27 +24,27 @@ def task(name: str, *counts: int, aggregation: str = "mean") -> EvaluationTask:
 
 
 def asked(limit: int | None = None, **settings: Any) -> GateRequest:
-    return GateRequest(EvaluationOptions(("t",), limit), **settings)
+    return GateRequest(GateOptions(tasks=("t",), limit=limit, **settings))
 
 
 DEFAULT = (task("mmlu", *[246] * 57), task("boolq", 3270), task("openbookqa", 500), task("rte", 277))
 
 
 def test_items_margins_and_what_they_show() -> None:
-    found = outlook(DEFAULT, asked())
+    found = analyse_power(DEFAULT, asked())
     assert found.pooled is not None and found.refusal is None
     assert [row.items for row in found.tasks] == [14022, 3270, 500, 277] and found.pooled.items == 18069
     assert [row.max_drop for row in (*found.tasks, found.pooled)] == [0.03] * 4 + [0.01]
     rte = found.tasks[3].shown
     assert rte is not None and rte[0] == pytest.approx(1 - 0.05 ** (1 / 277)) and rte[0] > 0.01
     assert all(row.shown is not None and [*row.shown] == sorted(row.shown) for row in found.tasks)
-    limited = outlook(DEFAULT, asked(100))
+    limited = analyse_power(DEFAULT, asked(100))
     assert [row.items for row in limited.tasks] == [5700, 100, 100, 100]  # of each part of a group
 
 
 @pytest.mark.parametrize("flips", FLIPS[1:])
 def test_the_margin_shown_is_passed_four_times_in_five(flips: float) -> None:
-    found = outlook([task("t", 2000)], asked())
+    found = analyse_power([task("t", 2000)], asked())
     assert found.pooled is not None and found.pooled.shown is not None
     _, lost, gained = simulate_gate.answers(simulate_gate.np.random.default_rng(5), 0.0, flips, 2000, 2000)
     passing, _ = simulate_gate.exact(lost, gained, 2000, found.pooled.shown[FLIPS.index(flips)])
@@ -52,12 +53,12 @@ def test_the_margin_shown_is_passed_four_times_in_five(flips: float) -> None:
 
 def test_a_perplexity_is_held_to_the_margin_and_foretells_nothing() -> None:
     text = task("wikitext", 62, aggregation="weighted_perplexity")
-    found = outlook([text], asked(5))
+    found = analyse_power([text], asked(5))
     assert (found.tasks[0].items, found.tasks[0].max_drop, found.tasks[0].shown) == (5, 0.01, None)
     assert found.pooled is None and found.refusal is None
-    mixed = outlook([text, task("rte", 277)], asked())
+    mixed = analyse_power([text, task("rte", 277)], asked())
     assert mixed.pooled is not None and mixed.pooled.items == 277 and mixed.refusal is not None
-    rows = outlook_blocks(mixed)[0].rows
+    rows = power_blocks(mixed)[0].rows
     assert [row[:4] for row in rows] == [
         ("wikitext", "62", "0.01", "-"), ("rte", "277", "0.03", "0.0108"), ("all together", "277", "0.01", "0.0108")
     ]  # fmt: skip
@@ -69,7 +70,7 @@ def test_what_no_identical_model_passes_is_refused_and_the_remedies_work(
 ) -> None:
     request = asked(items, max_drop=max_drop, confidence=confidence)
     tasks = [task("a", 2 * 10**4), task("b", 10)]
-    refusal = outlook(tasks, request).refusal
+    refusal = analyse_power(tasks, request).refusal
     count = items + min(items, 10)
     assert (refusal is None) == ((1 - max_drop) ** count < 1 - confidence)
     if refusal is not None:
@@ -79,8 +80,8 @@ def test_what_no_identical_model_passes_is_refused_and_the_remedies_work(
         assert at_most(0, 0, needed, max_drop) < 1 - confidence <= at_most(0, 0, needed - 1, max_drop)
         for other in (asked(limit, max_drop=max_drop, confidence=confidence),
                       asked(items, max_drop=margin, confidence=confidence)):  # fmt: skip
-            assert outlook(tasks, other).refusal is None
-        assert outlook(tasks, asked(limit - 1, max_drop=max_drop, confidence=confidence)).refusal is not None
+            assert analyse_power(tasks, other).refusal is None
+        assert analyse_power(tasks, asked(limit - 1, max_drop=max_drop, confidence=confidence)).refusal is not None
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,10 @@ def test_what_no_identical_model_passes_is_refused_and_the_remedies_work(
 )
 def test_refusals_say_what_would_do(request_: GateRequest, tasks: list[EvaluationTask], message: str) -> None:
     with pytest.raises(CompressionError, match=f"this gate could not even pass an identical model: .*{message}"):
-        passable(outlook(tasks, request_))
+        passable(analyse_power(tasks, request_))
 
 
 def test_a_gate_that_may_stay_undecided_is_not_refused() -> None:
-    assert outlook([task("rte", 277)], asked(inconclusive="pass")).refusal is None
-    assert outlook([task("rte", 277)], asked(inconclusive="fail")).refusal is not None
-    assert passable(outlook([task("rte", 299)], asked())).refusal is None
+    assert analyse_power([task("rte", 277)], asked(inconclusive="pass")).refusal is None
+    assert analyse_power([task("rte", 277)], asked(inconclusive="fail")).refusal is not None
+    assert passable(analyse_power([task("rte", 299)], asked())).refusal is None

@@ -32,7 +32,7 @@ from compressor.quality_gate.statistics import (
     constrained_gain,
     freedom_of,
     holm,
-    judge,
+    judge_tasks,
     lower_bound,
     most_careful,
     overall,
@@ -64,7 +64,7 @@ def likelihoods(values: Any, weights: Any, **given: Any) -> ItemScores:
 
 def gate(base: ItemScores, compressed: ItemScores, max_drop: float = 0.01, confidence: float = 0.95) -> TaskGate:
     """The only task's result, under the margin of the pool."""
-    (task,), _ = judge([compare_items(base, compressed)], max_drop, max_drop, confidence)
+    (task,), _ = judge_tasks([compare_items(base, compressed)], max_drop, max_drop, confidence)
     return task
 
 
@@ -205,7 +205,7 @@ def tasks_of(
 ) -> Any:
     """The tasks' results and the pool's, of tasks with so many items lost, gained and in all."""
     pairs = [compare_items(*flipped(*each)) for each in counts]
-    return judge(pairs, max_drop, max_task_drop, confidence)
+    return judge_tasks(pairs, max_drop, max_task_drop, confidence)
 
 
 def verdict_of(*counts: tuple[int, int, int], **settings: float) -> str:
@@ -230,11 +230,11 @@ def test_what_is_not_right_or_wrong_decides_by_itself() -> None:
     for rise, expected in ((0.0, "pass"), (0.011, "fail"), (0.0099, "inconclusive")):
         after = likelihoods(-words * (2 + math.log1p(rise) + noise), words)
         pairs = [compare_items(*flipped(0, 0, 400)), compare_items(before, after)]
-        tasks, pooled = judge(pairs, 0.01, 0.03, 0.95)
+        tasks, pooled = judge_tasks(pairs, 0.01, 0.03, 0.95)
         assert pooled is not None and (pooled.items, pooled.verdict) == (400, "pass")
         assert [task.max_drop for task in tasks] == [0.03, 0.01] and [task.decides for task in tasks] == [False, True]
         assert overall([*tasks, pooled]) == tasks[1].verdict == expected
-    tasks, pooled = judge([compare_items(*graded)], 0.01, 0.03, 0.95)
+    tasks, pooled = judge_tasks([compare_items(*graded)], 0.01, 0.03, 0.95)
     assert pooled is None and tasks[0].decides and overall(tasks) == tasks[0].verdict
     assert overall([]) == "inconclusive"
 

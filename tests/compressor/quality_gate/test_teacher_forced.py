@@ -14,15 +14,16 @@ from compressor.data.batches import EvaluationSet
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.tokenizer import load_tokenizer
+from compressor.quality_gate.options import BehaviourOptions
 from compressor.quality_gate.teacher_forced import (
     END,
     THINKING_END,
-    Judging,
     TeacherForcedAnswer,
     answer_sets,
-    judge,
-    marks_of,
+    check_options,
+    measure_divergence,
     read_answers,
+    stop_tokens_of,
     teacher_forced,
     text_sets,
 )
@@ -52,6 +53,10 @@ def opened(folders: tuple[Path, Path]) -> tuple[OpenModel, OpenModel]:
     return base, other
 
 
+def reading(*texts: Any, **options: Any) -> BehaviourOptions:
+    return BehaviourOptions(text=tuple(map(str, texts)), **options)
+
+
 def write(path: Path, *rows: Any) -> str:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return str(path)
@@ -68,7 +73,7 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         )
         for n in range(6)
     ]
-    found = judge(*opened(folders), texts, answers, {END: [stop]}, 0.9)
+    found = measure_divergence(*opened(folders), texts, answers, {END: [stop]}, 0.9)
     stocks = [load_whole(folder, dtype="float32") for folder in folders]
 
     @torch.no_grad()
@@ -94,37 +99,41 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         assert each.end == pytest.approx((float(p[-1, stop]), float(q[-1, stop])), rel=1e-4)
         assert each.elsewhere == pytest.approx((float(p[:-1, stop].mean()), float(q[:-1, stop].mean())), rel=1e-4)
         assert each.kl == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3, abs=1e-7)
-    (mark,) = found.answers.together.marks if found.answers.together is not None else ()
+    (mark,) = found.answers.together.stop_tokens if found.answers.together is not None else ()
     assert mark.name == END and mark.count == 6
 
 
 def test_a_copy_differs_by_nothing(folders: tuple[Path, Path], tokenizer: Any, tmp_path: Path) -> None:
     base = open_model(locate(str(folders[0])), "float32", "cpu")
-    texts = text_sets(Judging((small.text_file(tmp_path).as_posix() + "=prose",), 8, 16), tokenizer, base.vocabulary)
-    found = judge(base, open_model(locate(str(folders[0])), "float32", "cpu"), texts)
+    texts = text_sets(
+        reading(f"{small.text_file(tmp_path)}=prose", text_samples=8, text_length=16), tokenizer, base.vocabulary
+    )
+    found = measure_divergence(base, open_model(locate(str(folders[0])), "float32", "cpu"), texts)
     assert found.answers is None and found.text is not None
     (row,) = found.text.domains
     assert row.domain == "prose" and row.loss.change == row.kl.change == row.flips.change == 0
-    assert found.text.together is None and not found.text.suffering
+    assert found.text.together is None and not found.text.degraded
 
 
 def test_text_is_cut_shorter_where_it_is_short_and_refused_where_it_is_too_short(
     tokenizer: Any, tmp_path: Path
 ) -> None:
     path = small.text_file(tmp_path, "some words to read\n\n" * 60)
-    (whole,) = text_sets(Judging((str(path),)), tokenizer, 10**6)
+    (whole,) = text_sets(reading(path), tokenizer, 10**6)
     assert whole.name == "calibration" and sum(map(len, whole.batches)) >= 8 and whole.batches[0].shape[1] < 512
-    first, second = text_sets(Judging((f"{path}=one", f"{path}=two", f"{path}=two"), 10, 16), tokenizer, 10**6)
+    first, second = text_sets(
+        reading(f"{path}=one", f"{path}=two", f"{path}=two", text_samples=10, text_length=16), tokenizer, 10**6
+    )
     assert (first.name, second.name) == ("one", "two") and sum(map(len, second.batches)) == 10
     short = small.text_file(tmp_path, "too short")
     with pytest.raises(
         CompressionError, match=r"--text .* gives \d+ tokens, too few .* give it more text, at least 128"
     ):
-        text_sets(Judging((str(short),)), tokenizer, 10**6)
+        text_sets(reading(short), tokenizer, 10**6)
     with pytest.raises(CompressionError, match=r"text file .*missing\.txt does not exist"):
-        text_sets(Judging((str(tmp_path / "missing.txt"),)), tokenizer, 10**6)
+        text_sets(reading(tmp_path / "missing.txt"), tokenizer, 10**6)
     with pytest.raises(CompressionError, match="--text-samples 8 and --text-length 16 at the least"):
-        Judging((str(path),), 7)
+        check_options(reading(path, text_samples=7))
 
 
 def test_answers_are_read_from_rows_with_and_without_a_template(tokenizer: Any, tmp_path: Path) -> None:
@@ -182,17 +191,17 @@ def test_batches_are_padded_on_the_right_and_only_answers_count() -> None:
 
 
 def test_marks_are_tokens_that_end_answers_and_thinking(tokenizer: Any) -> None:
-    assert marks_of(tokenizer, {3, 1}) == {END: (1, 3)}
+    assert stop_tokens_of(tokenizer, {3, 1}) == {END: (1, 3)}
     thinking = load_tokenizer(Path(tokenizer.name_or_path))
     thinking.add_tokens(["<think>", "</think>"])
-    assert marks_of(thinking, {1}) == {END: (1,), THINKING_END: (thinking.convert_tokens_to_ids("</think>"),)}
-    assert marks_of(tokenizer, ()) == {}
+    assert stop_tokens_of(thinking, {1}) == {END: (1,), THINKING_END: (thinking.convert_tokens_to_ids("</think>"),)}
+    assert stop_tokens_of(tokenizer, ()) == {}
 
 
 def test_models_of_other_tokenizers_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path / "other")
     with pytest.raises(CompressionError, match=r"knows \d+ tokens"):
-        judge(opened(folders)[0], open_model(locate(str(tmp_path / "other")), "float32", "cpu"))
+        measure_divergence(opened(folders)[0], open_model(locate(str(tmp_path / "other")), "float32", "cpu"))
 
 
 def test_of_a_long_prompt_or_answer_no_more_is_tokenised_than_positions_allow(

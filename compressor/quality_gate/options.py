@@ -1,0 +1,135 @@
+"""Options of comparing two models' behaviour, and of the gate. Importing this loads no torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from compressor.answers.options import AnswerOptions, TaskOptions
+from compressor.errors import CompressionError
+
+MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
+TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
+
+Limits = dict[str, tuple[str, float]]  # by measure: the option, and the rise that it allows
+
+
+class BehaviourOptions(AnswerOptions):
+    """Text, prompts and answers on which the behaviour of two models is compared."""
+
+    text: tuple[str, ...] = ()
+    """Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be repeated."""
+    text_samples: int = Field(64, ge=1)
+    """Sequences of each text, at most."""
+    text_length: int = Field(512, ge=2)
+    """Tokens of such a sequence."""
+    answers: tuple[str, ...] = ()
+    """Answers of the base that both models read: JSONL with prompt and answer, or with messages, as FILE or
+    FILE=DOMAIN. May be repeated."""
+    teacher_forced: bool = False
+    """Only the base answers the prompts, and both models read its answers."""
+
+    _one = field_validator("text", "answers", mode="before")(
+        lambda value: (value,) if isinstance(value, str) else value
+    )
+
+    @property
+    def writes(self) -> bool:
+        """True if both models answer prompts."""
+        return bool(self.prompts) and not self.teacher_forced
+
+    @property
+    def reads(self) -> bool:
+        """True if both models read text or the base's answers."""
+        return bool(self.text or self.answers or self.teacher_forced)
+
+    @property
+    def answer_limits(self) -> Limits:
+        """Limits on written answers."""
+        return {}
+
+    @property
+    def divergence_limits(self) -> Limits:
+        """Limits on each domain of text and of the base's answers."""
+        return {}
+
+    def check(self) -> None:
+        super().check()
+        if self.teacher_forced and not self.prompts:
+            raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
+
+
+class GateOptions(BehaviourOptions, TaskOptions):
+    """Conditions that an output has to meet before it is put in place."""
+
+    max_loop_rise: float | None = Field(None, ge=0, le=1)
+    """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
+    max_missed_rise: float | None = Field(None, ge=0, le=1)
+    """The same of answers that do not end by themselves (default: as of loops)."""
+    max_flips: float | None = Field(None, gt=0, le=1)
+    """Share of tokens with another argmax than the base's that passes, in each domain."""
+    max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Rise of the loss in nats per token that passes, in each domain of text."""
+    max_drop: float = Field(0.01, ge=0, allow_inf_nan=False)
+    """Largest drop over all items that passes (of a perplexity, its rise)."""
+    max_task_drop: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."""
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    """Confidence of the verdict."""
+    inconclusive: Literal["pass", "fail"] | None = None
+    """Count an undecided gate as pass or fail (default: exit status 3)."""
+    keep_failed: bool = False
+    """Leave the output in place even if it fails."""
+    search: bool = Field(False, exclude=True)  # of a command, not of its output
+    """Find the smallest number of experts that passes."""
+
+    @model_validator(mode="after")
+    def _has_conditions(self) -> Self:
+        if not (self.tasks or self.prompts or self.text or self.answers):
+            raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
+        return self
+
+    @property
+    def task_drop(self) -> float:
+        """Drop allowed of a task whose items are pooled with others'."""
+        return TASK_DROPS * self.max_drop if self.max_task_drop is None else self.max_task_drop
+
+    @property
+    def answer_limits(self) -> Limits:
+        if not self.writes:
+            return {}
+        loop_rise = self.max_loop_rise
+        missed_rise = self.max_missed_rise
+        if loop_rise is None and missed_rise is None:
+            loop_rise = MAX_LOOP_RISE
+        if missed_rise is None:
+            missed_rise = loop_rise
+        limits: Limits = {}
+        if loop_rise is not None:
+            limits["loops"] = ("--max-loop-rise", loop_rise)
+        if missed_rise is not None and missed_rise != 1:
+            limits["missed ends"] = ("--max-missed-rise", missed_rise)
+        return limits
+
+    @property
+    def divergence_limits(self) -> Limits:
+        limits: Limits = {}
+        if self.max_flips is not None:
+            limits["flips"] = ("--max-flips", self.max_flips)
+        if self.max_loss_rise is not None:
+            limits["loss"] = ("--max-loss-rise", self.max_loss_rise)
+        return limits
+
+    def check(self) -> None:
+        super().check()
+        limits_answers = self.max_loop_rise is not None or self.max_missed_rise is not None
+        if limits_answers and not self.writes:
+            remedy = "leave out --teacher-forced" if self.teacher_forced else "name --prompts"
+            raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
+        if bool(self.divergence_limits) != self.reads:
+            raise CompressionError(
+                "--text and --answers are judged by --max-flips or --max-loss-rise; give one of each"
+            )
+
+    def counted(self, verdict: str) -> str:
+        """Return the verdict, or the one that an inconclusive verdict counts as."""
+        return self.inconclusive or verdict if verdict == "inconclusive" else verdict
