@@ -145,9 +145,9 @@ class StockGenerator:
         return tokenizer, facts
 
     def write(
-        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+        self, requests: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
     ) -> Iterator[Answer]:
-        if not asked:
+        if not requests:
             return
         tokenizer, facts = self.opened()
         if not fits_whole(self.source, self.dtype, self.device):
@@ -155,7 +155,7 @@ class StockGenerator:
                 f"{self.label} does not fit into memory, which writing answers takes; let a server write them "
                 "(--server), or judge without generating (--text)"
             )
-        queue = [_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)) for prompt, seed in asked]
+        queue = [_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)) for prompt, seed in requests]
         queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
@@ -237,14 +237,14 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     return True
 
 
-def seed_of(asked: GenerationRequest) -> int:
+def seed_of(request: GenerationRequest) -> int:
     """Return the seed that an answer is drawn with; each prompt has its own."""
-    return int(hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).hexdigest()[:15], 16)
+    return int(hashlib.sha256(f"{request[0].id} {request[1]}".encode()).hexdigest()[:15], 16)
 
 
-def draws(asked: GenerationRequest, count: int) -> Tensor:
+def draws(request: GenerationRequest, count: int) -> Tensor:
     """Return the numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed_of(asked)), dtype=torch.float64)
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed_of(request)), dtype=torch.float64)
 
 
 @torch.inference_mode()
@@ -314,10 +314,10 @@ class ServedGenerator:
         return tokenizer, replace(facts, positions=min(lengths, default=None))
 
     def write(
-        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+        self, requests: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
     ) -> Iterator[Answer]:
         tokenizer = load_tokenizer(self.source.folder)
-        progress.start(f"Writing answers by {self.label}", len(asked))
+        progress.start(f"Writing answers by {self.label}", len(requests))
 
         def ask(request: GenerationRequest) -> Answer:
             prompt, seed = request
@@ -334,17 +334,17 @@ class ServedGenerator:
                 text = choice.text
             return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
 
-        for answer in self.server.all(asked, ask, self.at_once):
+        for answer in self.server.all(requests, ask, self.at_once):
             progress.advance("")
             yield answer
 
-    def _settings(self, asked: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
+    def _settings(self, request: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
         """Return the fields of a request that say how an answer is generated."""
         settings = {
             "model": self.server.model,
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
-            "seed": seed_of(asked) % 2**31,  # what servers take
+            "seed": seed_of(request) % 2**31,  # what servers take
             **self.server.plain,
         }
         if options.top_p is not None:
@@ -389,17 +389,17 @@ def journal_of(writer: TextGenerator, options: GenerationOptions, folder: Path) 
 
 def answer_all(
     writer: TextGenerator,
-    asked: Iterable[GenerationRequest],
+    requests: Iterable[GenerationRequest],
     options: GenerationOptions,
     folder: Path,
     progress: Progress,
 ) -> list[Answer]:
     """Return the answers in the order of the requests; those in the folder's journal are not asked again."""
-    asked = list(asked)
+    requests = list(requests)
     journal = journal_of(writer, options, folder)
     known = {answer.key: answer for answer in journal.read()}
-    missing = [(prompt, seed) for prompt, seed in asked if (prompt.id, seed) not in known]
+    missing = [(prompt, seed) for prompt, seed in requests if (prompt.id, seed) not in known]
     for answer in writer.write(missing, options, progress):
         journal.add(answer)
         known[answer.key] = answer
-    return [known[prompt.id, seed] for prompt, seed in asked]
+    return [known[prompt.id, seed] for prompt, seed in requests]

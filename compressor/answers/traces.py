@@ -56,8 +56,8 @@ def write_traces(
         tokenizer, facts = writer.opened()
         prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)
-        asked = prompts.requests
-        request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
+        requests = prompts.requests
+        request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in requests])
         earlier = json_object(manifest)
         is_same = earlier.get("request") == request
         if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
@@ -68,8 +68,8 @@ def write_traces(
             _check_files(out, manifest, overwrite)
         rows = list[dict[str, Any]]()
         dropped = Counter[str]()
-        answers = answer_all(writer, asked, options, folder, progress)
-        for (prompt, _), answer in zip(asked, answers, strict=True):
+        answers = answer_all(writer, requests, options, folder, progress)
+        for (prompt, _), answer in zip(requests, answers, strict=True):
             if answer.ended != "end":
                 dropped[UNENDED] += 1
             elif not answer.text.strip():
@@ -79,12 +79,12 @@ def write_traces(
         if not rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise CompressionError(
-                f"none of {counted(len(asked), 'answer')} of {writer.label} is complete ({reasons}); raise "
+                f"none of {counted(len(requests), 'answer')} of {writer.label} is complete ({reasons}); raise "
                 f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model knows them (--chat)"
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         domains = Counter(row["domain"] for row in rows)
-        traces = Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
+        traces = Traces(writer.label, len(requests), len(rows), dict(dropped), dict(domains), out, manifest)
         content = {
             "format": FORMAT,
             **plain_json(traces),

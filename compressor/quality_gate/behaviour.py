@@ -131,24 +131,24 @@ def write_both(
     prompts, options = prompts.fitted(opened)
     if announce is not None:
         announce(prompts)
-    asked = prompts.requests
+    requests = prompts.requests
     answers = list[list[Answer]]()
     endings = list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
-        own_answers = answer_all(writer, asked, options, cache, progress)
+        model_answers = answer_all(writer, requests, options, cache, progress)
         if not answers:
-            _check_ends(own_answers, base.label, options.max_new_tokens, judges_ends)
+            _check_ends(model_answers, base.label, options.max_new_tokens, judges_ends)
         markers = Markers.of(tokenizer)
-        own_endings = list[Ending]()
-        for answer, (prompt, _) in zip(own_answers, asked, strict=True):
+        model_endings = list[Ending]()
+        for answer, (prompt, _) in zip(model_answers, requests, strict=True):
             before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat))) if markers.thinking else ""
-            own_endings.append(ending_of(answer, prompt, markers, tokenizer, before))
-        answers.append(own_answers)
-        endings.append(own_endings)
-    rows = zip(asked, *answers, *endings, strict=True)
+            model_endings.append(ending_of(answer, prompt, markers, tokenizer, before))
+        answers.append(model_answers)
+        endings.append(model_endings)
+    rows = zip(requests, *answers, *endings, strict=True)
     pairs = tuple(AnswerPair(prompt, seed, *compared) for (prompt, seed), *compared in rows)
     facts = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
-    domains = [prompt.domain for prompt, _ in asked]
+    domains = [prompt.domain for prompt, _ in requests]
     measured = rates(domains, endings[0], endings[1], confidence)
     return Written(len(prompts.prompts), prompts.options.seeds, facts, measured, pairs)
 
@@ -227,9 +227,9 @@ def evaluate_behaviour(
             logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
     if prompts is not None and forced:
         prompts, generation = prompts.fitted([base.opened()])
-        asked = prompts.requests
-        base_answers = answer_all(base, asked, generation, cache, progress)
-        answers = [(prompt, answer) for (prompt, _), answer in zip(asked, base_answers, strict=True)]
+        requests = prompts.requests
+        base_answers = answer_all(base, requests, generation, cache, progress)
+        answers = [(prompt, answer) for (prompt, _), answer in zip(requests, base_answers, strict=True)]
     elif prompts is not None:
         limits = options.answer_limits
         judges_ends = "missed ends" in limits

@@ -123,17 +123,17 @@ def _given(
     """Return a row's answer; raises `ItemError` for one that cannot be read."""
     conversation = read_row(row, None, where, COLUMNS)
     note_columns(row, conversation, left_out)
-    *asked, last = conversation.messages
-    if last.get("role") != "assistant" or not asked:
+    *messages, last = conversation.messages
+    if last.get("role") != "assistant" or not messages:
         raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
-    is_pair = len(conversation.columns) == 2 and len(asked) == 1
-    prompt = Prompt.of(asked, domain, conversation.tools, where, asked[0]["content"] if is_pair else None)
+    is_pair = len(conversation.columns) == 2 and len(messages) == 1
+    prompt = Prompt.of(messages, domain, conversation.tools, where, messages[0]["content"] if is_pair else None)
     before = tokens_of(prompt, tokenizer, most=most)
     text = str(last["content"])
     if is_chat(prompt, tokenizer, False):
         try:
-            whole = render_chat(tokenizer, [*asked, last], tools=prompt.tools)
-            opening = render_chat(tokenizer, asked, tools=prompt.tools, add_generation_prompt=True)
+            whole = render_chat(tokenizer, [*messages, last], tools=prompt.tools)
+            opening = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes
             raise untaken(where, error) from error
         text = whole[common_prefix(whole, opening) :]
@@ -228,16 +228,16 @@ def measure_divergence(
     Raises `CompressionError` for models of other vocabularies or tokenizers.
     """
     check_base(compressed, base)
-    named = dict(stop_tokens or {})
+    stop_tokens = stop_tokens or {}
     forced_sets, order = answer_sets(answers, base.vocabulary)
-    evaluator = Evaluator(base, [*texts, *forced_sets], [*named.values()])
+    evaluator = Evaluator(base, [*texts, *forced_sets], [*stop_tokens.values()])
     (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
     named_sets = list(enumerate(evaluator.names))
     of_texts = dict(named_sets[: len(texts)])
     of_answers = dict(named_sets[len(texts) :])
     return TeacherForcedDivergence(
         domain_divergence(figures, of_texts, (), confidence) if of_texts else None,
-        domain_divergence(figures, of_answers, [*named], confidence) if of_answers else None,
+        domain_divergence(figures, of_answers, [*stop_tokens], confidence) if of_answers else None,
         tuple(_figures_of_answers(order, figures.of(of_answers))),
     )
 
@@ -274,14 +274,15 @@ def read_all(
 
 
 def divergence_conditions(
-    found: TeacherForcedDivergence, limits: Limits, confidence: float
+    divergence: TeacherForcedDivergence, limits: Limits, confidence: float
 ) -> tuple[GateCondition, ...]:
     """Return a condition for each limit and each domain of texts and answers; each has to pass.
 
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
     """
-    rows = list[tuple[str, str, DomainFigures]]()  # what they are of, what there should be more of, and the figures
-    for reading, of, more in ((found.text, "", "text"), (found.answers, "answers of ", "answers")):
+    # name of the domain, remedy of an inconclusive condition, and the figures
+    rows = list[tuple[str, str, DomainFigures]]()
+    for reading, of, more in ((divergence.text, "", "text"), (divergence.answers, "answers of ", "answers")):
         if reading is not None:
             rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
     alpha = 1 - confidence
