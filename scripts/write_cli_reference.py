@@ -1,14 +1,11 @@
-"""Write docs/reference/command-line.md from the commands themselves, so that the page says what `--help` says.
+"""Build the reference of commands and steps from the commands themselves, so that the page says what `--help` says.
 
-python -m scripts.write_cli_reference            # print the page
-python -m scripts.write_cli_reference --write    # put it into docs/reference/command-line.md
+`make docs` puts it into the site; python -m scripts.write_cli_reference prints it.
 """
 
-import argparse
 import inspect
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,12 +15,10 @@ from compressor.cli.main import app
 from compressor.cli.options import PANELS
 from compressor.cli.settings import SHOWN, recipe_options
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
+PAGE = "reference/command-line.md"  # in the site
 VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type
 INTRODUCTION = """\
 # Command line
-
-<!-- Written by scripts/write_cli_reference.py; a test compares the two. -->
 
 Every command has `--help`, which says the same as this page. Tables and progress go to the terminal; with `--json` a
 command prints JSON instead. Errors are one sentence on stderr.
@@ -147,15 +142,5 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def main() -> None:
-    """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description="Write the command line's reference.")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    if not parser.parse_args().write:
-        print(page())
-        return
-    PAGE.write_text(page(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print(page())

@@ -1,7 +1,7 @@
-"""Write the options of steps into docs/reference/plan.schema.json, and the tables of docs/reference/plan.md from it.
+"""Write the options of steps into docs/reference/plan.schema.json, and build tables of docs/reference/plan.md from it.
 
-python -m scripts.write_schema_reference            # print the page
-python -m scripts.write_schema_reference --write    # put options and tables into their files
+python -m scripts.write_schema_reference            # print the tables, which `make docs` puts into the site
+python -m scripts.write_schema_reference --write    # put the options into the schema
 """
 
 import argparse
@@ -15,8 +15,8 @@ from compressor.records import readable_json
 
 STEPS = (Split, Prune, Correct, Constants, Routers, Distill, Quantize)
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
-PAGE = FOLDER / "plan.md"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+PAGE = "reference/plan.md"  # in the site
+MARK = "<!-- tables -->"
 TITLES = (  # of each object, with the file and the definition that describe it
     ("The plan", "plan", None),
     ("`source`", "plan", "source"),
@@ -87,24 +87,14 @@ def _kind(entry: dict[str, Any]) -> str:
     return " or ".join(kinds)
 
 
-def page(text: str) -> str:
-    """The page with its tables as they should be."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.split(END)[1]}"
-
-
 def main() -> None:
-    """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description="Write the plan's schema and the tables of its reference.")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    given = parser.parse_args()
-    if given.write:
+    """Print the tables, or write the schema."""
+    parser = argparse.ArgumentParser(description="Write the plan's schema, or print the tables made of it.")
+    parser.add_argument("--write", action="store_true", help="write plan.schema.json")
+    if parser.parse_args().write:
         (FOLDER / "plan.schema.json").write_text(readable_json(with_options()), encoding="utf-8")
-    made = page(PAGE.read_text(encoding="utf-8"))
-    if not given.write:
-        print(made)
-        return
-    PAGE.write_text(made, encoding="utf-8")
+    else:
+        print(tables())
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""Write the table of servers' rules in docs/reference/servers.md from the rules themselves.
+"""Build the table of servers' rules in docs/reference/servers.md from the rules themselves.
 
-python -m scripts.write_serving_rules            # print the table
-python -m scripts.write_serving_rules --write    # put it into docs/reference/servers.md
+`make docs` puts it into the site; python -m scripts.write_serving_rules prints it.
 """
-
-import argparse
-from pathlib import Path
 
 from compressor.model.serving import RULES, Served, said
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "servers.md"
-BEGIN, END = "<!-- rules: begin -->", "<!-- rules: end -->"
+PAGE = "reference/servers.md"  # in the site
+MARK = "<!-- rules -->"
 EXAMPLE = Served("mixtral", 44, 12, 96)  # what the last column speaks of
 
 
@@ -31,21 +27,5 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def with_table(text: str) -> str:
-    """The page with the table that the rules make now."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description="List what servers ask of a model.")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/servers.md")
-    if not parser.parse_args().write:
-        print(table())
-        return
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print(table())

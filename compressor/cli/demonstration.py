@@ -20,7 +20,6 @@ from compressor.data.demo import demo_checkpoint, load_documents, load_items
 from compressor.errors import CompressionError
 from compressor.files import is_free
 from compressor.model.inspection import inspect
-from compressor.model.serving import Advice
 from compressor.progress import Progress, quiet_transformers
 
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -62,35 +61,31 @@ class Trial:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measured(trial: Trial, source: Path) -> tuple[dict[str, Any], Advice | None]:
-    """Compress, if the trial has a strategy, and measure; also returns what servers make of it.
+def measured(trial: Trial, source: Path) -> dict[str, Any]:
+    """Compress, if the trial has a strategy, and measure.
 
     One thread computes: the model is so small that two would wait for each other.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    servers = None
     if trial.strategy is not None:
         choice: dict[str, Any] = {"experts": trial.experts, "strategy": trial.strategy, "options": {**trial.options}}
-        servers = compress(str(source), trial.folder, samples=SAMPLES, evaluate=False, **TEXT, **choice).servers
+        compress(str(source), trial.folder, samples=SAMPLES, evaluate=False, **TEXT, **choice)
     size = Size.of(Checkpoint(trial.folder).tensors.values())
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(trial.folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(trial.folder)
     texts = [text for text, _ in load_documents("heldout")[:: trial.every]]
     accuracy, loss = score(model, tokenizer, load_items()[:: trial.every], texts)
-    row = {"name": trial.name, "experts": trial.experts, **asdict(size), "loss": loss, "accuracy": accuracy}
-    return row, servers
+    return {"name": trial.name, "experts": trial.experts, **asdict(size), "loss": loss, "accuracy": accuracy}
 
 
-def run_demo(
-    experts: int, output: Path | None, progress: Progress, quick: bool = False
-) -> tuple[list[dict[str, Any]], Advice | None]:
+def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[dict[str, Any]]:
     """Measure the demo model and each strategy's compression of it; `output` keeps the compressed models.
 
     Each core has a process that makes and measures one model after the other. Loss is in nats per held-out token. With
-    `quick` it is one strategy, on a tenth of the questions and texts. Also returns what servers make of the last.
+    `quick` it is one strategy, on a tenth of the questions and texts.
     """
     strategies, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
     if output is not None and not is_free(output):
@@ -107,6 +102,5 @@ def run_demo(
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             futures = [pool.submit(measured, trial, source) for trial in reversed(trials)]  # the longest first
             for future in as_completed(futures):
-                progress.advance(future.result()[0]["name"])
-        rows, servers = zip(*(future.result() for future in reversed(futures)), strict=True)
-    return list(rows), servers[-1]
+                progress.advance(future.result()["name"])
+        return [future.result() for future in reversed(futures)]

@@ -28,12 +28,10 @@ from compressor.cli.sizes import Bytes, For, size_options
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import ranks
 from compressor.document.blocks import Table
-from compressor.document.blocks import Text as Line
 from compressor.entry_points import EXPORTERS, STEPS, working
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import human_bytes, human_count, known_names
-from compressor.model.serving import server_line
 from compressor.recipe.recipe import step_class
 from compressor.steps.prune.options import protecting_packages
 
@@ -236,8 +234,8 @@ def demo(
     from compressor.cli.demonstration import run_demo
 
     with progress_bars(running.as_json) as progress:
-        rows, servers = run_demo(experts, output, progress, quick)
-    title = "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions"
+        rows = run_demo(experts, output, progress, quick)
+    title = "Demo model: loss in nats per held-out token, mean accuracy of five skills"
     columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
     sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for row in rows:
@@ -245,5 +243,4 @@ def demo(
         sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}"))
         by_skill.append((row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values())))
     skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill))
-    lines = [] if servers is None else [Line(server_line(servers))]
-    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills, *lines])
+    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills])

@@ -72,18 +72,18 @@ def test_plugins_import_from_one_module_alone() -> None:
 
 def test_the_template_strategy_compresses_and_compares(package: Path, tmp_path: Path, run: Run) -> None:
     check_strategy(__import__("moe_loudest.strategy").strategy)
-    assert load_strategy("loudest", {"visits": 0.5}).options.visits == 0.5
+    assert load_strategy("loudest", {"count_power": 0.5}).options.count_power == 0.5
     assert "loudest" in run("list", "strategies").out
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
     data = ("--calibration", text, "--samples", 8, "--sequence-length", 16)
     made = run(
-        "compress", model, "-o", tmp_path / "out", "--experts", 4, "--strategy", "loudest", "--option", "visits=0.5",
-        *data,
+        "compress", model, "-o", tmp_path / "out", "--experts", 4, "--strategy", "loudest",
+        "--option", "count_power=0.5", *data,
     )  # fmt: skip
     assert made.status == 0, made.err
     written = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))["plan"]
     (asked,) = [step["options"] for step in written["steps"] if step["name"] == "prune"]
-    assert (asked["strategy"], asked["options"]) == ("loudest", {"visits": 0.5})
+    assert (asked["strategy"], asked["options"]) == ("loudest", {"count_power": 0.5})
     compared = run(
         "compare", model, "-o", tmp_path / "found", "--experts", 4, "--strategies", "loudest,count-guided",
         "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, *data,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doc_pages import DOCS, ROOT
+from tests.support.doc_pages import DOCS, GENERATED, ROOT
 
 pytestmark = pytest.mark.full
 
@@ -43,8 +43,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_built(site: Path) -> None:
-    for page in DOCS.rglob("*.md"):
+    for page in [*DOCS.rglob("*.md"), *GENERATED]:
         assert (site / page.relative_to(DOCS)).with_suffix(".html").is_file()
+
+
+def test_generated_tables_are_in_their_pages(site: Path) -> None:
+    for name, word in (("plan", "An entry of"), ("servers", "FlashInfer"), ("command-line", "Steps of a recipe")):
+        text = (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
+        assert word in text and "<table>" in text, name
 
 
 def test_nothing_is_loaded_from_the_network(site: Path) -> None:

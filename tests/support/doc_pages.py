@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from compressor.cli import main as cli
+from scripts import write_cli_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -18,12 +19,18 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/ci/README.md")),
     *sorted(DOCS.rglob("*.md")),
 ]
+GENERATED: Mapping[Path, Callable[[], str]] = {DOCS / write_cli_reference.PAGE: write_cli_reference.page}
 PROGRAM = "moe-compress"
 RUN = "<!-- run -->"  # the line above a block whose commands run on the demo model
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def text_of(page: Path) -> str:
+    """Return the Markdown of a page, generated or in the tree."""
+    return GENERATED[page]() if page in GENERATED else page.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def documented() -> list[tuple[tuple[str, ...], float, int | None]]:
         for line in re.findall(r".*(?:--gate|gate .*--tasks|gate: {tasks:|(?:default|tasks): (?=\w+,)).*", text):
             names = re.search(r"(?:--gate|--tasks|tasks:|default:)[ \[]+(\w+(?:, ?\w+)*)", line)
             margin, limit = (re.search(rf"{name}[ =]([\d.]+)", line) for name in ("max.drop", "limit"))
-            if names and not names[1].isupper() and file.name != "command-line.md":
+            if names and not names[1].isupper():
                 named = tuple(name.strip() for name in names[1].split(","))
                 found.append((named, float(margin[1]) if margin else 0.01, int(limit[1]) if limit else None))
     return list(dict.fromkeys(found))
