@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.benchmark import compress_command
 from scripts.benchmarks.frame import BARE, COMMAND, Child, Sizes, head, options, row, run_child, warm
 
 COLUMNS = (
@@ -37,6 +36,7 @@ COLUMNS = (
 )
 LENGTH = 512
 SIZES = Sizes(vocabulary=512)  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
+KEPT = SIZES.experts // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,12 @@ class Measured:
     largest: int  # bytes of the largest layer
     copy: float  # seconds
     steps: dict[str, Child]
+
+
+def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
+    """Return the command that compresses to half of the experts in a process of its own."""
+    flags = ["--experts", str(KEPT), "--strategy", strategy, "--resident", "no", "--json"]
+    return [*COMMAND, "compress", str(folder), "-o", str(out), *flags]
 
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
