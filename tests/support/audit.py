@@ -1,8 +1,10 @@
 """Moments of a run by the interpreter's audit events: file operations are counted, or something happens at one of them.
 
-Test support. An event is heard just before the operation that it announces, such as `os.rename` or `shutil.rmtree`.
+Test support. An event is heard just before the operation that it announces, such as `os.rename` or `shutil.rmtree`;
+`os.fsync` and `os.pwrite`, which the interpreter doesn't announce, are announced without a path.
 """
 
+import errno
 import os
 import re
 import sys
@@ -13,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+UNANNOUNCED = ("fsync", "pwrite")
 Listener = Callable[[str, tuple[Any, ...]], None]
 _listeners = list[Listener]()
 
@@ -26,6 +29,16 @@ def _listen() -> None:
             listener(event, arguments)
 
     sys.addaudithook(heard)
+    for name in UNANNOUNCED:
+        setattr(os, name, _announced(name, getattr(os, name)))
+
+
+def _announced(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        sys.audit(f"os.{name}", "")
+        return function(*arguments)
+
+    return call
 
 
 @contextmanager
@@ -80,3 +93,13 @@ def paths_of(event: str, pattern: str = "") -> Iterator[list[Path]]:
 
     with _listening(listener):
         yield paths
+
+
+def fill_disk() -> None:
+    """Fail as the operating system does where no space is left."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def press_ctrl_c() -> None:
+    """Interrupt as Ctrl-C does."""
+    raise KeyboardInterrupt
