@@ -1,4 +1,4 @@
-"""Read many mutated files of strangers, made and judged as in tests/test_mutated.py, for longer than a test may take.
+"""Read many mutated files as tests/compressor/test_damaged_files.py makes and judges them, for longer than a test may.
 
     python -m scripts.fuzz [--cases 100000] [--seed 0] [--seconds 3600]
 
@@ -19,7 +19,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from transformers.utils import logging
 
-from tests import test_mutated
+from tests.compressor import test_damaged_files
 
 ROUND = 500  # cases of a kind before it is another's turn
 SHOWN = 2_000  # bytes of a failing file
@@ -45,7 +45,7 @@ class Tally:
 
 def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
     """One file; where it is read in several ways, all of them have to accept it."""
-    refused, sentences, begin = False, test_mutated.only_sentences, time.process_time()
+    refused, sentences, begin = False, test_damaged_files.only_sentences, time.process_time()
 
     @contextlib.contextmanager
     def noted() -> Iterator[None]:
@@ -56,7 +56,7 @@ def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
             accepted = True
         refused |= not accepted
 
-    test_mutated.only_sentences = noted
+    test_damaged_files.only_sentences = noted
     try:
         reads(raw)
         tally.accepted += not refused
@@ -66,19 +66,19 @@ def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
         place = f"{type(error).__name__} at {last.filename}:{last.lineno}"
         tally.failures.setdefault(place, (raw, traceback.format_exc()))
     finally:
-        test_mutated.only_sentences = sentences
+        test_damaged_files.only_sentences = sentences
     spent = time.process_time() - begin
     tally.cases, tally.seconds, tally.slowest = tally.cases + 1, tally.seconds + spent, max(tally.slowest, spent)
 
 
 def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int) -> None:
-    """Read so many files of the kind that a test of tests/test_mutated.py reads."""
+    """Read so many files of the kind that a test of tests/compressor/test_damaged_files.py reads."""
     reads = test.hypothesis.inner_test  # type: ignore[attr-defined]
 
     @hypothesis.seed(seed)
     @settings(max_examples=cases, database=None, deadline=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(test_mutated.mutated(test_mutated.SOUND[test]))
+    @given(test_damaged_files.mutated(test_damaged_files.SOUND[test]))
     def read_all(raw: bytes) -> None:
         read(raw, reads, tally)
 
@@ -87,7 +87,7 @@ def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int
 
 def fuzz(cases: int, seed: int, seconds: float) -> dict[str, Tally]:
     """Read so many files, in rounds over the kinds until they are read or the time is over."""
-    tallies = {test: Tally() for test in test_mutated.SOUND}
+    tallies = {test: Tally() for test in test_damaged_files.SOUND}
     share, end = -(-cases // len(tallies)), time.monotonic() + seconds
     for number in range(-(-share // ROUND)):
         for test, tally in tallies.items():

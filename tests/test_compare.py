@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
 from compressor import entry_points
-from compressor.model.loading import PartialModel
-from compressor.report import comparison_report
 from tests.support import small, zoo
+from tests.support.audit import Moment, fill_disk, happening
 from tests.support.command_line import Run, captured, names, refused
 from tests.support.plans import pruned
 from tests.support.plugins import REAP, install
@@ -222,14 +222,21 @@ REFUSALS: list[tuple[list[Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def unreadable(home: Path) -> Path:
+    """The model with weights that are refused as soon as they are read."""
+    folder = Path(shutil.copytree(home / "model", home / "unreadable"))
+    small.edit_tensors(folder, lambda tensors: [value.fill_(math.nan) for value in tensors.values()])
+    return folder
+
+
 @pytest.mark.parametrize(("arguments", "message"), REFUSALS)
 def test_bad_arguments(
-    arguments: list[Any], message: str, home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[Any], message: str, home: Path, unreadable: Path, run: Run, tmp_path: Path
 ) -> None:
     """Each is refused before a weight is read."""
-    monkeypatch.setattr(PartialModel, "load", lambda *args, **named: pytest.fail("read weights"))
     data = [] if "--calibration" in arguments else ["--calibration", home / "a.jsonl"]
-    command = ("compare", home / "model", "-o", tmp_path / "out", "--strategies", "reap", *SIZES, *data)
+    command = ("compare", unreadable, "-o", tmp_path / "out", "--strategies", "reap", *SIZES, *data)
     refused(run(*command, "--experts", 4, *arguments), message)
     if "--ratio" in arguments:
         refused(run(*command), "say how many experts to keep by --experts or --ratio")
@@ -248,8 +255,7 @@ def test_only_a_comparison_is_overwritten(
     old = small.tree(tmp_path)
     refused(run(*command), "comparison exists already; name a new folder for the reports or pass --overwrite")
     refused(run(*command, "-o", "notes", "--overwrite"), "notes holds no comparison.json, so --overwrite will not")
-    with monkeypatch.context() as patch:
-        patch.setattr(comparison_report, "png", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+    with happening(Moment("open", r"comparison\.png$"), fill_disk):
         refused(run(*command, "--seed", 1, "--overwrite"), "the disk of .* is full; free some space")
     assert small.tree(tmp_path) == old
     assert run(*command, "--seed", 1, "--overwrite").status == 0

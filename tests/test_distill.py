@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
-from compressor.divergence import teacher_outputs as base_answers
 from compressor.divergence.evaluator import Figures
 from compressor.formatting import short
 from compressor.hub.card import card_text
@@ -27,7 +25,7 @@ from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import objective, training
 from compressor.steps.distill.engines import InMemory
 from tests.support import small, zoo
-from tests.support.command_line import Run, captured, names, refused, run_killed
+from tests.support.command_line import Run, captured, names, refused
 from tests.support.small import tree
 from tests.support.training_setups import smaller
 
@@ -126,52 +124,6 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(
     assert run("report", out, "-o", tmp_path / "report.html").status == 0
     page = (tmp_path / "report.html").read_text()
     assert "Distillation (experts, at most 8 steps of 128 tokens): KL" in page
-
-
-MOMENTS = [  # of a run of 8 evaluations
-    ("compressor.steps.distill.engines", "keep_tensors", 9, ("--stream",)),
-    ("compressor.steps.distill.training", "keep_tensors", 4, ()),
-    ("compressor.steps.distill.training", "keep_tensors", 4, ("--stream", "--train", "lora")),
-    ("compressor.steps.distill.training", "keep_tensors", 10, ()),
-    ("compressor.steps.workdir", "put_tensors", 2, ("--stream",)),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("module", "function", "nth", "more"), MOMENTS)
-def test_a_killed_run_goes_on_to_the_same_bytes(
-    module: str, function: str, nth: int, more: tuple[str, ...], run: Run, originals: Path,
-    whole: Callable[..., dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    expected = whole(*more)
-    command = asked(originals, tmp_path / "out", *more)
-    assert run_killed(command, module, function, nth) == -signal.SIGKILL and not (tmp_path / "out").exists()
-    steps: list[int] = []
-    monkeypatch.setattr(base_answers, "_Asking", lambda *_: pytest.fail("the base was asked again"))
-    real = training.Objective
-
-    def noting(*given: Any) -> Any:
-        steps.append(1)
-        return real(*given)
-
-    monkeypatch.setattr(training, "Objective", noting)
-    assert run(*command).status == 0
-    assert tree(tmp_path / "out") == expected and names(tmp_path) == ["out"]
-    assert len(steps) < 8
-
-
-@pytest.mark.full
-def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(
-    run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    command = asked(originals, tmp_path / "out")
-    assert run_killed(command, "compressor.steps.distill.training", "keep_tensors", 4) == -signal.SIGKILL
-    work = tmp_path / ".out.moe-compressor"
-    states, answers = [*work.rglob("step-*/*.safetensors")], [*work.rglob("base-*/*.safetensors")]
-    assert states and answers
-    for path in (*states, *answers[-1:]):
-        path.write_bytes(path.read_bytes()[:-1])
-    assert run(*command).status == 0 and tree(tmp_path / "out") == whole()
 
 
 def unchanged(run: Run, originals: Path, out: Path, *more: Any) -> dict[str, Any]:

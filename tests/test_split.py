@@ -127,24 +127,23 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-class Killed(Silent):
-    """Raises what a key raises when so many layers have been written."""
+class Listener(Silent):
+    """Notes the phases, and raises what Ctrl-C raises once so many layers have been written."""
 
-    def __init__(self, layers: int) -> None:
-        self.left, self.writing = layers, False
+    def __init__(self, layers: int = 10**6) -> None:
+        self.left = layers
+        self.phases = list[str]()
 
     def start(self, phase: str, total: int) -> None:
-        self.writing = phase == "write"
+        self.phases.append(phase)
 
     def advance(self, detail: str) -> None:
-        self.left -= self.writing
+        self.left -= self.phases[-1] == "write"
         if self.left < 0:
             raise KeyboardInterrupt
 
 
-def test_repeated_and_interrupted_runs_leave_the_same_bytes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_and_interrupted_runs_leave_the_same_bytes(model: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"text": data(tmp_path)}
     first, second = tmp_path / "first", tmp_path / "second"
     split(model, first, 2, **asked)
@@ -152,10 +151,11 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     split(model, first, 2, **asked)  # is in place already
     assert written == [path.stat().st_mtime_ns for path in sorted(first.iterdir())]
     with pytest.raises(KeyboardInterrupt):
-        split(model, second, 2, progress=Killed(1), **asked)
+        split(model, second, 2, progress=(stopped := Listener(1)), **asked)
     assert not second.exists()
-    monkeypatch.setattr("compressor.steps.split.opening.measured", lambda *_: pytest.fail("neurons are measured twice"))
-    split(model, second, 2, **asked)
+    split(model, second, 2, progress=(repeated := Listener()), **asked)
+    measuring = set(stopped.phases) - set(repeated.phases)
+    assert measuring, "neurons are measured twice"
     assert tree(first) == tree(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]
 
@@ -304,10 +304,7 @@ def test_protected_lists_name_the_experts_of_the_source(model: Path, tmp_path: P
     assert [*done.plan.expert_plan.protected.values()] == [(14, 15), (5,)]
     split, prune = read_recipe(tmp_path / "out" / "recipe.yaml").steps
     assert split.parts == 2 and prune.experts == 4
-    assert [*prune.protect] == [
-        {"layer": 0, "expert": 7},
-        {"layer": 1, "expert": 2, "part": 1},
-    ]
+    assert [*prune.protect] == [{"layer": 0, "expert": 7}, {"layer": 1, "expert": 2, "part": 1}]
 
 
 # --- where nobody says how often --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from scripts import fuzz
-from tests import test_mutated
+from tests.compressor import test_damaged_files
 
 
 def test_it_reads_as_many_files_of_each_kind_as_it_is_asked_for(
@@ -14,6 +14,6 @@ def test_it_reads_as_many_files_of_each_kind_as_it_is_asked_for(
     monkeypatch.setattr(sys, "argv", ["fuzz", "--cases", "35"])
     assert fuzz.main() == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    kinds = [test.__name__.removeprefix("test_") for test in test_mutated.SOUND]
+    kinds = [test.__name__.removeprefix("test_") for test in test_damaged_files.SOUND]
     assert [(kind, cases) for kind, cases, *_ in rows] == [(kind, str(-(-35 // len(kinds)))) for kind in kinds]
     assert all(int(accepted) + int(refused) == int(cases) for _, cases, accepted, refused, *_ in rows)

@@ -1,6 +1,5 @@
 """The command line as the tests run it: in this process, or in one that is killed; test support."""
 
-import importlib
 import io
 import multiprocessing
 import os
@@ -8,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import pytest
 import torch
 
 from compressor.cli import main as cli
+from tests.support.audit import Moment, happening
 
-OURS = ("compressor.", "exporters.", "strategies.")
-# A fork has all packages imported already, and what a test has patched; a GPU's driver and threads do not survive it.
+# A fork has all packages imported already; a GPU's driver and threads do not survive it.
 CHILDREN: Any = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
 
 
@@ -71,33 +70,17 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def work(arguments: list[str], module: str, function: str, nth: int) -> None:
-    """Run the command, killing this process just before the nth call of a function."""
-    *path, name = function.split(".")
-    owner = importlib.import_module(module)
-    for part in path:
-        owner = getattr(owner, part)
-    real, calls = getattr(owner, name), [0]
-
-    def rigged(*args: Any, **named: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **named)
-
-    setattr(owner, name, rigged)
-    if getattr(real, "__module__", None) == module:  # where it is defined: others have imported it by its name already
-        for holder in [value for key, value in sys.modules.items() if key.startswith(OURS)]:
-            if getattr(holder, name, None) is real:
-                setattr(holder, name, rigged)
+def work(arguments: list[str], moment: Moment | None) -> None:
+    """Run the command, killing this process at a moment, if there is one."""
     torch.set_num_threads(1)
     sys.argv = ["moe-compress", *arguments]
-    cli.main()
+    with nullcontext() if moment is None else happening(moment, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        cli.main()
 
 
-def run_killed(arguments: list[str], module: str = "os", function: str = "replace", nth: int = -1) -> int | None:
-    """The command in a process of its own, killed at a call (never, by default); returns its exit code."""
-    process = CHILDREN.Process(target=work, args=(arguments, module, function, nth))
+def run_killed(arguments: list[str], moment: Moment) -> int | None:
+    """The command in a process of its own, killed at a moment; returns its exit code."""
+    process = CHILDREN.Process(target=work, args=(arguments, moment))
     process.start()
     process.join()  # it is killed or ends, however long a busy machine takes
     code: int | None = process.exitcode
@@ -116,7 +99,7 @@ def _apart(arguments: list[str], streams: Path, environment: dict[str, str]) -> 
     sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         os.dup2(stream.fileno(), number)
-    work(arguments, "os", "replace", -1)
+    work(arguments, None)
 
 
 def ended(process: Any, streams: Path) -> Result:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,7 +17,7 @@ from compressor.data.batches import Calibration
 from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import LayerVisitor, Pass, Spill
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Silent
 from compressor.statistics.statistics import LayerStatistics, collect
 from tests.support import zoo
@@ -71,19 +70,6 @@ def statistics(
     """Statistics of all layers by name; `weights` among them is of no use, for the layers have gone by then."""
     found = collect(model, needs, None if parts is None else calibration(parts), Silent(), seed)
     return {stats.layer.name: stats for stats in found}
-
-
-def note_spills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows with the number of elements of every tensor that goes to disk from now on."""
-    spilled: list[int] = []
-    original = Spill._to_file
-
-    def to_file(value: Tensor) -> None:
-        spilled.append(value.numel())
-        original(value)
-
-    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
-    return spilled
 
 
 @dataclass(slots=True)

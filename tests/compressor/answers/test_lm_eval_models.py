@@ -23,8 +23,8 @@ from compressor.errors import CompressionError
 from compressor.model import opened
 from compressor.progress import Silent
 from tests.support import small, zoo
+from tests.support.audit import paths_of
 from tests.support.eval_tasks import Steps, no_network, own_tasks, written_task
-from tests.support.opened_models import note_spills
 from tests.support.zoo_configs import FAMILIES
 
 MOST = 64  # tokens that the zoo's models take
@@ -55,9 +55,8 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
     source = locate(str(folder))
     with loaded_model(source, options()) as stock:
         choices, texts = answered(stock)
-    spilled = note_spills(monkeypatch)
     for settings in ({}, {"batch_size": 3}):
-        with streamed_model(source, options(**settings)) as model:
+        with paths_of("tempfile.mkstemp") as spilled, streamed_model(source, options(**settings)) as model:
             found = answered(model)
             assert all(value.device.type == "meta" for value in model.opened.partial.model.parameters())
         assert [answer[0] for answer in found[0]] == pytest.approx([answer[0] for answer in choices], abs=1e-4)

@@ -69,7 +69,7 @@ def with_header(text: bytes) -> Callable[[Path], Any]:
     return raw(lambda whole: len(text).to_bytes(8, "little") + text + bytes(32))
 
 
-# of headers themselves, whatever safetensors checks: `tests.test_mutated` makes many more
+# of headers themselves, whatever safetensors checks: `tests.compressor.test_damaged_files` makes many more
 BROKEN = r"model.safetensors is truncated or no safetensors file \(.*\); download it again"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from compressor.checkpoint.source import locate
@@ -19,11 +20,12 @@ from compressor.divergence.evaluator import Difference, Evaluator, Figures, acce
 from compressor.divergence.teacher_outputs import read_base
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import Pass
 from compressor.model.substitution import Substitution
 from compressor.progress import Silent
 from tests.compressor.model.test_streaming import loaded
 from tests.support import zoo
+from tests.support.audit import paths_of
 from tests.support.sequential_runs import drops, merges, opened_wide, run, whole_plan, with_heldout
 from tests.support.surgery_reference import cut
 
@@ -165,34 +167,32 @@ def test_a_variant_with_another_head_is_compared_with_the_bases_own(tmp_path: Pa
     assert loaded(base.partial) == loaded(other.partial) == set()
 
 
-def test_what_is_kept_on_disk_is_found_again_and_only_what_is_missing_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_on_disk_is_found_again_and_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     stock, model = opened_wide("mixtral", tmp_path / "model")
     entries, texts = sets(stock), {"one": [zoo.tokens(stock, 2, 9)], "two": [zoo.tokens(stock, 1, 8, seed=2)]}
     first, second = Evaluator(model, entries), Evaluator(model, entries)
-    passes: list[int] = []
-    run = Pass.run
+    written = list[int]()
 
-    def noting(one: Pass, *visitors: LayerVisitor) -> None:
-        passes.append(len(one.batches))
-        run(one, *visitors)
+    def read(texts: dict[str, list[Tensor]], evaluator: Evaluator | None, *hidden: str) -> Any:
+        with paths_of("os.rename", "/kept/") as kept:
+            answers = read_base(model, texts, evaluator, Silent(), tmp_path / "kept", hidden=hidden)
+        written.append(len(kept))
+        return answers
 
-    monkeypatch.setattr(Pass, "run", noting)
-    answers = read_base(model, texts, first, Silent(), tmp_path / "kept", hidden=["two"])
-    assert passes == [5] and answers["one"][0].hidden is None and answers["two"][0].hidden is not None
-    again = read_base(model, texts, second, Silent(), tmp_path / "kept", hidden=["two"])
-    assert passes == [5]
+    answers = read(texts, first, "two")
+    assert written == [5] and answers["one"][0].hidden is None and answers["two"][0].hidden is not None
+    again = read(texts, second, "two")
+    assert written == [5, 0]
     for name, own in answers.items():
         assert all(torch.equal(a.logs, b.logs) for a, b in zip(own, again[name], strict=True))
     assert all(torch.equal(value, second.inputs[number]) for number, value in first.inputs.items())
     files = sorted((tmp_path / "kept").iterdir())
     assert len(files) == 5
     files[0].write_bytes(files[0].read_bytes()[:-1])  # a power loss
-    read_base(model, texts, Evaluator(model, entries), Silent(), tmp_path / "kept", hidden=["two"])
-    read_base(model, texts, Evaluator(model, entries), Silent(), tmp_path / "kept", hidden=["one", "two"])
-    read_base(model, {"one": texts["two"]}, None, Silent(), tmp_path / "kept")  # another text of that name
-    assert passes == [5, 1, 1, 1]
+    read(texts, Evaluator(model, entries), "two")
+    read(texts, Evaluator(model, entries), "one", "two")
+    read({"one": texts["two"]}, None)  # another text of that name
+    assert written == [5, 0, 1, 1, 1]
 
 
 def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.support import zoo
-from tests.support.opened_models import batches, note_spills, opened
+from tests.support.audit import paths_of
+from tests.support.opened_models import batches, opened
 
 REFUSED = {  # more than one hidden state goes from layer to layer, or to the head
     "zaya": r"model\.layers\.1 is given more of earlier layers than their hidden states",
@@ -83,11 +84,11 @@ def test_gradients_are_those_of_autograd_on_the_whole_model(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4"])
-def test_batches_whose_calls_wait_in_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spilled = note_spills(monkeypatch)
+def test_batches_whose_calls_wait_in_files(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1, 1))
-    check_equal(stock, model, parts, activation_budget=0)
+    with paths_of("tempfile.mkstemp") as spilled:
+        check_equal(stock, model, parts, activation_budget=0)
     assert len(spilled) >= len(parts) * 2 * len(model.architecture.units)  # each call, and each gradient on its way
 
 

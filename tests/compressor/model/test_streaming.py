@@ -13,9 +13,10 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spill
+from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
 from tests.support import zoo
-from tests.support.opened_models import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
+from tests.support.audit import paths_of
+from tests.support.opened_models import batches, logits, of_two_layers, opened, plain_calls, watch
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep(but=zoo.LOOPED))
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
@@ -112,23 +113,20 @@ def test_in_bfloat16_as_the_stock_loader_casts(name: str, tmp_path: Path) -> Non
 
 
 @SOME
-def test_hidden_states_that_wait_in_files_are_the_same(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spilled = note_spills(monkeypatch)
+def test_hidden_states_that_wait_in_files_are_the_same(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1))
-    check_equal(model, stock, parts, activation_budget=0)
+    with paths_of("tempfile.mkstemp") as spilled:
+        check_equal(model, stock, parts, activation_budget=0)
     assert len(spilled) >= len(parts) * len({layer.unit for layer in model.architecture.layers})
 
 
-def test_only_what_passes_the_budget_goes_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spilled: list[int] = []
-    monkeypatch.setattr(Spill, "_to_file", staticmethod(lambda value: spilled.append(value.numel())))
+def test_only_what_passes_the_budget_goes_to_files(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     parts = batches(stock, (1, 1, 1))
     one = parts[0].numel() * stock.config.hidden_size * 4
-    list(stream(model, parts, activation_budget=2 * one))
+    with paths_of("tempfile.mkstemp") as spilled:
+        list(stream(model, parts, activation_budget=2 * one))
     assert len(spilled) == len(model.architecture.units)  # the third batch, before each layer
 
 

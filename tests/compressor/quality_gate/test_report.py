@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -48,6 +49,7 @@ from compressor.quality_gate.report import (
 )
 from compressor.quality_gate.statistics import items_needed
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
+from tests.support.audit import Moment, fill_disk, happening, press_ctrl_c
 from tests.support.gate_results import gate, gates, likelihood, mixed, pool, task
 from tests.support.report_data import table
 
@@ -127,18 +129,14 @@ def test_names_that_utf8_cannot_hold_are_written(tmp_path: Path) -> None:
     assert r"folder-\\udcff" in written[2].read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("part", ["junit", "markdown"])
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("file", ["xml", "md"])
+@pytest.mark.parametrize(("fail", "error"), [(fill_disk, CompressionError), (press_ctrl_c, KeyboardInterrupt)])
 def test_a_failure_leaves_nothing(
-    part: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, fail: Callable[[], None], error: type[BaseException], tmp_path: Path
 ) -> None:
-    def fail(_: Any) -> Any:
-        raise error
-
     write_gate(mixed(), tmp_path / "old", overwrite=False)
-    monkeypatch.setattr(gate_report, part, fail)
     for name, overwrite in (("new", False), ("old", True)):
-        with pytest.raises(type(error)):
+        with pytest.raises(error), happening(Moment("open", rf"/gate\.{file}$"), fail):
             write_gate(gate(task()), tmp_path / name, overwrite)
     assert list(tmp_path.iterdir()) == [tmp_path / "old"] and read_gate(tmp_path / "old") == mixed()
 

@@ -1,5 +1,6 @@
 """A pass in order against whole stock models, an interrupted one, and what becomes of corrections that do harm."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,18 @@ import compressor
 from compressor.data.batches import Calibration
 from compressor.divergence.evaluator import Difference, Evaluator
 from compressor.errors import CompressionError
-from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.in_order import keep_the_better, read_difference
 from compressor.steps.correct.options import Correct
-from compressor.steps.correct.refit import correct_layer
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
 from tests.support import zoo
+from tests.support.audit import Moment, happening, paths_of, press_ctrl_c
 from tests.support.opened_models import one_expert, plain_calls
 from tests.support.plans import by_hand
 from tests.support.sequential_runs import (
@@ -177,24 +176,17 @@ def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monk
     data, plans = with_heldout(stock), drops(model.architecture)
     plan = asked(model, plans, TUNE, data, monkeypatch)
     compressor.apply(plan, tmp_path / "whole")
-    corrected: list[str] = []
     last = model.architecture.layers[-1]
-
-    def interrupted(model: Any, layer: MoeLayer, *more: Any) -> dict[str, Any]:
-        if layer.unit == last.unit and "again" not in corrected:
-            raise KeyboardInterrupt
-        corrected.append(layer.name)
-        return correct_layer(model, layer, *more)
-
-    monkeypatch.setattr(sequence, "correct_layer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        happening(Moment(pattern=rf"/kept/.*/{re.escape(last.name)}\.safetensors$"), press_ctrl_c),
+        pytest.raises(KeyboardInterrupt),
+    ):
         compressor.apply(plan, tmp_path / "out")
-    assert corrected == [layer.name for layer in model.architecture.layers if layer.unit != last.unit]
     assert not (tmp_path / "out").exists()
-    corrected.append("again")
-    compressor.apply(plan, tmp_path / "out")
-    after = corrected[corrected.index("again") + 1 :]
-    assert after == [layer.name for layer in model.architecture.layers if layer.unit == last.unit]
+    with paths_of("os.rename", r"/kept/.*\.safetensors$") as corrected:
+        compressor.apply(plan, tmp_path / "out")
+    again = [layer.name for layer in model.architecture.layers if layer.unit == last.unit]
+    assert [path.stem for path in corrected] == again
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -307,8 +299,9 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
         assert files.plan(layer) == plan
         assert all(torch.equal(files.tensors(layer)[key], value) for key, value in expected_cut.items())
         model.partial.release(layer.unit)
-    monkeypatch.setattr(sequence, "compare_corrections", None)  # a run that goes on asks nothing anew
-    assert keep_the_better(model, kept, files, text, Silent()) == better
+    with paths_of("os.rename", "/cut/") as written:  # a run that goes on asks nothing anew
+        assert keep_the_better(model, kept, files, text, Silent()) == better
+    assert not written
 
 
 def test_too_little_text_undoes_nothing(tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import read_base
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
-from compressor.steps.routers import step as routers_step
 from compressor.steps.routers.step import stored_names
 from compressor.steps.routers.weights import Answered, Weights, calibrate_weights, evaluate_trials
-from compressor.steps.workdir import LayerWriter
 from tests.support import small, zoo
+from tests.support.audit import Moment, happening, paths_of, press_ctrl_c
 from tests.support.command_line import Run, names, refused
 from tests.support.opened_models import opened
 from tests.support.small import tree
@@ -127,21 +126,14 @@ def test_the_command_moves_routers_alone_and_says_what_it_took(run: Run, models:
 
 @pytest.mark.full
 def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_bytes(
-    run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, models: Path, tmp_path: Path
 ) -> None:
     assert calibrate(run, models, tmp_path / "whole").status == 0
-    write = LayerWriter.write
-
-    def stop(writer: LayerWriter, path: Path, outputs: Any, tensors: Any, steps: Sequence[str]) -> None:
-        write(writer, path, outputs, tensors, steps)
-        if any("routers" in step for step in steps):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerWriter, "write", stop)
+    with happening(Moment(pattern=r"/stage-1/model\.layers\.1\.safetensors$", nth=2), press_ctrl_c):
         assert calibrate(run, models, tmp_path / "out").status == 130
-    monkeypatch.setattr(routers_step, "calibrate_weights", None)  # which is not asked again
-    assert calibrate(run, models, tmp_path / "out").status == 0
+    with paths_of("os.rename", r"/kept/") as kept:
+        assert calibrate(run, models, tmp_path / "out").status == 0
+    assert not kept, "routers were calibrated again"
     assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
 
 

@@ -20,6 +20,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from tests.support import small
+from tests.support.audit import Moment
 from tests.support.command_line import Run, refused, run_killed
 from tests.support.eval_tasks import ask, own_tasks, written_task
 from tests.support.model_server import CHAT, ELSEWHERE, TEXT, Behaviour, Stub, behaviours, response, serving, stubbed
@@ -273,9 +274,9 @@ def test_log_probabilities_of_another_form_are_none(logprobs: Any, model: Path) 
         assert open_server(served.address).checked(model, "it").scored is None
 
 
-@pytest.mark.parametrize("function", ["replace", "unlink"])
+@pytest.mark.parametrize("event", ["os.rename", "os.remove"])
 def test_traces_killed_at_any_file_are_finished_by_a_repeat(
-    function: str, traced: list[Any], tmp_path: Path, stub: Stub, run: Run
+    event: str, traced: list[Any], tmp_path: Path, stub: Stub, run: Run
 ) -> None:
     stub.behaviour = None
     out, manifest = tmp_path / "out.jsonl", tmp_path / "out.manifest.json"
@@ -285,7 +286,7 @@ def test_traces_killed_at_any_file_are_finished_by_a_repeat(
         out.unlink()
         manifest.unlink()
         stub.asked = []
-        code = run_killed([str(each) for each in traced], "os", function, nth)
+        code = run_killed([str(each) for each in traced], Moment(event, nth=nth))
         if code != 0:
             assert run(*traced).status == 0
         assert (out.read_bytes(), manifest.read_bytes()) == whole

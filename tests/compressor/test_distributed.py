@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from compressor.attribution import report
 from compressor.distributed import process_group
 from compressor.errors import CompressionError
 from tests.support import small
+from tests.support.audit import Moment
 from tests.support.command_line import CHILDREN, Result, Run, ended, names, refused, work
 from tests.support.eval_tasks import own_tasks
 from tests.support.fake_quantization import decompressed
@@ -33,21 +33,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank(arguments: Sequence[str], streams: Path, environment: Mapping[str, str], stop: Sequence[Any]) -> None:
+def _rank(arguments: Sequence[str], streams: Path, environment: Mapping[str, str], stop: Moment | None) -> None:
     os.environ.update(environment)
     sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))
-    work([str(argument) for argument in arguments], *stop)
+    work([str(argument) for argument in arguments], stop)
 
 
 def launched(
-    size: int, folder: Path, *arguments: Any, stops: Mapping[int, Sequence[Any]] | None = None, target: Any = _rank
+    size: int, folder: Path, *arguments: Any, stops: Mapping[int, Moment] | None = None, target: Any = _rank
 ) -> list[Result]:
-    """The command by so many ranks; those in `stops` are killed at the nth call of a function of a module."""
+    """The command by so many ranks; those in `stops` are killed at a moment."""
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     for rank in range(size):
         own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        stop = (stops or {}).get(rank, ("os", "replace", -1))
+        stop = (stops or {}).get(rank)
         started.append(CHILDREN.Process(target=target, args=(arguments, folder / str(rank), own, stop)))
         started[-1].start()
     return [ended(process, folder / str(rank)) for rank, process in enumerate(started)]
@@ -151,10 +151,7 @@ def told(folder: Path, name: str) -> Any:
     return without(json.loads((folder / name).read_text()))
 
 
-def test_an_attribution_is_the_same(
-    run: Run, monkeypatch: pytest.MonkeyPatch, model: Path, text: tuple[str, ...], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(report, "png", lambda *given: b"")
+def test_an_attribution_is_the_same(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
     folders = both(run, tmp_path, 2, "attribute", model, *text, "--keys", 3)
     one, other = (told(folder, "attribution.json") for folder in folders)
     assert one == other and one["senders"] and one["per_key"] and names(folders[0]) == names(folders[1])
@@ -253,7 +250,7 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
 ) -> None:
     ask = ("compress", model, "--experts", 4, "--strategy", "hc-smoe", "--correct", "none", *text)
     assert run(*ask, "-o", tmp_path / "alone").status == 0
-    stop = ("compressor.steps.workdir", "LayerWriter.write", 2)
+    stop = Moment(pattern=r"stage-0/model\.layers\.2\.safetensors$")
     first, second = launched(2, tmp_path, *ask, "-o", tmp_path / "together", stops={1: stop})
     assert (first.status, second.status) == (2, -signal.SIGKILL)
     assert "run the same command again, with any number of ranks" in first.err
@@ -302,7 +299,7 @@ def test_a_launcher_must_have_told_the_rank(run: Run, monkeypatch: pytest.Monkey
     refused(run("plan", "m", "--experts", 2, "-o", tmp_path / "p.json"), "WORLD_SIZE is set, but not RANK")
 
 
-def _collectives(arguments: Sequence[Any], streams: Path, environment: Mapping[str, str], stop: Sequence[Any]) -> None:
+def _collectives(arguments: Sequence[Any], streams: Path, environment: Mapping[str, str], stop: Moment | None) -> None:
     """Each rank's share of the same values, and what comes of them."""
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -330,7 +327,7 @@ def test_collectives_of_three_ranks(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("*.done")]) == 3
 
 
-def _failing(arguments: Sequence[Any], streams: Path, environment: Mapping[str, str], stop: Sequence[Any]) -> None:
+def _failing(arguments: Sequence[Any], streams: Path, environment: Mapping[str, str], stop: Moment | None) -> None:
     """Some ranks fail before all meet again."""
     os.environ.update(environment)
     sys.stdout, sys.stderr = (streams.with_suffix(end).open("w") for end in (".out", ".err"))

@@ -14,7 +14,7 @@ from compressor.devices import as_float64, float64_device, free_memory, pick_dev
 from tests.support import small
 from tests.support.fake_device import REQUESTS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.checkpoint.source import locate
-from compressor.data import batches as calibration
 from compressor.data.batches import Calibration
 from compressor.entry_points import PROTECTORS
 from compressor.model.opened import open_model
 from compressor.pipeline import resolve
 from compressor.recipe.steps_plan import Plan
 from tests.support import small
+from tests.support.audit import paths_of
 from tests.support.command_line import Run, names, refused
 from tests.support.plans import pruned, recipe_of
 from tests.support.plugins import install
@@ -148,16 +148,16 @@ def test_an_empty_list_changes_nothing(run: Run, model: Path, data: tuple[Any, .
     ],
 )
 def test_what_cannot_be_is_refused_before_any_text_is_read(
-    command: str, which: str, experts: int, content: Any, message: str, originals: Path, run: Run,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(resolve, "read_text", lambda *args, **named: pytest.fail("text was read"))
+    command: str, which: str, experts: int, content: Any, message: str, originals: Path, run: Run, tmp_path: Path
+) -> None:
     path = tmp_path / ("hubs.json" if content else "absent.json")
     if content:
         path.write_text(json.dumps(content))
     before = names(tmp_path)
-    result = run(command, originals / which, "-o", tmp_path / "out", "--experts", experts, "--protect", path)
-    refused(result, message)
+    asked = (originals / which, "-o", tmp_path / "out", "--experts", experts, "--protect", path)
+    with paths_of("open", "calibration.txt") as read:
+        refused(run(command, *asked, "--calibration", originals / "calibration.txt"), message)
+    assert not read
     assert names(tmp_path) == before
 
 
@@ -290,8 +290,13 @@ def test_the_experts_that_stand_highest_in_the_graph_are_protected(
     assert json.loads(result.out)["protected"] == {EXPERTS.format(0): [5], EXPERTS.format(1): [2]}
 
 
-@pytest.mark.parametrize("command", ["plan", "compress", "compare"])
-@pytest.mark.parametrize("count", [":", ":0", ":-1", ":1.5", ":ten", ":²", ":hubs.json", ""])
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        *(("plan", count) for count in (":", ":0", ":-1", ":1.5", ":ten", ":²", ":hubs.json", "")),
+        *(("compress", ":ten"), ("compare", ":ten")),
+    ],
+)
 def test_a_graph_without_a_number_is_refused_before_anything_is_read(
     command: str, count: str, run: Run, tmp_path: Path
 ) -> None:
@@ -337,21 +342,21 @@ def test_auto_in_a_plan_of_several_sources_and_in_a_comparison(
 
 @pytest.mark.full
 def test_the_text_is_read_once_and_warned_of_once(
-    run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path
 ) -> None:
-    """Attribution, planning and correction share what was read; a run that goes on reads it again."""
+    """Attribution, planning and correction share what was read."""
     attributed({0: [3], 1: [6]})
-    reads: list[int] = []
-    real = calibration.read_text
-    for module in (resolve, calibration):  # anew, or as a plan has it
-        monkeypatch.setattr(module, "read_text", lambda *args, **named: reads.append(1) or real(*args, **named))
     arguments = ("--experts", 4, "--protect", "auto", "--strategy", "reap", "--correct", "ridge")
     long = ("--calibration", originals / "calibration.txt", "--samples", 1000, "--sequence-length", 32)
-    result = run("compress", model, "-o", tmp_path / "out", *arguments, *long)
-    assert result.status == 0 and len(reads) == 1
+    plain = ("--experts", 4, "--strategy", "reap", "--correct", "none")
+    with paths_of("open", "calibration.txt") as once:
+        assert run("compress", model, "-o", tmp_path / "plain", *plain, *long).status == 0
+    with paths_of("open", "calibration.txt") as reads:
+        result = run("compress", model, "-o", tmp_path / "out", *arguments, *long)
+    assert result.status == 0 and len(reads) == len(once) > 0
     assert result.err.count("WARNING: calibration data") == result.err.count("WARNING") == 1
     assert run("plan", model, "-o", tmp_path / "plan.json", *arguments, *long).status == 0
-    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0 and len(reads) == 3
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "applied")
 
 

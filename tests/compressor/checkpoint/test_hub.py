@@ -35,7 +35,7 @@ def run(hub: Hub, home: Path, *commands: Sequence[str]) -> list[Result]:
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     given = {"input": json.dumps(commands), "env": environment, "cwd": home}
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, **given)
