@@ -52,7 +52,7 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.report.comparison import compare_strategies
+from compressor.report.comparison import compare_strategies, contenders_of
 from compressor.report.comparison_report import Comparison
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_formats
@@ -228,9 +228,10 @@ def compare(
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
     """
     grid, text = Grid(**options), _text_options(calibration)
+    contenders = contenders_of(grid)  # refused before a model is read
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         run_grid = compare_formats if grid.schemes else compare_strategies
-        return run_grid(run, grid, text, seed)
+        return run_grid(run, grid, contenders, text, seed)
 
 
 def attribute(

@@ -251,12 +251,17 @@ def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
     return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
 
 
-def _contenders(grid: Grid) -> list[Contender]:
-    """Return the strategies to compare, and random drops; each once."""
-    texts = grid.strategies or [strategy.name for strategy in working_strategies()]
+def contenders_of(grid: Grid) -> list[Contender]:
+    """Return the strategies to compare, each once, and without formats random drops; no model is read.
+
+    Raises `CompressionError` for unknown strategies, options and corrections, and constants on several processes.
+    """
+    if grid.constants:
+        refuse_several("--format mone", "leave it out, or start the command without torchrun")
+    texts = grid.strategies or (["auto"] if grid.schemes else [strategy.name for strategy in working_strategies()])
     contenders = [parse_contender(text, grid.corrections) for text in texts]
     none = (Correct(method="none"),)
-    for seed in range(grid.random_seeds):
+    for seed in range(0 if grid.schemes else grid.random_seeds):
         contenders.append(Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed))
     if len({contender.name for contender in contenders}) < len(contenders):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
@@ -290,16 +295,15 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
     return counts
 
 
-def compare_strategies(run: Session, grid: Grid, text: TextOptions, seed: int) -> Comparison:
+def compare_strategies(
+    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+) -> Comparison:
     """Plan with every strategy at every count, carry plans out with each correction, and evaluate all alike.
 
     The model is tried with whole experts and with sub-experts, and with each top-k; one pass collects statistics for
     all plans of these experts. Protected experts stay as they are in every plan, the random ones included.
     """
-    if grid.constants:
-        refuse_several("--format mone", "leave it out, or start the command without torchrun")
     base, progress, prune = run.model, run.progress, Prune(protect=grid.protect)
-    contenders = _contenders(grid)
     constants = [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
     views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
     top_ks = list[int | None](dict.fromkeys(grid.top_ks)) or [None]

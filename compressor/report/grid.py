@@ -12,6 +12,7 @@ from compressor.model.serving import FORMATS
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.recipe.step import TextOptions
 from compressor.report.comparison_report import STORED
+from compressor.steps.prune.options import Prune
 from compressor.steps.quantize.scheme import BITS
 
 SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))
@@ -53,6 +54,7 @@ class Grid:
         return data, sets or data.reserved
 
     def __post_init__(self) -> None:
+        Prune(protect=self.protect)  # which checks it
         if not self.schemes:
             if bool(self.experts) == bool(self.ratios):
                 raise CompressionError("say how many experts to keep by --experts or --ratio")

@@ -37,7 +37,7 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, default_steps, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import FORMAT, StepOptions, TextOptions
-from compressor.report.comparison import measured, parse_contender
+from compressor.report.comparison import Contender, measured
 from compressor.report.comparison_report import STORED, Comparison, Row, choice, related
 from compressor.report.grid import SCHEMES, TRANSFORMERS, Grid
 from compressor.run_record import versions
@@ -248,14 +248,14 @@ def plan_shares(
     return planned, left_out
 
 
-def compare_formats(run: Session, grid: Grid, text: TextOptions, seed: int) -> Comparison:
+def compare_formats(
+    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+) -> Comparison:
     """Compare each share of the experts in each format, for each strategy, correction and number of sub-experts."""
     ways = list[list[StepOptions]]()
-    for name, parts, method in product(
-        grid.strategies or ("auto",), grid.splits or ("auto",), grid.corrections or (None,)
-    ):
-        strategy = parse_contender(name, ["none"] if method is None else [method])
-        options = {"strategy": strategy.strategy.name, "options": strategy.options, "protect": grid.protect}
+    methods = grid.corrections or (None,)
+    for contender, parts, method in product(contenders, grid.splits or ("auto",), methods):
+        options = {"strategy": contender.strategy.name, "options": contender.options, "protect": grid.protect}
         ways.append(default_steps(split=parts, correct=method, **options))
     data, sets = grid.read_texts(run, text, seed)
     return measure_sizes(run, ways, data, sets, seed, grid)
