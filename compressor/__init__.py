@@ -9,7 +9,6 @@ if TYPE_CHECKING:
         apply,
         attribute,
         compare,
-        compare_sizes,
         compress,
         evaluate,
         gate,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "ReferenceSummary apply attribute compare compare_sizes compress evaluate gate plan reference traces",
+    "api": "ReferenceSummary apply attribute compare compress evaluate gate plan reference traces",
     "comoe.evaluating": "evaluate_comoe",
     "comoe.training": "train_comoe",
     "errors": "CompressionError",

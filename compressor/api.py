@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
@@ -17,7 +16,6 @@ from compressor.answers.traces import Traces, write_traces
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
-from compressor.data.batches import Calibration, EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
@@ -25,8 +23,7 @@ from compressor.extras import require
 from compressor.files import alone, check_folder, default_folder
 from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
-from compressor.model.moe_layer import resolve_count
-from compressor.model.opened import OpenModel, open_model, shared_experts
+from compressor.model.opened import open_model
 from compressor.model.serving import Advice
 from compressor.pathways.options import OWN
 from compressor.pathways.reference import (
@@ -40,14 +37,11 @@ from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.resolve import (
-    HELDOUT,
     Computing,
-    Session,
     first_state,
     open_run,
     prepare,
     read_calibration,
-    read_evaluation,
 )
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
@@ -57,23 +51,12 @@ from compressor.quality_gate.run import GateRequest, PowerAnalysis, analyse_powe
 from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
-from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.report.comparison import Contender, Variant, compare_models, correction, parse_contender, random_drop
+from compressor.report.comparison import compare_strategies, contenders_of
 from compressor.report.comparison_report import Comparison
-from compressor.report.sizes import SCHEMES, SHARES, check_grid, measure_sizes
-from compressor.report.sizes_report import SizeComparison
-from compressor.statistics.statistics import ATTRIBUTED
-from compressor.steps.constants.step import refuse_model
-from compressor.steps.correct.options import Correct
-from compressor.steps.prune.options import Prune
-from compressor.steps.prune.planning import (
-    Planner,
-    protected_experts,
-)
-from compressor.steps.prune.protecting import given_protected
-from compressor.steps.split.opening import partitioned, seen_as, with_top_k
+from compressor.report.grid import Grid
+from compressor.report.sizes import compare_formats
 
 logger = logging.getLogger(__name__)
 
@@ -231,149 +214,25 @@ def compare(
     model: ModelLike,
     *,
     tokenizer: Any = None,
-    experts: Sequence[int] = (),
-    ratios: Sequence[float] = (),
-    splits: Sequence[int] = (1,),
-    top_ks: Sequence[int] = (),
-    strategies: Sequence[str] | None = None,
-    evaluate: Sequence[str] = (),
-    corrections: Sequence[str] | None = None,
-    random_seeds: int = 3,
-    evaluation_samples: int = 64,
-    constants: bool = False,
-    protect: Any = None,
     calibration: Calibrating = None,
     seed: int = 0,
-    **computing: Unpack[Computing],
-) -> Comparison:
-    """What each strategy costs on this model and data.
-
-    `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
-    by default each strategy's own beside none. With several `splits` and `top_ks` there is a row for each of them;
-    `experts` count those of the source. With `constants`, rows in which constants stand for experts follow, even and
-    uneven, with the corrections that are named. Without `evaluate` the text is taken from the calibration's
-    sources, beyond what any plan or correction sees.
-    """
-    text = _text_options(calibration)
-    prune = Prune(protect=protect)
-    if constants:
-        refuse_several("--format mone", "leave it out, or start the command without torchrun")
-    if bool(experts) == bool(ratios):
-        raise CompressionError("say how many experts to keep by --experts or --ratio")
-    if constants and (top_ks or 1 not in splits):
-        raise CompressionError(
-            "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
-        )
-    contenders = _contenders(strategies, corrections, random_seeds)
-    methods = tuple(correction(method) for method in corrections or ("none",)) if constants else ()
-    with open_run(given(model, tokenizer), **computing) as run:
-        opened = run.model
-        views = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
-        wanted = list[int | None](dict.fromkeys(top_ks)) or [None]
-        for view in views:
-            for top_k in wanted:
-                _counts(with_top_k(view, top_k), experts, ratios, prune)  # refused before text is read
-        if methods:
-            refuse_model(opened)
-        data, sets = _texts(run, evaluate, text, seed, evaluation_samples)
-        changed = any(method.wanted for contender in contenders for method in contender.corrections)
-        variants = []
-        for view in views:
-            if view.is_split:
-                view = partitioned(view, data, run.progress, seed, changed=changed)
-            planner = Planner(view, data, run.progress, seed)
-            contenders = _attributable(contenders, planner, named=bool(strategies))
-            for top_k in wanted:
-                model_view = with_top_k(view, top_k)
-                counts = _counts(model_view, experts, ratios, prune)
-                protected = protected_experts(prune.protect, min(counts, default=view.architecture.experts), planner)
-                variants.append(Variant(model_view, counts, protected, planner))
-        return compare_models(opened, variants, contenders, data, sets, run.progress, seed, methods)
-
-
-def _texts(
-    run: Session, evaluate: Sequence[str], text: TextOptions, seed: int, samples: int
-) -> tuple[Calibration, Sequence[EvaluationSet]]:
-    """Return the calibration text, and the text to evaluate on: of these sources, or reserved of the calibration's."""
-    sets = read_evaluation(run, evaluate, text, seed, samples) if evaluate else ()
-    data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else samples)
-    return data, sets or data.reserved
-
-
-def _contenders(
-    strategies: Sequence[str] | None, corrections: Sequence[str] | None, random_seeds: int
-) -> list[Contender]:
-    """The strategies to compare, and random drops; each once."""
-    texts = strategies or [strategy.name for strategy in working_strategies()]
-    contenders = [parse_contender(text, corrections) for text in texts]
-    none = (Correct(method="none"),)
-    contenders += [
-        Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)
-    ]
-    if len({contender.name for contender in contenders}) < len(contenders):
-        raise CompressionError("--strategies names one twice; name each once, or with other options")
-    return contenders
-
-
-def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
-    """The contenders; those that nobody named and that need an attribution are left out where the model has none."""
-    try:
-        planner.rank_changes([contender.strategy for contender in contenders])
-    except CompressionError as error:
-        if named:
-            raise
-        logger.warning("%s; it is left out", error)
-        return [contender for contender in contenders if not contender.strategy.needs & ATTRIBUTED]
-    return list(contenders)
-
-
-def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], prune: Prune) -> list[int]:
-    """Experts to keep, each count once, checked against the model and what a list protects."""
-    layers = model.architecture.layers
-    counts = [resolve_count(layers, count * layers[0].parts, None) for count in experts]
-    counts += [resolve_count(layers, None, ratio) for ratio in ratios]
-    counts = list(dict.fromkeys(counts))
-    given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
-    if shared := shared_experts(model):
-        raise CompressionError(
-            f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
-            "them takes; compress with one strategy after another instead"
-        )
-    return counts
-
-
-def compare_sizes(
-    model: ModelLike,
-    *,
-    tokenizer: Any = None,
-    shares: Sequence[float | Fraction] = SHARES,
-    schemes: Sequence[str] = SCHEMES,
-    nbytes: int | None = None,
-    bits: float | None = None,
-    context: int = 0,
-    servers: Sequence[str] = (),
-    evaluate: Sequence[str] = (),
-    evaluation_samples: int = 64,
-    calibration: Calibrating = None,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    resident: str = "auto",
     revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    resident: str = "auto",
     progress: Progress | None = None,
     **options: Any,
-) -> SizeComparison:
-    """Prune or quantise: what shares of the experts in number formats lose, and the best that fits in `nbytes`.
+) -> Comparison:
+    """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
 
-    Instead of bytes there may be `bits` for each parameter of the base. `options` are those of `default_steps`:
-    `strategy="reap"`, `split=2`, `correct="none"` and so on. Keys and values of `context` tokens count as bytes.
+    `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
+    Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
     """
-    kept = [Fraction(share) for share in shares]
-    check_grid(kept, schemes, servers)
-    text, steps = _text_options(calibration), default_steps(**options)
+    grid, text = Grid(**options), _text_options(calibration)
+    contenders = contenders_of(grid)  # refused before a model is read
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        data, sets = _texts(run, evaluate, text, seed, evaluation_samples)
-        return measure_sizes(run, steps, data, sets, seed, kept, schemes, servers, nbytes, bits, context)
+        run_grid = compare_formats if grid.schemes else compare_strategies
+        return run_grid(run, grid, contenders, text, seed)
 
 
 def attribute(

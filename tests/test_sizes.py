@@ -1,6 +1,7 @@
 """`compare --sizes` and `compress --bytes` on the command line, and what they refuse."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,35 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_compare_by_size_writes_all_pairs_and_names_the_best(home: Path, run: Run, tmp_path: Path) -> None:
+def test_compare_by_size_writes_all_rows_and_names_the_best(home: Path, run: Run, tmp_path: Path) -> None:
     out, text = tmp_path / "out", home / "calibration.txt"
     sizes = ("--schemes", "int4,none,nvfp4", "--evaluation-samples", 8, "--for", "vllm,transformers")
     result = run("compare", home / "model", "--bits", 5, "-o", out, "--calibration", text, *SIZES, *sizes)
     assert result.status == 0, result.err
     assert names(out) == ["comparison.json", "comparison.md", "comparison.png"]
     content = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
-    shown = [(pair["experts"], pair["scheme"]) for pair in content["pairs"]]
+    shown = [(pair["experts"], pair["scheme"]) for pair in content["rows"]]
     assert shown == [(8, "none"), (4, "none"), (8, "int4"), (4, "int4")]  # NVFP4 is not loaded by transformers
-    assert [pair["kl"] > 0 for pair in content["pairs"]] == [False, True, True, True]
+    assert [pair["kl"] > 0 for pair in content["rows"]] == [False, True, True, True]
     parameters = sum(value.numel() for value in load_file(home / "model" / "model.safetensors").values())
     assert (content["parameters"], content["limit"]) == (parameters, 5 * parameters // 8)
-    assert all(pair["bits"] == pytest.approx(8 * pair["bytes"] / parameters) for pair in content["pairs"])
+    assert all(pair["bits"] == pytest.approx(8 * pair["bytes"] / parameters) for pair in content["rows"])
     assert "Left out: nvfp4 (transformers" in result.out
     assert "fp8, int8, int3, int2, mxfp4, other group sizes" in result.out
+
+
+def test_formats_are_crossed_with_strategies_corrections_and_sub_experts(home: Path, run: Run, tmp_path: Path) -> None:
+    out, text = tmp_path / "out", home / "calibration.txt"
+    grid = ("--schemes", "none,int4", "--strategies", "count-guided,aimer", "--correct", "none,ridge", "--split", "1,2")
+    sizes = ("--samples", 24, "--sequence-length", 32, "--shares", "1/2", "--evaluation-samples", 8)
+    result = run("compare", home / "model", "-o", out, "--calibration", text, *sizes, *grid)
+    assert result.status == 0, result.err
+    base, *rows = json.loads((out / "comparison.json").read_text(encoding="utf-8"))["rows"]
+    assert (base["name"], base["scheme"], base["experts"]) == ("base", "none", 8)
+    ways = [(row["name"], row["correction"], row["split"], row["scheme"]) for row in rows]
+    names_of_grid = product(("count-guided", "aimer"), ("none", "ridge"), (1, 2), ("none", "int4"))
+    assert sorted(ways) == sorted(names_of_grid) and all(row["experts"] == 4 * row["split"] for row in rows)
+    assert len({row["label"] for row in rows}) == len(rows)
 
 
 def test_compress_takes_the_best_that_fits_and_leaves_steps_that_repeat_it(
@@ -78,9 +93,9 @@ SIZED = ("compare", "model", "--sizes")
         (("compress", "model", "-o", "out", "--bytes", "16XB"), "'16XB' is no size; write 16GB"),
         ((*SIZED, "--experts", "4"), "leave out --experts, --ratio"),
         ((*SIZED, "--bits", "2", "--bytes", "1GB"), "stands in place of --bytes"),
-        ((*SIZED, "--correct", "none,ridge"), "with one of none, ridge, tune"),
-        ((*SIZED, "--strategies", "reap,auto"), "name one"),
-        ((*SIZED, "--split", "1,2"), "name one"),
+        ((*SIZED, "--correct", "none,rigde"), "rigde"),
+        ((*SIZED, "--strategies", "reap,atuo"), "there is no strategy 'atuo'"),
+        ((*SIZED, "--split", "1,two"), "--split '1,two' should be whole numbers"),
         ((*SIZED, "--shares", "1,1/0"), "should be shares separated by commas"),
         ((*SIZED, "--shares", "3/2"), "above 0 and up to 1"),
         ((*SIZED, "--schemes", "int5"), "there is no format 'int5'; did you mean"),

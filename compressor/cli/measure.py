@@ -1,7 +1,8 @@
 """The commands that change no model: `compare`, `attribute`, `list` and `demo`."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -24,14 +25,14 @@ from compressor.cli.options import (
     numbers,
 )
 from compressor.cli.settings import MONE
-from compressor.cli.sizes import Bytes, For, size_options
+from compressor.cli.sizes import Bytes, For
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import ranks
 from compressor.document.blocks import Table
 from compressor.entry_points import EXPORTERS, STEPS, working
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.formatting import human_bytes, human_count, known_names
+from compressor.formatting import human_bytes, human_count, known_names, read_bytes
 from compressor.recipe.recipe import step_class
 from compressor.steps.prune.options import protecting_packages
 
@@ -49,66 +50,66 @@ def compare(
     protect: Annotated[str | None, flag("As for `compress`: auto, graph:N, or a JSON list.", KEEP)] = None,
     ratio: Annotated[str | None, flag("Shares of the experts to remove instead, such as 0.25,0.5.", KEEP)] = None,
     split: Annotated[
-        str | None, flag("Sub-experts to split each expert into first, such as 1,2,4 (default: 1; by size auto).", KEEP)
+        str | None,
+        flag("Sub-experts to split each expert into first: 1,2,4 (default: 1; with formats auto).", KEEP),
     ] = None,
     top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: unchanged).", KEEP)] = None,
     strategies: Annotated[
-        str | None, flag("Comma-separated names, options as name:option=value (default: all installed).")
+        str | None, flag("Comma-separated names, options as name:option=value (default: all; with formats auto).")
     ] = None,
-    correct: Annotated[str | None, flag("Corrections, such as none,ridge,tune (default: none and its own).")] = None,
+    correct: Annotated[str | None, flag("Corrections, such as none,ridge,tune (default: its own, and none).")] = None,
     heldout: Annotated[
         list[str] | None, flag("Text to measure on. May be repeated (default: calibration text that no plan saw).")
     ] = None,
     evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
     format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
     random_seeds: Annotated[int, flag("Random prunings to compare with.", min=1)] = 3,
-    sizes: Annotated[bool, flag("Prune or quantise: shares of the experts in formats, by bytes.", SIZES)] = False,
+    sizes: Annotated[bool, flag("Shares of the experts in number formats, by bytes.", SIZES)] = False,
     nbytes: Bytes = None,
     bits: Annotated[float | None, flag("Bits for each parameter of the base, in place of --bytes.", SIZES)] = None,
     context: Annotated[int, flag("Tokens whose keys and values count as bytes, too.", SIZES, min=0)] = 0,
     shares: Annotated[str, flag("Shares of the experts that stay.", SIZES)] = "1,3/4,1/2,1/4",
     schemes: Annotated[
-        str | None, flag("Formats, none for as stored (default: none and all of `quantize`).", SIZES)
+        str | None, flag("Number formats, none for as stored (default: none and all of `quantize`).", SIZES)
     ] = None,
     servers: For = None,
     seed: Seed = 0,
 ) -> None:
-    """Compare strategies on a model and text, or sizes: one calibration pass, many plans, one table."""
+    """Compare strategies, corrections, expert counts and number formats on a model and text: one table, one plot."""
     require("matplotlib", *protecting_packages(protect))
     from compressor.cli.rendering import show_comparison
-    from compressor.report.comparison_report import NAMES, ComparisonBasis, write_reports
+    from compressor.report.comparison_report import NAMES, write_reports
+    from compressor.report.grid import SCHEMES
 
+    if format not in ("safetensors", MONE):
+        raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
+    formats = listed(schemes, "--schemes")
+    if formats is None and (sizes or nbytes is not None or bits is not None):
+        formats = list(SCHEMES)
     options: dict[str, Any] = {
+        "experts": numbers(experts, "--experts", int),
+        "ratios": numbers(ratio, "--ratio", float),
+        "splits": ["auto"] if formats and split == "auto" else numbers(split, "--split", int),
+        "top_ks": numbers(top_k, "--top-k", int),
+        "strategies": listed(strategies, "--strategies"),
+        "corrections": listed(correct, "--correct"),
         "protect": protect,
+        "random_seeds": random_seeds,
+        "constants": format == MONE,
+        "schemes": formats or (),
+        "shares": numbers(shares, "--shares", Fraction),
+        "servers": listed(servers, "--for") or (),
+        "nbytes": None if nbytes is None else read_bytes(nbytes, "--bytes"),
+        "bits": bits,
+        "context": context,
+        "calibration": text,
         "evaluate": heldout or (),
         "evaluation_samples": evaluation_samples,
-        "calibration": text,
         "seed": seed,
         "resident": running.resident,
     }
-    compared: Callable[..., ComparisonBasis] = compressor.compare
-    if sizes or nbytes is not None or bits is not None:
-        if experts or ratio or top_k or format == MONE:
-            names = "--experts, --ratio, --top-k and --format"
-            raise CompressionError(f"sizes are compared by --shares and --schemes; leave out {names}")
-        compared = compressor.compare_sizes
-        options |= size_options(strategies, correct, split, nbytes, bits, shares, schemes, servers)
-        options["context"] = context
-    else:
-        if format not in ("safetensors", MONE):
-            raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
-        options |= {
-            "experts": numbers(experts, "--experts", int),
-            "ratios": numbers(ratio, "--ratio", float),
-            "splits": numbers(split or "1", "--split", int),
-            "top_ks": numbers(top_k, "--top-k", int),
-            "constants": format == MONE,
-            "strategies": listed(strategies, "--strategies"),
-            "corrections": listed(correct, "--correct"),
-            "random_seeds": random_seeds,
-        }
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        comparison = compared(model, **options, **running.reading(progress))
+        comparison = compressor.compare(model, **options, **running.reading(progress))
         written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []
     show_comparison(comparison, running.as_json, written)
 

@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""The blocks and JSON that commands print."""
 
 import shlex
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE
-from compressor.report.comparison_report import ComparisonBasis
+from compressor.report.comparison_report import Comparison
 from compressor.run_record import read_record
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to 
 
 
 def show_dry_run(run: "DryRun", as_json: bool) -> None:
-    """What a run would do: steps, shapes before and after, servers, text and memory; and what its gate can show."""
+    """Print a run in advance: steps, shapes before and after, servers, text, memory, and the power of its gate."""
     steps, rows = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for number, step in enumerate(run.steps, 1):
         options = ", ".join(f"{name}={value}" for name, value in step["options"].items())
@@ -66,13 +66,13 @@ def show_dry_run(run: "DryRun", as_json: bool) -> None:
 
 
 def show_outcome(outcome: "Outcome", as_json: bool) -> None:
-    """What a run did, and where it was published."""
+    """Print the outcome of a run, and where it was published."""
     blocks = () if as_json else (*outcome_blocks(outcome), *next_commands(outcome))
     print_report(as_json, {**outcome.to_dict(), **published(outcome.pushed)}, blocks)
 
 
 def outcome_blocks(outcome: "Outcome") -> list[Block]:
-    """Sizes before and after, what it took, and what was left out."""
+    """Return sizes before and after, times and memory, and tensors that were left out."""
     from compressor.pipeline.outcome import size_table
 
     expert_plan = outcome.expert_plan
@@ -103,14 +103,14 @@ def outcome_blocks(outcome: "Outcome") -> list[Block]:
         blocks.append(Text(f"Stock loading: {outcome.loader_fault}"))
     if expert_plan.has_constants:
         gone = counted(sum(len(layer.constants) for layer in expert_plan.layers), "expert")
-        each = span(len(layer.groups) for layer in expert_plan.layers)
-        blocks.append(Text(f"constants for {gone}; the layers keep {each} each; {NOT_STOCK}"))
+        counts = span(len(layer.groups) for layer in expert_plan.layers)
+        blocks.append(Text(f"constants for {gone}; the layers keep {counts} each; {NOT_STOCK}"))
     blocks.append(Text(f"Written to {outcome.out}"))
     return blocks if outcome.pushed is None else [*blocks, *push_blocks(outcome.pushed)]
 
 
 def next_commands(outcome: "Outcome") -> list[Block]:
-    """The commands that make sense next: test the output against its base, try it, publish it."""
+    """Return the commands that make sense next: test the output against its base, try it, publish it."""
     folder, commands = Path(outcome.out), list[str]()
     if not any(folder.glob("*.safetensors")):  # it is another exporter's
         return []
@@ -124,17 +124,17 @@ def next_commands(outcome: "Outcome") -> list[Block]:
 
 
 def next_blocks(commands: Sequence[str]) -> list[Block]:
-    """Commands to copy, each on a line of its own."""
+    """Return commands to copy, each on its own line."""
     return [Text("Next:"), *(Text(f"  {command}") for command in commands)] if commands else []
 
 
 def published(pushed: "PushSummary | None") -> dict[str, Any]:
-    """What --json adds of a push; nothing without one."""
+    """Return the entry of a push in --json; empty without one."""
     return {} if pushed is None else {"push": {**asdict(pushed), "changed": pushed.changed}}
 
 
 def push_blocks(summary: "PushSummary") -> list[Block]:
-    """The files that were sent, or would be, and where they are now."""
+    """Return the files that were sent, or would be, and where they are now."""
     verb, also = ("would go", "would be") if summary.dry_run else ("went", "was")
     blocks, lines = list[Block](), list[str]()
     if summary.changed:
@@ -143,8 +143,8 @@ def push_blocks(summary: "PushSummary") -> list[Block]:
         rows += [(name, "-", "removed") for name in summary.removed]
         blocks.append(Table(title, ("file", "size", "on the Hub"), tuple(rows), frozenset({"on the Hub"})))
         files = f"{counted(len(summary.uploaded), 'file')}, {human_bytes(summary.uploaded_bytes)}"
-        place = f"{'a pull request against ' if summary.create_pr else ''}{summary.branch} of {summary.repo_id}"
-        lines += [f"Commit: {summary.message}", f"{files} {verb} to {place} in one commit."]
+        target = f"{'a pull request against ' if summary.create_pr else ''}{summary.branch} of {summary.repo_id}"
+        lines += [f"Commit: {summary.message}", f"{files} {verb} to {target} in one commit."]
         if summary.unchanged:
             lines.append(f"{len(summary.unchanged)} more are there already.")
     else:
@@ -161,7 +161,7 @@ def push_blocks(summary: "PushSummary") -> list[Block]:
 
 
 def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
-    """What an exporter reports, in its own blocks if it has any, and where its output lies."""
+    """Print an exporter's summary, in its own blocks if it has any, and where its output is."""
     if hasattr(summary, "describe"):
         return print_report(as_json, summary.to_dict(), [*summary.describe(), Text(f"Written to {summary.folder}")])
     values = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
@@ -172,12 +172,12 @@ def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
 
 
 def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:
-    """Where files were written; nothing if none were."""
+    """Return a line on where files were written; empty if none were."""
     return (Text(f"Written: {', '.join(map(str, paths))}"),) if paths else ()
 
 
 def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
-    """A row for each task, then the verdict and what would decide it; `written` are the reports' files."""
+    """Print a row for each task, then the verdict and what would decide it; `written` are the reports' files."""
     content = {**full_content(result), "written": [str(path) for path in written]}
     print_report(as_json, content, [*gate_blocks(result), *written_line(written)])
 
@@ -208,13 +208,13 @@ def show_gated(
     print_report(as_json, content, blocks)
 
 
-def show_comparison(comparison: ComparisonBasis, as_json: bool, written: Sequence[Path] = ()) -> None:
-    """All models, the best first or the largest; random drops share a line."""
+def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
+    """Print all models; random drops share a line."""
     print_report(as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)])
 
 
 def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
-    """Hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
+    """Print hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
     from compressor.attribution.report import brief_blocks, brief_content
 
     content = {**brief_content(findings), "written": [str(path) for path in written]}

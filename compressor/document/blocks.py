@@ -1,4 +1,4 @@
-"""What a report is made of: frozen blocks of words, without a word of Markdown, HTML or the terminal in them.
+"""The blocks of a report: frozen words and tables, without a word of Markdown, HTML or the terminal in them.
 
 Every plain `str` is data: each renderer shows it as it is written, whatever it looks like in the renderer's language.
 """

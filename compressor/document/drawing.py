@@ -1,4 +1,4 @@
-"""What all drawings share: colours, type, scales of axes, keys, and marks: bars, dots with intervals and heat maps."""
+"""Parts of all drawings: colours, type, scales of axes, keys, and marks: bars, dots with intervals and heat maps."""
 
 import math
 import textwrap
@@ -131,7 +131,7 @@ def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even:
 
     One path for all bars of a role keeps a page small.
     """
-    edges = [place + side for place in range(len(values)) for side in (-0.4, 0.4)]
+    edges = [bar + side for bar in range(len(values)) for side in (-0.4, 0.4)]
     for role in dict.fromkeys(roles):
         heights = list[float]()
         for value, other in zip(values, roles, strict=True):
@@ -222,9 +222,9 @@ def spaced(places: Iterable[float]) -> list[float]:
     last = others.pop()
     gap = LEAST_GAP * (last - first)
     chosen = [first]
-    for place in others:
-        if place - chosen[-1] >= gap and last - place >= gap:
-            chosen.append(place)
+    for position in others:
+        if position - chosen[-1] >= gap and last - position >= gap:
+            chosen.append(position)
     return [*chosen, last]
 
 
@@ -236,13 +236,6 @@ class Panel:
     rows: tuple[str, ...]
     values: tuple[tuple[float | None, ...], ...]  # [rows, columns]; None leaves its cell blank
     scale: int = 0  # number of its colour scale
-
-    def at_least(self, low: float) -> list[list[float | None]]:
-        """Return the values, smaller ones raised to `low`, the first colour of a scale."""
-        rows = list[list[float | None]]()
-        for values in self.values:
-            rows.append([None if value is None else max(value, low) for value in values])
-        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +306,7 @@ def draw_panels(
     row = min(max(HEIGHT / tallest, 1.2 * LINE if roomy else LEAST_ROW), MOST_ROW)
 
     def draw(figure: "FigureBase") -> None:
+        import numpy as np
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LogNorm
 
@@ -322,14 +316,16 @@ def draw_panels(
             inner = [len(panel.rows) * row for panel in column]
             grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": inner})[:, 0]
             for axes, panel, height in zip(grid, column, inner, strict=True):
-                draw_heat(axes, panel.at_least(scales[panel.scale].low), None, None, **norms[panel.scale])
+                # smaller numbers share the first colour, and blank cells stay NaN
+                values = np.maximum(np.array(panel.values, dtype=float), scales[panel.scale].low)
+                draw_heat(axes, values, None, None, **norms[panel.scale])
                 label_axes(axes, panel.rows, numbers, width, height)
                 lines = textwrap.wrap(readable(panel.title), max(12, int(width / 0.075)))
                 axes.set_title("\n".join(lines), loc="left", fontsize=FONT)
                 axes.set_xlabel(label, fontsize=FONT - 1)
         for part, scale, norm in zip(parts[len(columns) :], scales, norms, strict=True):
             axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
-            extend = "min" if scale.has_smaller else "neither"  # a point: smaller numbers share the first colour
+            extend = "min" if scale.has_smaller else "neither"
             bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend=extend)
             marks = ticks(scale.low, scale.high)
             bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])

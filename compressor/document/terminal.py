@@ -89,21 +89,21 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, tuple[str, .
     """Return the table and the optional columns that it leaves out, so that words and numbers stay whole."""
     for number in range(len(block.optional) + 1):
         left_out = block.optional[:number]
-        places = [place for place, name in enumerate(block.columns) if name not in left_out]
-        widths = [_least_width(block, place) for place in places]
+        columns = [column for column, name in enumerate(block.columns) if name not in left_out]
+        widths = [_least_width(block, column) for column in columns]
         if sum(widths) + 3 * len(widths) + 1 <= room:
             break
     grid = _titled(title)
-    for place, width in zip(places, widths, strict=True):
-        side: Literal["left", "right"] = "left" if block.is_text(place) else "right"
-        grid.add_column(_words(block.columns[place]), justify=side, overflow="fold", min_width=width)
+    for column, width in zip(columns, widths, strict=True):
+        side: Literal["left", "right"] = "left" if block.is_text(column) else "right"
+        grid.add_column(_words(block.columns[column]), justify=side, overflow="fold", min_width=width)
     for number, row in enumerate(block.rows):
-        grid.add_row(*(_words(row[place]) for place in places), end_section=number in block.ruled)
+        grid.add_row(*(_words(row[column]) for column in columns), end_section=number in block.ruled)
     return grid, left_out
 
 
-def _least_width(block: Table, place: int) -> int:
+def _least_width(block: Table, column: int) -> int:
     """Return the width at which no number of a column is broken, and no word of up to 20 letters."""
-    cells = [block.columns[place], *(plain_words(row[place]) for row in block.rows)]
+    cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
     longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
-    return min(longest, LEAST_WORDS) if block.is_text(place) else longest
+    return min(longest, LEAST_WORDS) if block.is_text(column) else longest

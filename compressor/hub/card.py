@@ -56,7 +56,7 @@ MEASURED = ("similarity", "visits", "errors")  # figures of the last report that
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a card may say of a checkpoint: the outcome in its folder, and what its files hold."""
+    """The facts of a checkpoint's card: the outcome in its folder, and the contents of its files."""
 
     folder: Path
     outcome: Report
@@ -68,7 +68,7 @@ class Facts:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """How experts were chosen, in the order of the steps; empty where none were."""
+        """The names of the strategies that chose experts, in the order of the steps."""
         chosen = [step for step in self.outcome.plan.steps if step.expert_plan is not None]
         return tuple(dict.fromkeys(step.options.get("strategy", step.name) for step in chosen))
 
@@ -97,7 +97,10 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
         options = without_folders(outcome.gate.options)
         outcome = replace(outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options))
     has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
-    graphs = [inner for inner in ("", ONNX_FOLDER) if has_graph(folder / inner)]
+    graphs = list[str]()
+    for inner in ("", ONNX_FOLDER):
+        if (folder / inner / GRAPH).is_file() and (folder / inner / ONNX_RECORD).is_file():
+            graphs.append(inner)
     if not has_weights and "" not in graphs:
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
     model = None
@@ -113,11 +116,6 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
         graph=graphs[0] if graphs else None,
         fault=stock_fault(model) if model is not None else None,
     )
-
-
-def has_graph(folder: Path) -> bool:
-    """Return True if a folder holds an exported ONNX graph with its record."""
-    return (folder / GRAPH).is_file() and (folder / ONNX_RECORD).is_file()
 
 
 def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
@@ -503,15 +501,15 @@ def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revis
     if not isinstance(given, str) or not given:
         return {}
     known = IDENTIFIER.fullmatch(given)
-    found = {"license": given if known else "other"}
+    fields = {"license": given if known else "other"}
     name, link = base.get("license_name") if known else one_line(given), base.get("license_link")
     if name:
-        found["license_name"] = name
+        fields["license_name"] = name
     if link:
         is_complete = link.startswith("http") or (folder / link).is_file()
         if is_complete or repository is not None:
-            found["license_link"] = link if is_complete else f"{HUGGING_FACE}/{repository}/blob/{revision}/{link}"
-    return found
+            fields["license_link"] = link if is_complete else f"{HUGGING_FACE}/{repository}/blob/{revision}/{link}"
+    return fields
 
 
 def languages(base: Mapping[str, Any]) -> list[str] | None:

@@ -16,20 +16,26 @@ import torch
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
+from compressor.distributed import refuse_several
 from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.entry_points import read_option
+from compressor.errors import CompressionError
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
-from compressor.model.opened import OpenModel
+from compressor.model.moe_layer import resolve_count
+from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.substitution import Substitution
+from compressor.pipeline.resolve import Session
 from compressor.progress import Progress
 from compressor.quality_gate.domains import degraded_domains
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.recipe import make_step
-from compressor.recipe.registry import Strategy, load_strategy
+from compressor.recipe.registry import Strategy, load_strategy, working_strategies
+from compressor.recipe.step import TextOptions
 from compressor.report.comparison_report import Comparison, Row
+from compressor.report.grid import Grid
 from compressor.run_record import versions
-from compressor.statistics.statistics import LayerStatistics
+from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.constants.mone import (
     EVEN,
     UNEVEN,
@@ -39,12 +45,15 @@ from compressor.steps.constants.mone import (
     refit,
     substitutes_of,
 )
+from compressor.steps.constants.step import refuse_model
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
 from compressor.steps.job import idle_parameters, output_size
 from compressor.steps.prune.choose import keep_best
-from compressor.steps.prune.planning import Planned, Planner, PruneSpec
-from compressor.steps.prune.protecting import Protected, listed
+from compressor.steps.prune.options import Prune
+from compressor.steps.prune.planning import Planned, Planner, PruneSpec, protected_experts
+from compressor.steps.prune.protecting import Protected, given_protected, listed
+from compressor.steps.split.opening import partitioned, seen_as, with_top_k
 
 RANDOM, CONSTANTS = "random", "constants"
 
@@ -74,14 +83,14 @@ def random_drop(seed: int) -> Strategy:
 
 
 def correction(method: str) -> Correct:
-    """The step of that method; raises `CompressionError` for an unknown one."""
-    made = make_step("correct", {"method": method})
-    assert isinstance(made, Correct)
-    return made
+    """Return the step of that method; raises `CompressionError` for an unknown one."""
+    step = make_step("correct", {"method": method})
+    assert isinstance(step, Correct)
+    return step
 
 
 def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
-    """A strategy's name, or name:option=value:option=value; corrected by its own default as well, if it has one."""
+    """Read name or name:option=value:option=value; by default, its own correction is tried beside none."""
     name, *settings = text.split(":")
     options = dict(
         read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
@@ -93,19 +102,25 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
 
 
 def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
-    """Mean over layers, by what their corrections recorded; None where no layer has an error."""
+    """Return the mean error over the layers that recorded one; None if no layer did."""
     known = [error for figures in corrections if (error := figures.get("heldout_error")) is not None]
     return sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The model as it is to be cut: with whole or split experts, and its own or another top-k; to these counts."""
-
-    model: OpenModel
-    counts: Sequence[int]
-    protected: Protected
-    planner: Planner
+def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
+    """Return what a row says of figures; `sources` are the evaluation sets that it shows, the first ones."""
+    means = figures.of(range(len(sources))).means
+    by_source = {name: figures.of({number}).means for number, name in enumerate(sources)}
+    return {
+        "loss": means["loss"],
+        "perplexity": math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
+        "kl": max(0.0, means["kl"]),
+        "flips": means["flips"],
+        "loss_by_source": {name: source["loss"] for name, source in by_source.items()},
+        "kl_by_source": {name: max(0.0, source["kl"]) for name, source in by_source.items()},
+        "flips_by_source": {name: source["flips"] for name, source in by_source.items()},
+        "degraded": tuple(source.domain for source in degraded_domains(figures, dict(enumerate(by_source)))),
+    }
 
 
 @dataclass(slots=True)
@@ -121,28 +136,21 @@ class _Table:
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
 
     def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
-        """A row of a model's figures."""
-        means = figures.of(range(len(self.sets))).means
-        by_source = {each.name: figures.of({number}).means for number, each in enumerate(self.sets)}
+        """Return a model's row."""
         if experts not in self.sizes:  # for which the smaller model is built
             self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
         cut, idle = self.sizes[experts]
         size = stored or cut
+        layer = self.model.architecture.layers[0]
         return Row(
             experts=experts,
+            experts_before=layer.experts,
             parameters=size.parameters,
             bytes=size.bytes,
-            loss=means["loss"],
-            perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
-            kl=max(0.0, means["kl"]),
-            flips=means["flips"],
-            loss_by_source={name: each["loss"] for name, each in by_source.items()},
-            kl_by_source={name: max(0.0, each["kl"]) for name, each in by_source.items()},
-            flips_by_source={name: each["flips"] for name, each in by_source.items()},
-            suffering=tuple(each.domain for each in degraded_domains(figures, dict(enumerate(by_source)))),
-            split=self.model.architecture.layers[0].parts,
+            split=layer.parts,
             top_k=self.model.top_k,
             active=None if self.model.layout.quantized else size.parameters - idle,
+            **measured(figures, [evaluation_set.name for evaluation_set in self.sets]),
             **more,
         )
 
@@ -191,9 +199,9 @@ class _Table:
         return row, probe.figures[0]
 
     def constants(self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]) -> Iterator[Row]:
-        """For each count of experts as many in every layer, then as many in all where the model loses least.
+        """Yield rows of models in which constants replace experts, for each count and correction; nothing is written.
 
-        Constants stand for the others; each model is run with each correction, without writing it.
+        Each count is kept in every layer, then on average over layers, where the model loses least.
         """
         model, heldout, layers = self.model, self.calibration.heldout_batches, self.model.architecture.layers
         begin = time.perf_counter()
@@ -218,8 +226,9 @@ class _Table:
                         error = _layer_error(plan.figures["correction"] for plan in plans.values())
                         (figures, *_), seconds = probe.figures, time.perf_counter() - begin
                     else:
-                        one, phase = [Substitution(constants=variant)], f"{name}, {count}"
-                        (figures, *_), seconds = self.evaluator.measure(model, one, (), self.progress, phase), 0.0
+                        substituted = [Substitution(constants=variant)]
+                        phase, seconds = f"{name}, {count}", 0.0
+                        (figures, *_) = self.evaluator.measure(model, substituted, (), self.progress, phase)
                 yield self.row(
                     figures,
                     count,
@@ -234,7 +243,7 @@ class _Table:
 
 
 def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
-    """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
+    """Return parameters and bytes of the stored tensors with these constants, in the dtype of the model."""
     kept = Size.of(
         model.checkpoint.tensors[name] for name, role in model.layout.roles.items() if not is_replaced(role, variant)
     )
@@ -242,51 +251,107 @@ def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
     return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
 
 
-def compare_models(
-    base: OpenModel,
-    variants: Sequence[Variant],
-    contenders: Sequence[Contender],
-    calibration: Calibration,
-    sets: Sequence[EvaluationSet],
-    progress: Progress,
-    seed: int = 0,
-    constants: Sequence[Correct] = (),
-) -> Comparison:
-    """Plan with every contender at every count, from one pass of each variant, carry plans out, and evaluate all alike.
+def contenders_of(grid: Grid) -> list[Contender]:
+    """Return the strategies to compare, each once, and without formats random drops; no model is read.
 
-    Protected experts, by layer name, stay as they are in every plan, the random ones included. With `constants`, rows
-    of whole experts for which constants stand follow, one for each of these corrections.
+    Raises `CompressionError` for unknown strategies, options and corrections, and constants on several processes.
     """
+    if grid.constants:
+        refuse_several("--format mone", "leave it out, or start the command without torchrun")
+    texts = grid.strategies or (["auto"] if grid.schemes else [strategy.name for strategy in working_strategies()])
+    contenders = [parse_contender(text, grid.corrections) for text in texts]
+    none = (Correct(method="none"),)
+    for seed in range(0 if grid.schemes else grid.random_seeds):
+        contenders.append(Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed))
+    if len({contender.name for contender in contenders}) < len(contenders):
+        raise CompressionError("--strategies names one twice; name each once, or with other options")
+    return contenders
+
+
+def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
+    """Return the contenders, without unnamed ones that need an attribution if the model has none."""
+    try:
+        planner.rank_changes([contender.strategy for contender in contenders])
+    except CompressionError as error:
+        if named:
+            raise
+        logger.warning("%s; it is left out", error)
+        return [contender for contender in contenders if not contender.strategy.needs & ATTRIBUTED]
+    return list(contenders)
+
+
+def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
+    """Return the experts to keep, each count once, checked against the model and what a list protects."""
+    layers = model.architecture.layers
+    counts = [resolve_count(layers, count * layers[0].parts, None) for count in grid.experts]
+    counts += [resolve_count(layers, None, ratio) for ratio in grid.ratios]
+    counts = list(dict.fromkeys(counts))
+    given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
+    if shared := shared_experts(model):
+        raise CompressionError(
+            f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
+            "them takes; compress with one strategy after another instead"
+        )
+    return counts
+
+
+def compare_strategies(
+    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+) -> Comparison:
+    """Plan with every strategy at every count, carry plans out with each correction, and evaluate all alike.
+
+    The model is tried with whole experts and with sub-experts, and with each top-k; one pass collects statistics for
+    all plans of these experts. Protected experts stay as they are in every plan, the random ones included.
+    """
+    base, progress, prune = run.model, run.progress, Prune(protect=grid.protect)
+    constants = [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
+    views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
+    top_ks = list[int | None](dict.fromkeys(grid.top_ks)) or [None]
+    for view, top_k in product(views, top_ks):
+        _counts(with_top_k(view, top_k), grid, prune)  # refused before text is read
+    if constants:
+        refuse_model(base)
+    calibration, sets = grid.read_texts(run, text, seed)
+    changed = any(method.wanted for contender in contenders for method in contender.corrections)
     held = list[EvaluationSet]()  # of each calibration source, by which corrections of whole models are kept or undone
-    if any(each.wanted for one in contenders for each in one.corrections):
-        for place, name in enumerate(calibration.source_names):
-            own = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == place]
-            held.append(EvaluationSet(name, tuple(calibration.batches[number] for number in own)))
+    if changed:
+        for index, name in enumerate(calibration.source_names):
+            numbers = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == index]
+            held.append(EvaluationSet(name, tuple(calibration.batches[number] for number in numbers)))
     evaluator = Evaluator(base, [*sets, *held])
-    table = _Table(base, calibration, evaluator, sets, progress, seed)
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
+    table = _Table(base, calibration, evaluator, sets, progress, seed)
     unchanged: dict[str, Any] = {"strategy": "base", "correction": "none", "error": 0.0, "seconds": 0.0}
     rows = [table.row(figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0
-    for variant in variants:
-        pairs = [(contender, count) for count in variant.counts for contender in contenders]
-        specs = [PruneSpec(contender.strategy, count) for contender, count in pairs]
-        begin = time.perf_counter()
-        plans = replace(variant.planner, model=variant.model).plans(specs, variant.protected)
-        shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
-        table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
-        for planned, (contender, _) in zip(plans, pairs, strict=True):
-            rows += table.planned(planned, contender)
-        if constants and variant.model is base:
-            rows += table.constants(variant.counts, variant.protected, constants)
+    protected: Protected = {}
+    for view in views:
+        if view.is_split:
+            view = partitioned(view, calibration, progress, seed, changed=changed)
+        planner = Planner(view, calibration, progress, seed)
+        contenders = _attributable(contenders, planner, named=bool(grid.strategies))
+        for top_k in top_ks:
+            model = with_top_k(view, top_k)
+            counts = _counts(model, grid, prune)
+            protected = protected_experts(prune.protect, min(counts, default=view.architecture.experts), planner)
+            pairs = list(product(counts, contenders))
+            specs = [PruneSpec(contender.strategy, count) for count, contender in pairs]
+            begin = time.perf_counter()
+            plans = replace(planner, model=model).plans(specs, protected)
+            shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
+            table = _Table(model, calibration, evaluator, sets, progress, seed)
+            for planned, (_, contender) in zip(plans, pairs, strict=True):
+                rows += table.planned(planned, contender)
+            if constants and model is base:
+                rows += table.constants(counts, protected, constants)
     return Comparison(
         model=base.source.label,
         rows=tuple(rows),
         calibration=calibration.identity,
-        evaluation={entry.name: entry.tokens for entry in sets},
+        evaluation={evaluation_set.name: evaluation_set.tokens for evaluation_set in sets},
         calibration_seconds=shared,
         seed=seed,
         versions=versions(),
-        protected=listed(variants[0].protected) if len(variants) == 1 else {},
+        protected=listed(protected) if len(views) * len(top_ks) == 1 else {},
     )

@@ -1,4 +1,4 @@
-"""What a comparison found: a row for each way of making the model smaller, beside the base and random drops."""
+"""The result of a comparison: a row for each smaller model, beside the base; its table, plot, files and best choice."""
 
 import json
 import math
@@ -11,31 +11,44 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from compressor.data.sources import without_folders
+from compressor.divergence.evaluator import Difference
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
-from compressor.document.drawing import MARKERS, ROLES, colour, scale_axis, spaced
+from compressor.document.drawing import MARKERS, ROLES, colour, scale_axis
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing, png
 from compressor.files import whole_folder
-from compressor.formatting import human_bytes, human_count, joined, readable
+from compressor.formatting import counted, human_bytes, human_count, joined, readable
 from compressor.records import finite, plain_json
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
+
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
+STORED = "none"  # the format of experts that stay as they are stored
 # columns, the least important first
 OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
+OPTIONAL_OF_FORMATS = (*OPTIONAL, "model", "loss", "bits")
 LEGEND = (
     "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. Flips is the share "
-    "of positions whose greedy token is not the base's. Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², "
-    "tokens weighted, on calibration text that no plan saw. Seconds are those of "
-    "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss "
-    "among models of its size; by source, what loses more than 3 times the mean of the other sources, beyond the error."
+    "of positions whose greedy token is not the base's. "
 )
+STRATEGIES_LEGEND = (
+    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. "
+    "Seconds are those of deciding, and correcting with the evaluation on the way, without the calibration pass. "
+    "Bold: the least loss among models of its size; "
+)
+FORMATS_LEGEND = (
+    "± is one standard error paired by sequence. Bits are those of all bytes for each parameter of the base. Behind is "
+    "the KL above that of the best model that is no larger. Bold: no model is smaller and better; "
+)
+SOURCES_LEGEND = "by source, what loses more than 3 times the mean of the other sources, beyond the error."
+FRONTIER = "no model is smaller and better"
 BY_SOURCE = {"Loss": "loss_by_source", "KL": "kl_by_source", "Flips": "flips_by_source"}
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One model of the comparison. Losses are in nats per evaluated token, on text that no part of a plan saw."""
 
@@ -43,24 +56,37 @@ class Row:
     strategy: str
     correction: str  # none, ridge or tune
     experts: int  # per MoE layer
+    experts_before: int | None = None
     parameters: int
-    bytes: int
+    bytes: int  # of all tensors
     loss: float
     perplexity: float
     kl: float  # of the base's next-token distribution to this model's, nats per token
     flips: float  # share of the positions at which the greedy token is not the base's
-    error: float | None  # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
-    seconds: float  # deciding, and correcting with the evaluation on the way; not the pass that all plans share
-    peak_memory: int  # bytes of anonymous memory at the highest while it was corrected and evaluated
+    error: float | None = None  # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
+    seconds: float | None = None  # deciding, and correcting with the evaluation; not the pass that all plans share
+    peak_memory: int | None = None  # bytes of anonymous memory at the highest while it was corrected and evaluated
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
     flips_by_source: Mapping[str, float] = field(default_factory=dict)
-    suffering: tuple[str, ...] = ()  # sources that lose far more than the others
+    degraded: tuple[str, ...] = ()  # sources that lose far more than the others
     seed: int | None = None  # of a random drop
     split: int = 1  # sub-experts that each expert became before; `experts` then counts those
     top_k: int | None = None  # experts that a token is routed to, where that was chosen
     active: int | None = None  # parameters that a token passes; None where stored elements are no parameters
     undone: bool = False  # the correction took the whole model further away on held-out calibration text
+    # of a comparison with number formats; standard errors are paired by sequence
+    share: float | None = None  # of the experts that stay
+    scheme: str = STORED  # the format: none as stored, or that of the step `quantize`
+    group_size: int | None = None  # weights of a row that share a scale, -1 for all
+    bits: float | None = None  # of all tensors for each parameter of the base
+    loss_by_sequence: tuple[float, ...] = ()
+    kl_by_sequence: tuple[float, ...] = ()
+    loss_error: float | None = None  # standard error of the increase
+    kl_error: float | None = None
+    behind: float | None = None  # KL above that of the best row that is no larger
+    behind_error: float | None = None
+    frontier: bool = False  # no row is smaller and better
 
     @property
     def kept(self) -> float:
@@ -71,91 +97,23 @@ class Row:
     def is_random(self) -> bool:
         return self.strategy == "random"
 
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonBasis:
-    """What a comparison of models was made with and measured on."""
-
-    model: str
-    calibration: Mapping[str, Any]  # identity of the calibration data
-    evaluation: Mapping[str, int]  # tokens of each evaluation set
-    calibration_seconds: float  # the pass that all plans share
-    seed: int
-    versions: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types without folders; None for a number that JSON cannot write."""
-        calibration = without_folders(self.calibration) if self.calibration else {}
-        content: dict[str, Any] = plain_json({**asdict(self), "calibration": calibration}, finite)
-        return content
+    @property
+    def is_stored(self) -> bool:
+        return self.scheme == STORED
 
     @property
-    def data_line(self) -> Text:
-        """What was calibrated with and evaluated on."""
-        calibration = without_folders(self.calibration) if self.calibration else {}
-        sources = calibration.get("sources") or ([calibration] if calibration else [])
-        read = [token_count(part["source"], part.get("tokens")) for part in sources]
-        evaluated = [token_count(name, tokens) for name, tokens in self.evaluation.items()]
-        return Text(
-            f"Calibrated with {joined(read) or 'no data'} in {self.calibration_seconds:.1f} s, "
-            f"evaluated on {joined(evaluated) or 'no data'}, seed {self.seed}."
-        )
+    def size_label(self) -> str:
+        """'6 of 8 experts, int4', or '12 of 16 sub-experts, as stored'."""
+        experts = counted(self.experts_before or self.experts, "sub-expert" if self.split > 1 else "expert")
+        return f"{self.experts} of {experts}, {format_label(self.scheme)}"
 
-    @property
-    def made_with(self) -> Text:
-        """The versions of packages."""
-        return Text(f"Made with {', '.join(f'{name} {version}' for name, version in self.versions.items())}.")
-
-    def document(self) -> tuple[Block, ...]:
-        """Return all of it, with a figure."""
-        raise NotImplementedError
-
-    def brief(self) -> tuple[Block, ...]:
-        """Return what a terminal shows."""
-        raise NotImplementedError
+    def kl_from(self, other: "Row") -> Difference:
+        """Return the change of the KL from another row to this one, paired by sequence."""
+        return Difference.of(other.kl_by_sequence, self.kl_by_sequence)
 
 
-def token_count(source: str, tokens: int | None) -> str:
-    return source if tokens is None else f"{source} ({tokens:,} tokens)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison(ComparisonBasis):
-    """All rows, the base first, with what they were measured on."""
-
-    rows: tuple[Row, ...]
-    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; in no row merged or dropped
-
-    @property
-    def base(self) -> Row:
-        return self.rows[0]
-
-    @property
-    def with_active(self) -> bool:
-        """Return True if rows differ in top-k, and it is known what that comes to in parameters."""
-        return any(row.top_k is not None for row in self.rows) and all(row.active is not None for row in self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        content = super().to_dict()
-        for entry, row in zip(content["rows"], self.rows, strict=True):
-            entry["loss_increase"] = finite(row.loss - self.base.loss)
-        return content
-
-    def document(self) -> tuple[Block, ...]:
-        layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in self.protected.items()]
-        protected = Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
-        return (
-            Heading(f"{self.model}: comparison", level=1),
-            self.data_line,
-            *([protected] if layers else []),
-            *_tables(self, self.rows[1:]),
-            Text(LEGEND),
-            comparison_figure(self),
-            self.made_with,
-        )
-
-    def brief(self) -> tuple[Block, ...]:
-        return *_tables(self, without_seeds(self.rows[1:])), self.data_line
+def format_label(scheme: str) -> str:
+    return "as stored" if scheme == STORED else scheme
 
 
 def label(row: Row, name: str | None = None) -> str:
@@ -176,9 +134,182 @@ def sort_key(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Sort rows: many experts first, and the least loss first among equally many."""
-    return sorted(rows, key=lambda row: (-row.kept, sort_key(row.loss)))
+def related(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the base, then the others by falling bytes, with errors over the base and the frontier.
+
+    Every row needs its losses and KL by sequence.
+    """
+    base = best = None
+    results = list[Row]()
+    for row in sorted(rows, key=lambda row: (row.bytes, sort_key(row.kl))):
+        is_best = best is None or sort_key(row.kl) < sort_key(best.kl)
+        best = row if best is None or is_best else best
+        behind = row.kl_from(best)
+        compared = replace(
+            row,
+            loss_error=Difference.of(rows[0].loss_by_sequence, row.loss_by_sequence).standard_error,
+            kl_error=row.kl_from(rows[0]).standard_error,
+            behind=-behind.gain,
+            behind_error=behind.standard_error,
+            frontier=is_best,
+        )
+        if row is rows[0]:
+            base = compared
+        else:
+            results.append(compared)
+    assert base is not None
+    return base, *reversed(results)
+
+
+def _read_text(source: str, tokens: int | None) -> str:
+    return source if tokens is None else f"{source} ({tokens:,} tokens)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows, the base first, with what they were measured on and the limit of bytes, if there is one."""
+
+    model: str
+    rows: tuple[Row, ...]
+    calibration: Mapping[str, Any]  # identity of the calibration data
+    evaluation: Mapping[str, int]  # tokens of each evaluation set
+    calibration_seconds: float  # the pass that all plans share
+    seed: int
+    versions: Mapping[str, str]
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; in no row merged or dropped
+    formats: tuple[str, ...] = ()  # number formats that were asked for; empty where all experts are as stored
+    formats_left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # sentences on rows that could not be
+    parameters: int | None = None  # of the base
+    limit: int | None = None  # bytes that may be used
+    context: int = 0  # tokens whose keys and values count
+    cache: int = 0  # bytes of these
+
+    @property
+    def base(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def with_active(self) -> bool:
+        """Return True if rows differ in top-k, and it is known what that comes to in parameters."""
+        return any(row.top_k is not None for row in self.rows) and all(row.active is not None for row in self.rows)
+
+    @property
+    def fitting(self) -> list[Row]:
+        """Rows within the limit, the least KL first."""
+        rows = [row for row in self.rows if self.limit is None or row.bytes + self.cache <= self.limit]
+        return sorted(rows, key=lambda row: (sort_key(row.kl), row.bytes))
+
+    @property
+    def alike(self) -> list[Row]:
+        """Rows that fit and whose KL is within a standard error of the best one's."""
+        best, *others = self.fitting
+        rows = list[Row]()
+        for row in others:
+            gap = best.kl_from(row)
+            if not gap.gain > gap.standard_error:
+                rows.append(row)
+        return rows
+
+    def increase(self, row: Row) -> float:
+        """Return a row's loss above the base's."""
+        return row.loss - self.base.loss
+
+    def name_of(self, row: Row) -> str:
+        """Return a row's share and format, with its strategy where there are several."""
+        several = len({label(other) for other in self.rows if other.name != self.base.name}) > 1
+        return f"{row.size_label}, {label(row)}" if several else row.size_label
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types without folders; None for a number that JSON cannot write."""
+        calibration = without_folders(self.calibration) if self.calibration else {}
+        content: dict[str, Any] = plain_json({**asdict(self), "calibration": calibration}, finite)
+        for entry, row in zip(content["rows"], self.rows, strict=True):
+            entry["label"] = self.name_of(row) if self.formats else label(row)
+            entry["loss_increase"] = finite(self.increase(row))
+        has_best = self.limit is not None and bool(self.fitting)
+        content["best"] = self.name_of(self.fitting[0]) if has_best else None
+        content["alike"] = [self.name_of(row) for row in self.alike] if has_best else []
+        return content
+
+    def data_line(self) -> Text:
+        """Return the texts of calibration and evaluation in a sentence."""
+        calibration = without_folders(self.calibration) if self.calibration else {}
+        sources = calibration.get("sources") or ([calibration] if calibration else [])
+        read = [_read_text(part["source"], part.get("tokens")) for part in sources]
+        evaluated = [_read_text(name, tokens) for name, tokens in self.evaluation.items()]
+        return Text(
+            f"Calibrated with {joined(read) or 'no data'} in {self.calibration_seconds:.1f} s, "
+            f"evaluated on {joined(evaluated) or 'no data'}, seed {self.seed}."
+        )
+
+    def document(self) -> tuple[Block, ...]:
+        """Return all of it, with the figure."""
+        layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in self.protected.items()]
+        protected = Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        legend = LEGEND + (FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND) + SOURCES_LEGEND
+        return (
+            Heading(f"{self.model}: comparison", level=1),
+            self.data_line(),
+            *([protected] if layers else []),
+            *_tables(self, self.rows[1:]),
+            *map(Text, sentences(self)),
+            Text(legend),
+            comparison_figure(self),
+            Text(f"Made with {versions}."),
+        )
+
+    def brief(self) -> tuple[Block, ...]:
+        """Return what a terminal shows; random drops share a line."""
+        return *_tables(self, without_seeds(self.rows[1:])), self.data_line(), *map(Text, sentences(self))
+
+
+def sentences(comparison: Comparison) -> list[str]:
+    """Return the best within the limit, rows that could not be, and formats and more that were not tried."""
+    if not comparison.formats:
+        return []
+    untried = ["GPTQ in place of rounding to nearest", *comparison.formats_left_out, "other group sizes"]
+    untried.append("fewer bits for attention")
+    cut = [row for row in comparison.rows if row.name != comparison.base.name]
+    strategies = ", ".join(dict.fromkeys(row.name for row in cut))
+    corrections = ", ".join(dict.fromkeys(row.correction for row in cut if row.correction != "none"))
+    untried += [f"strategies other than {strategies}"] if strategies else []
+    untried += [f"corrections other than {corrections}"] if corrections else []
+    left_out = [f"Left out: {reason}." for reason in comparison.left_out]
+    return [*choice(comparison), *left_out, f"Not tried: {', '.join(untried)}, other shares and splits."]
+
+
+def choice(comparison: Comparison) -> list[str]:
+    """Return sentences on the best row within the limit, and on how sure that is; none without a limit."""
+    if comparison.limit is None:
+        return []
+    limit = human_bytes(comparison.limit)
+    if comparison.cache:
+        limit += f" beside {human_bytes(comparison.cache)} for {comparison.context:,} tokens of context"
+    fitting, name_of = comparison.fitting, comparison.name_of
+    if not fitting:
+        least = min(comparison.rows, key=lambda row: row.bytes)
+        return [f"Nothing fits in {limit}: the smallest is {name_of(least)}, with {human_bytes(least.bytes)}."]
+    best = fitting[0]
+    increase = _with_error(comparison.increase(best), best.loss_error, "+")
+    figures = f"KL {_with_error(best.kl, best.kl_error)}, loss {increase} nats per token"
+    size = f"{human_bytes(best.bytes)}, {best.bits:.3g} bits a weight"
+    first = f"Best of {len(fitting)} that fit in {limit}: {name_of(best)} ({size}; {figures})."
+    sequences = f"On {counted(len(best.kl_by_sequence), 'held-out sequence')}"
+    if comparison.alike:
+        names = joined([f"{name_of(row)} ({human_bytes(row.bytes)})" for row in comparison.alike])
+        return [first, f"{sequences} it cannot be told apart from {names}."]
+    if len(fitting) == 1:
+        return [first]
+    ahead = best.kl_from(fitting[1])
+    gap = f"{_with_error(ahead.gain, ahead.standard_error)} below that of the next, {name_of(fitting[1])}"
+    return [first, f"{sequences} its KL is {gap}."]
+
+
+def _with_error(value: float, error: float | None, sign: str = "") -> str:
+    text = f"{value:{sign}.4f}"
+    return text if error is None else f"{text} ± {error:.4f}"
 
 
 def without_seeds(rows: Iterable[Row]) -> list[Row]:
@@ -195,8 +326,8 @@ def _mean(drops: Sequence[Row]) -> Row:
     first, losses = drops[0], [drop.loss for drop in drops]
     figures: dict[str, Any] = {
         "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
-        "peak_memory": max(drop.peak_memory for drop in drops),
-        "suffering": tuple(set.intersection(*(set(drop.suffering) for drop in drops))),
+        "peak_memory": max(drop.peak_memory or 0 for drop in drops),
+        "degraded": tuple(set.intersection(*(set(drop.degraded) for drop in drops))),
     }
     for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
         figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
@@ -207,95 +338,139 @@ def _mean(drops: Sequence[Row]) -> Row:
     return replace(first, **figures)
 
 
-def write_reports(comparison: ComparisonBasis, folder: Path, overwrite: bool = False) -> list[Path]:
+def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
     document = comparison.document()
     (figure,) = (block for block in document if isinstance(block, Figure))
-    with whole_folder(folder, NAMES, overwrite) as made:
+    with whole_folder(folder, NAMES, overwrite) as work:
         text = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        (made / NAMES[0]).write_text(text + "\n", encoding="utf-8")
-        (made / NAMES[1]).write_text(markdown(document, {figure.name: NAMES[2]}), encoding="utf-8")
-        (made / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
+        (work / NAMES[0]).write_text(text + "\n", encoding="utf-8")
+        (work / NAMES[1]).write_text(markdown(document, {figure.name: NAMES[2]}), encoding="utf-8")
+        (work / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
     return [folder / name for name in NAMES]
 
 
-def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
-    """Return the base, then each expert count's models, the best in bold; of several sources, their figures as well."""
-    shown = [comparison.base, *ranked(rows)]
-    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(shown)) if one.kept != other.kept}
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """Sort rows: many experts first, and the least loss first among equally many."""
+    return sorted(rows, key=lambda row: (-row.kept, sort_key(row.loss)))
+
+
+def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
+    """Return the base, then each size's models, the best in bold; of several sources, their figures as well."""
+    if comparison.formats:  # sorted by bytes
+        shown, ruled = [comparison.base, *rows], set[int]()
+        bold = {number for number, row in enumerate(shown) if row.frontier}
+    else:
+        shown = [comparison.base, *ranked(rows)]
+        ruled = {number for number, (row, following) in enumerate(pairwise(shown)) if row.kept != following.kept}
+        ruled.add(0)
+        bold = {number + 1 for number in ruled}
+    cells = [_cells(comparison, row) for row in shown]
     lines = list[tuple[Words, ...]]()
-    for number, row in enumerate(shown):
-        cells = _cells(comparison, row)
-        is_best = number - 1 in ruled
-        lines.append(tuple(map(Strong, cells.values())) if is_best else tuple(cells.values()))
+    for number, row_cells in enumerate(cells):
+        lines.append(tuple(map(Strong, row_cells.values())) if number in bold else tuple(row_cells.values()))
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
-    tables = [Table(caption, tuple(cells), tuple(lines), frozenset(), OPTIONAL, ruled)]
+    optional = OPTIONAL_OF_FORMATS if comparison.formats else OPTIONAL
+    tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset({"format"}), optional, ruled)]
     if len(comparison.evaluation) > 1:
-        columns = ("model", "experts", *comparison.evaluation)
-        for what, field_name in BY_SOURCE.items():
-            lines = [_by_source(row, getattr(row, field_name), columns[2:]) for row in shown]
-            tables.append(Table(f"{what} by evaluation source", columns, tuple(lines), ruled=ruled))
+        columns = [name for name in ("model", "experts", "format") if name in cells[0]]
+        for title, field_name in BY_SOURCE.items():
+            lines = []
+            for row, row_cells in zip(shown, cells, strict=True):
+                line: list[Words] = [row_cells[name] for name in columns]
+                figures = getattr(row, field_name)
+                for source in comparison.evaluation:
+                    text = f"{figures[source]:.4f}" if source in figures else "-"
+                    line.append(Strong(text) if source in row.degraded else text)
+                lines.append(tuple(line))
+            heads = (*columns, *comparison.evaluation)
+            tables.append(Table(f"{title} by evaluation source", heads, tuple(lines), ruled=ruled))
     return tables
 
 
-def _by_source(row: Row, values: Mapping[str, float], sources: Iterable[str]) -> tuple[Words, ...]:
-    cells: list[Words] = [label(row), str(row.experts)]
-    for name in sources:
-        text = f"{values[name]:.4f}" if name in values else "-"
-        cells.append(Strong(text) if name in row.suffering else text)
-    return tuple(cells)
-
-
 def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
-    return {
-        "model": label(row),
-        "experts": str(row.experts),
-        "parameters": human_count(row.parameters),
-        **({"active": human_count(row.active or 0)} if comparison.with_active else {}),
-        "loss": f"{row.loss:.4f}",
-        "increase": "-" if row is comparison.base else f"{row.loss - comparison.base.loss:+.4f}",
-        "perplexity": f"{row.perplexity:.4g}",
-        "KL": f"{row.kl:.4f}",
-        "flips": f"{row.flips:.4f}",
-        "layer error": "-" if row.error is None else f"{row.error:.4f}",
-        "seconds": f"{row.seconds:.1f}",
-        "peak memory": human_bytes(row.peak_memory),
-    }
+    """Return a row's cells by column."""
+    cells = {"model": label(row), "experts": str(row.experts)}
+    if comparison.formats:
+        cells["experts"] = row.size_label.partition(",")[0].removesuffix(" experts")
+        cells["format"] = format_label(row.scheme)
+        cells["bytes"] = human_bytes(row.bytes)
+        if comparison.cache:
+            cells["with context"] = human_bytes(row.bytes + comparison.cache)
+        cells["bits"] = f"{row.bits:.2f}"
+    cells["parameters"] = human_count(row.parameters)
+    if comparison.with_active:
+        cells["active"] = human_count(row.active or 0)
+    cells["loss"] = f"{row.loss:.4f}"
+    cells["increase"] = _with_error(comparison.increase(row), row.loss_error, "+")
+    cells["perplexity"] = f"{row.perplexity:.4g}"
+    cells["KL"] = _with_error(row.kl, row.kl_error)
+    cells["flips"] = f"{row.flips:.4f}"
+    if comparison.formats:
+        cells["behind"] = "-" if row.frontier else _with_error(row.behind or 0.0, row.behind_error)
+    else:
+        cells["layer error"] = "-" if row.error is None else f"{row.error:.4f}"
+        cells["seconds"] = f"{row.seconds or 0.0:.1f}"
+        cells["peak memory"] = human_bytes(row.peak_memory or 0)
+    if row is comparison.base:
+        cells["increase"] = "-"
+    return cells
+
+
+def _lines(comparison: Comparison) -> dict[str, list[list[Row]]]:
+    """Return the lines of the plot by name: where each begins, then its rows by falling bytes, random drops together.
+
+    Formats of all experts are one line. Each format of a strategy is one, which begins at all experts in that format.
+    """
+    base, lines = comparison.base, dict[str, dict[int, list[Row]]]()
+    uncut = {row.scheme: row for row in comparison.rows if row.strategy == base.strategy}
+    for row in comparison.rows[1:] if comparison.formats else ranked(comparison.rows[1:]):
+        name, start = label(row, "random" if row.is_random else None), uncut.get(row.scheme, base)
+        if row.strategy == base.strategy:
+            name, start = "formats alone", base
+        elif not row.is_stored:
+            name += f", {row.scheme}"
+        lines.setdefault(name, {0: [start]}).setdefault(row.bytes, []).append(row)
+    return {name: list(line.values()) for name, line in lines.items()}
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
-    """Losses upwards over falling counts of experts, a line for each label from the base on; random drops in a band."""
-    rows, base = comparison.rows, comparison.base
-    lines, first = dict[str, dict[float, list[float]]](), dict[str, Row]()  # increases by label and experts kept
-    for row in ranked(rows[1:]):
-        name = label(row, "random") if row.is_random else label(row)
-        lines.setdefault(name, {}).setdefault(row.kept, []).append(row.loss - base.loss)
-        first.setdefault(name, row)
-    strategies = list(dict.fromkeys(row.name for row in rows[1:] if not row.is_random))
+    """Return losses upwards over falling bytes: a line for each way from the base on, random drops in a band.
+
+    Rings mark the frontier, and a dashed line the limit of bytes.
+    """
+    base, lines = comparison.base, _lines(comparison)
+    losses = dict[str, list[list[float]]]()  # above the base's
     labels, alt = dict[str, str](), [f"Loss above the base's {base.loss:.4f} by experts kept."]
-    for name, points in lines.items():
-        drops = max(map(len, points.values()))
-        band = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if first[name].is_random else ""
-        labels[name] = textwrap.fill(readable(name + band), 44)
-        alt.append(f"{name}: {', '.join(f'{kept:g} {fmean(each):+.4f}' for kept, each in points.items())}.")
+    for name, line in lines.items():
+        losses[name] = [list(map(comparison.increase, group)) for group in line]
+        drops = max(map(len, line))
+        band = f"mean and range of {drops}" if drops > 1 else "one drop"
+        labels[name] = textwrap.fill(readable(f"{name} ({band})" if line[-1][0].is_random else name), 44)
+        points = zip(line[1:], losses[name][1:], strict=True)
+        alt.append(f"{name}: {', '.join(f'{rows[0].kept:g} {fmean(values):+.4f}' for rows, values in points)}.")
+    legend, frontier = (
+        list(labels.values()),
+        [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)],
+    )
+    strategies = list(dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random))
 
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.add_subplot()
         handles = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
-        for number, (name, points) in enumerate(lines.items()):
-            row, xs = first[name], [base.kept, *points]
-            shade = ROLES["muted"] if row.is_random else colour(strategies.index(row.name))
+        for number, (name, line) in enumerate(lines.items()):
+            row, sizes = line[-1][0], [group[0].bytes for group in line]
+            shade = ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
             face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
-            mean = [0.0, *(fmean(each) for each in points.values())]
+            mean = list(map(fmean, losses[name]))
             if row.is_random:
-                low = [0.0, *(min(each) for each in points.values())]
-                high = [0.0, *(max(each) for each in points.values())]
-                axes.fill_between(xs, low, high, color=shade, alpha=0.2, linewidth=0)
-            (line,) = axes.plot(
-                xs,
+                low, high = map(min, losses[name]), map(max, losses[name])
+                axes.fill_between(sizes, list(low), list(high), color=shade, alpha=0.2, linewidth=0)
+            (drawn,) = axes.plot(
+                sizes,
                 mean,
                 color=shade,
                 linewidth=1.4,
@@ -305,25 +480,50 @@ def comparison_figure(comparison: Comparison) -> Figure:
                 markerfacecolor=face,
                 markeredgecolor=edge,
                 markeredgewidth=1.0,
-                markevery=slice(1, None),  # all lines start at the base, where a marker says nothing
+                markevery=slice(1, None),  # where a line begins, a marker says nothing
             )
-            handles.append((sort_key(mean[-1]), labels[name], line))
-        _, texts, drawn = zip(*sorted(handles, key=lambda each: -each[0]), strict=True)
-        canvas.legend(drawn, texts, loc="outside right upper", handlelength=3.2)
-        scale = scale_axis(axes, "y", [row.loss - base.loss for row in rows], 4)
-        axes.set_ylabel("\n".join(filter(None, (f"loss above the base's {base.loss:.4f} (nats per token)", scale))))
-        parts = ", parts counted as parts of one" if any(row.split > 1 for row in rows) else ""
-        axes.set_xlabel(f"experts kept in each MoE layer{parts} (the base has {base.experts})")
-        axes.set_xticks(spaced([row.kept for row in rows]))
-        axes.set_xticks(sorted({row.kept for row in rows}), minor=True)
-        axes.invert_xaxis()
-        axes.grid(axis="y")
+            handles.append((sort_key(mean[-1]), labels[name], drawn))
+        handles.sort(key=lambda handle: -handle[0])
+        if frontier:
+            ring: dict[str, Any] = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "none"}
+            sizes, values = [row.bytes for row in frontier], list(map(comparison.increase, frontier))
+            (rings,) = axes.plot(sizes, values, markeredgecolor=ROLES["ink"], **ring)
+            handles.append((0.0, FRONTIER, rings))
+        if comparison.limit is not None:
+            axes.axvline(comparison.limit - comparison.cache, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
+        _, texts, drawings = zip(*handles, strict=True)
+        canvas.legend(drawings, texts, loc="outside right upper", handlelength=3.2)
+        _scale_axes(axes, comparison)
 
-    legend = "\n".join(["base", *labels.values()]).splitlines()
-    size = 7.3 + 0.068 * max(map(len, legend)), max(5.0, 0.6 + 0.185 * len(legend))
-    title = f"{comparison.model}: loss with fewer experts"
+    title = f"{comparison.model}: loss over bytes"
     caption = (
-        "Loss above the base's by the experts kept in each MoE layer; the legend lists lines in the order in which "
-        "they end. Colour is the strategy, line style the correction, and the grey band random drops."
+        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order in which they end. "
+        "Colour is the strategy and its format, line style the correction, and the grey band random drops."
     )
+    if frontier:
+        legend.append(FRONTIER)
+        caption += " Rings mark models that none is smaller and better than, by KL."
+        points_in_words = [f"{row.size_label}, {human_bytes(row.bytes)}" for row in frontier]
+        alt.append(f"The frontier: {'; '.join(points_in_words)}.")
+    entries = "\n".join(["base", *legend]).splitlines()
+    size = 7.3 + 0.068 * max(map(len, entries)), max(5.0, 0.6 + 0.185 * len(entries))
     return Figure("comparison", title, caption, (Drawing(title, " ".join(alt), size, draw),))
+
+
+def _scale_axes(axes: "Axes", comparison: Comparison) -> None:
+    """Scale and label both axes; bytes fall to the right, where the legend is."""
+    scale = scale_axis(axes, "y", [comparison.increase(row) for row in comparison.rows], 4)
+    above = f"loss above the base's {comparison.base.loss:.4f} (nats per token)"
+    axes.set_ylabel(f"{above}\n{scale}" if scale else above)
+    nbytes = [row.bytes for row in comparison.rows]
+    least, most = min(nbytes), max(nbytes)
+    experts = f"size of all tensors (the base has {counted(comparison.base.experts, 'expert')} in each MoE layer)"
+    if most > 10 * least:
+        experts += f", {scale_axis(axes, 'x', nbytes)}"
+        axes.invert_xaxis()
+    else:
+        margin = 0.05 * (most - least or most)
+        axes.set_xlim(most + margin, least - margin)
+    axes.xaxis.set_major_formatter(lambda size, _: human_bytes(size))
+    axes.set_xlabel(experts)
+    axes.grid()

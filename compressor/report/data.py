@@ -1,12 +1,12 @@
-"""What a report or a model card shows: the outcome in a folder, and what was measured of each layer.
+"""The data of reports and model cards: the outcome in a folder, and the measurements of each layer.
 
-What was measured on text comes from `compressor.report.measuring`. E experts, N kept.
+Measurements on text come from `compressor.report.measuring`. E experts, N kept.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -30,7 +30,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Load(NamedTuple):
-    """How evenly routed tokens spread over experts."""
+    """Evenness of the routed tokens over experts."""
 
     maximum_to_mean: float  # 1: all alike; the number of experts: one takes all
     entropy: float  # of the shares, over that of equal shares: 1: all alike; 0: one takes all
@@ -48,7 +48,7 @@ def load_of(shares: Sequence[float] | None) -> Load | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasures:
-    """What was measured of one MoE layer; None where it could not be."""
+    """Measurements of one MoE layer; None where one was not possible."""
 
     module: str
     similarity: Matrix | None = None  # [E, E] of the base's experts, 0 to 1
@@ -66,7 +66,7 @@ class LayerMeasures:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a whole output."""
+    """Measurements of a whole output."""
 
     layers: tuple[LayerMeasures, ...] = ()
     tokens: int = 0  # of the calibration text that ran through both models
@@ -76,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport(LayerMeasures):
-    """One MoE layer: what the plan does to it, and what was measured of it."""
+    """One MoE layer: its plan and its measurements."""
 
     plan: LayerPlan
     name: str = ""  # 'Layer 3', or the module's where two have the same number
@@ -95,7 +95,7 @@ class LayerReport(LayerMeasures):
 
 @dataclass(frozen=True)
 class Report(Outcome):
-    """An outcome, and all that was measured of it."""
+    """An outcome with all its measurements."""
 
     layers: tuple[LayerReport, ...] = ()
     hubs: tuple[Hub, ...] = ()
@@ -245,27 +245,20 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
         }
         if plan.protected:
             cells["protected"] = ranges(plan.protected.get(layer.module, ()))
-        cells["decided by"] = _decided_by(layer)
+        won = layer.figures.get("won")  # where several strategies were tried, or one in the name of `auto`
+        was_tried = isinstance(won, str) and won != layer.decided_by
+        cells["decided by"] = one_line(f"{layer.decided_by}: {won}" if was_tried else layer.decided_by or "-")
         if any(map(correction_of, plan.layers)):
-            cells["held-out error"] = _heldout_error(correction_of(layer))
+            cells["held-out error"] = "-"
+            correction = correction_of(layer)
+            before, after = correction.get("heldout_error_before"), correction.get("heldout_error")
+            if before is not None and after is not None:
+                kept = correction.get("kept")
+                outcome = ", not corrected" if kept == "none" else f" to {after:.4g} ({kept})"
+                cells["held-out error"] = f"{before:.4g}{outcome}"
         rows.append(cells)
     columns = tuple(rows[0])
     return Table(caption, columns, tuple(tuple(cells.values()) for cells in rows), frozenset(columns))
-
-
-def _decided_by(layer: LayerPlan) -> str:
-    won = layer.figures.get("won")  # where several strategies were tried, or one in the name of `auto`
-    was_tried = isinstance(won, str) and won != layer.decided_by
-    return one_line(f"{layer.decided_by}: {won}" if was_tried else layer.decided_by or "-")
-
-
-def _heldout_error(correction: Mapping[str, Any]) -> str:
-    before, after = correction.get("heldout_error_before"), correction.get("heldout_error")
-    if before is None or after is None:
-        return "-"
-    if correction.get("kept") == "none":
-        return f"{before:.4g}, not corrected"
-    return f"{before:.4g} to {after:.4g} ({correction.get('kept')})"
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:

@@ -54,7 +54,7 @@ DASHES = (0, (3, 2))
 
 
 def cells(layer: LayerReport) -> list[tuple[str, str]]:
-    """Colour and mark of a layer's experts [E]: the same of all that are merged into one, no mark of a kept one."""
+    """Return colour and mark of a layer's experts [E]: the same of all merged into one, no mark of a kept one."""
     looks = [(ROLES["paper"], "x")] * layer.plan.experts
     changed = zip(cycle(COLOURS), cycle(MARKS), strict=False)
     for group in layer.plan.groups:
@@ -111,9 +111,11 @@ def experts(data: Report) -> Figure | None:
         axes.set_xlabel("expert of the base", loc="left")
 
     became = all_dispositions([layer.plan for layer in layers])
-    each = span(layer.plan.experts for layer in layers)
+    counts = span(layer.plan.experts for layer in layers)
     size = (max(cell * columns + 0.7, WIDTH), cell * rows + 0.5)
-    alt = f"Grid of {counted(rows, 'MoE layer')} by {each} experts: {became}. The table below says the same in numbers."
+    alt = (
+        f"Grid of {counted(rows, 'MoE layer')} by {counts} experts: {became}. The table below says the same in numbers."
+    )
     margins = (0.5, 0.45, size[0] - 0.5 - cell * columns, 0.05)
     drawing = Drawing("What became of each expert", alt, size, draw, margins=margins)
     caption = f"A row for each MoE layer, a column for each expert of the base; {became}."
@@ -121,7 +123,7 @@ def experts(data: Report) -> Figure | None:
 
 
 def similarity(data: Report) -> Figure | None:
-    """The scale and a matrix for each layer that has one; none if no layer has.
+    """Return the scale and a matrix for each layer that has one; None if no layer has.
 
     As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning in Sparse
     Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are outlined.
@@ -161,14 +163,14 @@ def similarity(data: Report) -> Figure | None:
 
 
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
-    """A scale in tenths that holds all similarities but those of experts with themselves."""
+    """Return a scale in tenths that holds all similarities but those of experts with themselves."""
     values = [value for layer in layers for value in within(layer, range(layer.plan.experts)) if math.isfinite(value)]
     low, high = math.floor(10 * min(values, default=0)) / 10, math.ceil(10 * max(values, default=1)) / 10
     return low, max(high, low + 0.1)
 
 
 def matrix_alt(layer: LayerReport) -> str:
-    """What a matrix shows, in numbers."""
+    """Return a matrix in numbers, as its text alternative."""
     plan, groups = layer.plan, layer.plan.merged
     pairs, inside = within(layer, range(plan.experts)), [each for group in groups for each in within(layer, group)]
     named = ", ".join("+".join(map(str, group)) for group in groups[:MOST_NAMED]) or "none"
@@ -186,7 +188,7 @@ def matrix_alt(layer: LayerReport) -> str:
 
 
 def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any) -> None:
-    """The matrix with its groups outlined, and the experts' numbers at both sides where they fit."""
+    """Draw the matrix with its groups outlined, and the experts' numbers at both sides where they fit."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
@@ -219,7 +221,7 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
 
 
 def visits(data: Report) -> Figure | None:
-    """A legend, and for each layer the share of tokens of every expert and slot; none if nothing was counted.
+    """Return a legend, and for each layer the share of tokens of every expert and slot; None if nothing was counted.
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
     """
@@ -269,7 +271,7 @@ def _tokens(data: Report) -> str:
 
 
 def visit_alt(layer: LayerReport) -> str:
-    """What a layer's bars show, in numbers."""
+    """Return a layer's bars in numbers, as their text alternative."""
     parts = []
     for when, unit, shares in (("Before", "expert", layer.visits_before), ("After", "slot", layer.visits_after)):
         if not shares:
@@ -286,7 +288,7 @@ def visit_alt(layer: LayerReport) -> str:
 
 
 def errors(data: Report) -> Figure | None:
-    """Dots of each layer's errors; none where no error is known."""
+    """Return dots of each layer's errors; None if no error is known."""
     rows: list[tuple[LayerReport, Mapping[str, float]]] = []  # of each layer its errors that can be drawn
     for layer in data.layers:
         errors = {field: getattr(layer, field) for field in ERRORS}
@@ -321,7 +323,7 @@ def errors(data: Report) -> Figure | None:
 
 
 def distillation(data: Report) -> Figure | None:
-    """For each distillation its curve on held-out text, with the state that was taken; None without two evaluations."""
+    """Return each distillation's curve on held-out text and the state it took; None without two evaluations."""
 
     def draw(canvas: "FigureBase", points: Mapping[int, float], best: Any) -> None:
         axes = canvas.add_subplot()
@@ -372,5 +374,5 @@ NAMES = tuple(MADE)  # in the order of the page
 
 
 def figures(data: Report, names: Sequence[str] = NAMES) -> tuple[Figure, ...]:
-    """The figures of these names that the data gives, by default all in the order of the page."""
+    """Return the figures of these names that the data gives, by default all in the order of the page."""
     return tuple(figure for name in names if (figure := MADE[name](data)) is not None)

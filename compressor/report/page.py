@@ -30,9 +30,10 @@ from compressor.document.picture import png
 from compressor.errors import CompressionError
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
+from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
 from compressor.quality_gate.report import gate_blocks
-from compressor.quality_gate.verdict import SIGNS, GateResult
+from compressor.quality_gate.verdict import SIGNS
 from compressor.recipe.document import changed, first_of, step_blocks, step_line
 from compressor.recipe.plan import ExpertPlan, correction_of, describe_split
 from compressor.report.data import (
@@ -126,12 +127,7 @@ def steps(data: Report) -> list[Block]:
 
 def sizes(data: Report) -> tuple[Table]:
     """Return experts, parameters and bytes, exactly."""
-    columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
-    rows = tuple(
-        (row.name, row.shown_before, row.shown_after, row.left, f"{row.before:,}", f"{row.after:,}")
-        for row in data.sizes()
-    )
-    return (Table("Sizes before and after", columns, rows),)
+    return (size_table("Sizes before and after", data.sizes(), exactly=True),)
 
 
 def heldout(data: Report) -> Sequence[Block]:
@@ -260,7 +256,10 @@ def shares(layer: LayerReport) -> Table:
 
 def errors(data: Report) -> Iterator[Block]:
     """Yield each layer's errors as numbers."""
-    fields = [name for name in ERRORS if _is_known(data, name)]
+    fields = list[str]()
+    for name in ERRORS:
+        if any(getattr(layer, name) is not None for layer in data.layers):
+            fields.append(name)
     if "error" not in fields:
         yield from _unmeasured(data, "error", "reconstruction error")
     if fields:
@@ -271,10 +270,6 @@ def errors(data: Report) -> Iterator[Block]:
     if "stream_error" in fields:
         note = "The stream is the decoder layer's output when each model runs on its own, so its error adds up."
         yield Text(note, "note")
-
-
-def _is_known(data: Report, field: str) -> bool:
-    return any(getattr(layer, field) is not None for layer in data.layers)
 
 
 def hubs(data: Report) -> list[Block]:
@@ -343,7 +338,9 @@ def tiles(data: Report) -> Facts:
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
     if data.gate is not None:
-        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict]), _judged(data.gate)
+        counts = ((len(data.gate.tasks), "task"), (len(data.gate.conditions), "condition"))
+        judged = joined([counted(number, what) for number, what in counts if number])
+        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict]), judged
     quality: tuple[Words, str] = "not compared", "with the base"
     if data.heldout is not None:
         loss, rise, kl, flips = overall_words(data.heldout.overall)
@@ -357,11 +354,6 @@ def tiles(data: Report) -> Facts:
         "Accuracy gate": verdict,
     }
     return Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in shown.items()))
-
-
-def _judged(gate: GateResult) -> str:
-    counts = ((len(gate.tasks), "task"), (len(gate.conditions), "condition"))
-    return joined([counted(number, what) for number, what in counts if number])
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
@@ -385,9 +377,9 @@ def write_report(data: Report, page_file: Path, folder: Path | None = None, over
     check_report(page_file, folder, overwrite)  # measuring takes a while
     written = []
     if folder is not None:
-        with whole_folder(folder, FIGURES, overwrite) as made:
+        with whole_folder(folder, FIGURES, overwrite) as work_folder:
             for figure in drawn:
-                (made / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
+                (work_folder / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
                 written.append(folder / f"{figure.name}.png")
     with alone(page_file) as work, replacing(page_file, work / page_file.name) as fresh:
         fresh.write_text(text, "utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""What calibration will read of a source: rows, columns, and the first documents token by token."""
+"""A preview of the text that calibration reads of a source: rows, columns, and the first documents token by token."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ Piece = tuple[str, bool]  # a token or a word, and whether it is a special token
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a source gives; a piece is a token, or a word where no tokenizer is named."""
+    """A preview of one source; a piece is a token, or a word where no tokenizer is named."""
 
     source: str
     rows: int

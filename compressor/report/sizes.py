@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,24 @@ from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
-from compressor.divergence.evaluator import Evaluator, Figures
+from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
-from compressor.formatting import human_bytes, known_names
+from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta
 from compressor.model.loading import map_keys, set_tensor
 from compressor.model.moe_layer import layers_by_unit
 from compressor.model.opened import OpenModel, refuse_shared_experts
-from compressor.model.serving import FORMATS, NAMES, loaders
+from compressor.model.serving import NAMES, loaders
 from compressor.model.substitution import Substitution
 from compressor.pipeline.resolve import HELDOUT, Session, of_stage, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
-from compressor.recipe.recipe import Recipe, make_step
+from compressor.recipe.recipe import Recipe, default_steps, make_step
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.step import FORMAT, StepOptions
-from compressor.report.sizes_report import STORED, Pair, SizeComparison, choice, related
+from compressor.recipe.step import FORMAT, StepOptions, TextOptions
+from compressor.report.comparison import Contender, measured
+from compressor.report.comparison_report import STORED, Comparison, Row, choice, related
+from compressor.report.grid import SCHEMES, TRANSFORMERS, Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
 from compressor.steps.correct.in_order import correct
@@ -47,16 +49,13 @@ from compressor.steps.job import make_job, stored_partial
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, PruneSpec, protected_experts, spec_of
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
-from compressor.steps.quantize.scheme import BITS, ROW, Scheme, scheme_for
+from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
 from compressor.steps.split.opening import partitioned
 from compressor.steps.state import untouched
 
-SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))
-SCHEMES = (STORED, *BITS)
-TRANSFORMERS = "transformers"
-SERVED = (*FORMATS, TRANSFORMERS)  # that formats can be chosen for
 RIDGE = Correct(method="ridge")
+UNCUT = {"name": "base", "strategy": "base", "correction": "none"}
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +66,7 @@ class PlannedShare:
     model: OpenModel  # whose experts the plan numbers: those of the source, or its sub-experts
     plan: ExpertPlan
     files: CutFiles | None = None
+    way: Mapping[str, str] = field(default_factory=lambda: UNCUT)  # how it was made, as rows say it
     schemes: dict[str, Scheme | None] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)  # of all tensors that would be written, by format
     smaller: Any = field(init=False)  # the stock model with as many experts, on meta
@@ -81,6 +81,21 @@ class PlannedShare:
     @property
     def stored(self) -> torch.dtype:
         return stored_partial(self.model).dtype
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Return what a row says of the share in a format, apart from what is measured."""
+        layer, scheme = self.model.architecture.layers[0], self.schemes[name]
+        return {
+            **self.way,
+            "share": float(self.share),
+            "experts": self.plan.experts,
+            "experts_before": layer.experts,
+            "split": layer.parts,
+            "parameters": sum(parameter.numel() for parameter in self.smaller.parameters()),
+            "bytes": self.bytes[name],
+            "scheme": name,
+            "group_size": None if scheme is None else scheme.group_size,
+        }
 
     def cut(self, decoder_layer: str) -> dict[str, Tensor] | None:
         """Return the loaded layer's tensors as planned, in the dtype in which experts are stored."""
@@ -181,10 +196,10 @@ def plan_shares(
     data: Calibration,
     progress: Progress,
     seed: int,
-    shares: Sequence[Fraction],
+    shares: Sequence[float | Fraction],
     folder: Path,
-) -> tuple[list[PlannedShare], list[str], dict[str, Any]]:
-    """Plan all shares as the steps split, prune and correct; returns why some are left out, and the resolved steps.
+) -> tuple[list[PlannedShare], list[str]]:
+    """Plan all shares below 1 as the steps split, prune and correct; returns reasons why some are left out, too.
 
     Refitted layers go into the `folder`. All experts are those of the base, neither split nor refitted.
     """
@@ -200,9 +215,12 @@ def plan_shares(
     correction: Correct | None = resolved.get("correct")
     strategy = load_strategy(prune.strategy, prune.options)
     reads_text = bool(strategy.needs - WEIGHTS)
-    planned, left_out = [PlannedShare(Fraction(1), base, untouched(base))], list[str]()
+    method = "none" if correction is None else correction.method
+    name = " ".join([strategy.name, *(f"({option}={value})" for option, value in prune.options.items())])
+    way = {"name": name, "strategy": strategy.name, "correction": method}
+    planned, left_out = list[PlannedShare](), list[str]()
     specs: dict[int, tuple[Fraction, PruneSpec]] = {}
-    for share in sorted({*shares} - {Fraction(1)}, reverse=True):
+    for share in sorted({Fraction(share) for share in shares} - {Fraction(1)}, reverse=True):
         smaller = prune.model_copy(update={"ratio": 1 - float(share)})
         try:
             count = smaller.count(model.architecture.layers)
@@ -212,7 +230,7 @@ def plan_shares(
         if count < model.architecture.experts and count not in specs:
             specs[count] = share, spec_of(smaller, model)
     if not specs:
-        return planned, left_out, resolved
+        return planned, left_out
     if model.is_split:
         text = data if reads_text or correction else None
         model = partitioned(model, text, progress, seed, changed=correction is not None)
@@ -226,96 +244,87 @@ def plan_shares(
         if correction is not None:
             files = CutFiles(folder / str(plan.experts))
             plan = correct(model, plan, progress, files, data, correction, seed=seed)
-        planned.append(PlannedShare(share, model, plan, files))
-    return planned, left_out, resolved
+        planned.append(PlannedShare(share, model, plan, files, way))
+    return planned, left_out
 
 
-def check_grid(shares: Sequence[Fraction], schemes: Sequence[str], servers: Sequence[str]) -> None:
-    """Refuse what is no share, and formats and servers that are not known."""
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise CompressionError("shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2")
-    for names, known, what in ((schemes, SCHEMES, "format"), (servers, SERVED, "server")):
-        if odd := next((name for name in names if name not in known), None):
-            raise CompressionError(f"there is no {what} {odd!r}; {known_names(odd, known)}")
+def compare_formats(
+    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+) -> Comparison:
+    """Compare each share of the experts in each format, for each strategy, correction and number of sub-experts."""
+    ways = list[list[StepOptions]]()
+    methods = grid.corrections or (None,)
+    for contender, parts, method in product(contenders, grid.splits or ("auto",), methods):
+        options = {"strategy": contender.strategy.name, "options": contender.options, "protect": grid.protect}
+        ways.append(default_steps(split=parts, correct=method, **options))
+    data, sets = grid.read_texts(run, text, seed)
+    return measure_sizes(run, ways, data, sets, seed, grid)
 
 
 def measure_sizes(
     run: Session,
-    steps: Sequence[StepOptions],
+    ways: Sequence[Sequence[StepOptions]],
     data: Calibration,
     sets: Sequence[EvaluationSet],
-    seed: int = 0,
-    shares: Sequence[Fraction] = SHARES,
-    schemes: Sequence[str] = SCHEMES,
-    servers: Sequence[str] = (),
-    limit: int | None = None,
-    bits: float | None = None,
-    context: int = 0,
-) -> SizeComparison:
-    """Each share of the experts in each format, on the evaluation sets; nothing is written but temporary files.
+    seed: int,
+    grid: Grid,
+) -> Comparison:
+    """Compare each share of the experts in each format on the evaluation sets; only temporary files are written.
 
-    `steps` are split, prune and correct of a recipe, without a number of experts. The base is always among the pairs.
-    The limit is one of bytes, or of `bits` for each parameter of the base.
+    `ways` are split, prune and correct of recipes, without a number of experts. The base is always among the rows.
     """
     refuse_several("comparing sizes")
     base, begin = run.model, time.perf_counter()
     refuse_shared_experts(base)
     evaluator, partial_model = Evaluator(base, sets), base.partial
     parameters = sum(value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied)
-    pairs = list[Pair]()
+    rows, left_out = list[Row](), list[str]()
+    planned = [PlannedShare(Fraction(1), base, untouched(base))]
+    sources = [evaluation_set.name for evaluation_set in sets]
     with tempfile.TemporaryDirectory() as folder:
-        planned, left_out, resolved = plan_shares(base, steps, data, run.progress, seed, shares, Path(folder))
+        for number, steps in enumerate(ways):
+            work = Path(folder) / str(number)
+            smaller, reasons = plan_shares(base, steps, data, run.progress, seed, grid.shares, work)
+            planned += smaller
+            left_out += reasons
         seconds = time.perf_counter() - begin
         for share in planned:
             names = [STORED] if share.share == 1 else []  # the base
-            names += schemes if share.share in shares else ()
-            left_out += share.add_schemes(list(dict.fromkeys(names)), servers)
+            names += grid.schemes if share.share in grid.shares else ()
+            left_out += share.add_schemes(list(dict.fromkeys(names)), grid.servers)
         for _, group in groupby(planned, key=lambda share: id(share.model)):  # whole experts, and sub-experts
             of_model = list(group)
-            measured = evaluator.measure(of_model[0].model, substitutions(of_model), progress=run.progress)
+            results = evaluator.measure(of_model[0].model, substitutions(of_model), progress=run.progress)
             named = [(share, name) for share in of_model for name in share.schemes]
-            for (share, name), figures in zip(named, measured, strict=True):
-                pairs.append(_pair(share, name, figures, parameters))
-    return SizeComparison(
+            for (share, name), figures in zip(named, results, strict=True):
+                row = Row(
+                    **share.facts(name),
+                    **measured(figures, sources),
+                    bits=8 * share.bytes[name] / parameters,
+                    loss_by_sequence=tuple(figures.loss.tolist()),
+                    kl_by_sequence=tuple(figures.kl.tolist()),
+                )
+                rows.append(row)
+    return Comparison(
         model=base.source.label,
-        pairs=related(pairs),
-        parameters=parameters,
-        strategy=resolved["prune"].strategy,
-        correction=resolved["correct"].method if "correct" in resolved else STORED,
-        limit=limit if bits is None else int(bits * parameters / 8),
-        context=context,
-        cache=cache_bytes(base.config, context, stored_partial(base).dtype),
-        left_out=tuple(dict.fromkeys(left_out)),
-        schemes_left_out=tuple(name for name in SCHEMES if name not in (STORED, *schemes)),
+        rows=related(rows),
         calibration=data.identity,
-        evaluation={entry.name: entry.tokens for entry in sets},
+        evaluation={evaluation_set.name: evaluation_set.tokens for evaluation_set in sets},
         calibration_seconds=seconds,
         seed=seed,
         versions=versions(),
-    )
-
-
-def _pair(share: PlannedShare, name: str, figures: Figures, parameters: int) -> Pair:
-    layer, scheme, means = share.model.architecture.layers[0], share.schemes[name], figures.means
-    return Pair(
-        share=float(share.share),
-        experts=share.plan.experts,
-        experts_before=layer.experts,
-        split=layer.parts,
-        scheme=name,
-        group_size=None if scheme is None else scheme.group_size,
-        bytes=share.bytes[name],
-        bits=8 * share.bytes[name] / parameters,
-        loss=means["loss"],
-        kl=max(0.0, means["kl"]),
-        flips=means["flips"],
-        kl_by_sequence=tuple(figures.kl.tolist()),
-        loss_by_sequence=tuple(figures.loss.tolist()),
+        formats=tuple(grid.schemes),
+        formats_left_out=tuple(name for name in SCHEMES if name not in (STORED, *grid.schemes)),
+        left_out=tuple(dict.fromkeys(left_out)),
+        parameters=parameters,
+        limit=grid.nbytes if grid.bits is None else int(grid.bits * parameters / 8),
+        context=grid.context,
+        cache=cache_bytes(base.config, grid.context, stored_partial(base).dtype),
     )
 
 
 def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of so many tokens; of latent attention (MLA) those of its latents, as servers keep.
+    """Return bytes of the keys and values of these tokens; of latent attention (MLA), those of its latents.
 
     Layers without attention keep nothing that grows.
     """
@@ -338,13 +347,13 @@ def fitted(
     *,
     device: str = "auto",
     progress: Progress | None = None,
-) -> tuple[Recipe, SizeComparison]:
-    """The recipe with the share of the experts and the format that fit into so many bytes with the least KL.
+) -> tuple[Recipe, Comparison]:
+    """Return the recipe with the share of the experts and the format that fit into the limit with the least KL.
 
-    They are found on what is held out of its calibration text, with corrections in closed form where none is named.
+    The choice is made on held-out calibration text, with corrections in closed form where none is named.
     Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits, or nothing need be done.
     """
-    check_grid(SHARES, SCHEMES, servers)
+    grid = Grid(schemes=SCHEMES, servers=servers, nbytes=limit)
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or any(FORMAT in step.changes for step in recipe.steps):
         raise CompressionError("--bytes chooses experts and their format: it needs the step prune, and no quantize")
@@ -356,7 +365,7 @@ def fitted(
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as run:
         data = read_calibration(run, recipe.calibration, recipe.seed, HELDOUT)
         sets = [EvaluationSet("held-out calibration text", data.heldout_batches)]
-        sizes = measure_sizes(run, recipe.steps, data, sets, recipe.seed, servers=servers, limit=limit)
+        sizes = measure_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
     if not sizes.fitting:
         raise CompressionError(choice(sizes)[0])
     best = sizes.fitting[0]
@@ -367,13 +376,13 @@ def fitted(
     return recipe.model_copy(update={"steps": concrete(recipe.steps, best)}), sizes
 
 
-def concrete(steps: Sequence[StepOptions], pair: Pair) -> tuple[StepOptions, ...]:
-    """The steps that make a pair: split and pruned as it is, and quantised at the end."""
-    idle: tuple[str, ...] = ("split",) if pair.split == 1 else ()
-    if pair.share == 1:
+def concrete(steps: Sequence[StepOptions], row: Row) -> tuple[StepOptions, ...]:
+    """Return the steps that make a row: split and pruned as it is, and quantised at the end."""
+    idle: tuple[str, ...] = ("split",) if row.split == 1 else ()
+    if row.share == 1:
         idle = ("split", "prune", "correct")
-    changes: dict[str, dict[str, Any]] = {"split": {"parts": pair.split}, "prune": {"ratio": 1 - pair.share}}
+    changes: dict[str, dict[str, Any]] = {"split": {"parts": row.split}, "prune": {"ratio": 1 - (row.share or 1.0)}}
     chosen = [step.model_copy(update=changes.get(step.name, {})) for step in steps if step.name not in idle]
-    if not pair.is_stored:
-        chosen.append(make_step("quantize", {"scheme": pair.scheme}))
+    if not row.is_stored:
+        chosen.append(make_step("quantize", {"scheme": row.scheme}))
     return tuple(chosen)

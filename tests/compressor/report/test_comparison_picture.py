@@ -48,17 +48,17 @@ def points(line: Line2D) -> list[tuple[float, float]]:
 
 
 def expected(made: Comparison) -> dict[str, list[tuple[float, float]]]:
-    """The points of each line by label: from the base, by falling count, the mean of equal ones."""
+    """The points of each line by label: from the base, by falling bytes, the mean of equal ones."""
     together: dict[str, dict[int, list[float]]] = {}
     for each in made.rows[1:]:
         name = label(each, "random") if each.is_random else label(each)
-        together.setdefault(name, {}).setdefault(each.experts, []).append(each.loss - made.rows[0].loss)
+        together.setdefault(name, {}).setdefault(each.bytes, []).append(each.loss - made.rows[0].loss)
     return {
         name: [
-            (made.rows[0].experts, 0.0),
-            *((count, sum(by_count[count]) / len(by_count[count])) for count in sorted(by_count, reverse=True)),
+            (made.rows[0].bytes, 0.0),
+            *((size, sum(by_size[size]) / len(by_size[size])) for size in sorted(by_size, reverse=True)),
         ]
-        for name, by_count in together.items()
+        for name, by_size in together.items()
     }
 
 
@@ -82,7 +82,8 @@ def test_lines_start_at_the_base_and_are_listed_as_they_end() -> None:
     lines, axes = labelled(figure), figure.axes[0]
     ends = [points(line)[-1][1] for line in lines.values()]
     assert len(ends) == 17 and ends == sorted(ends, reverse=True)
-    assert axes.get_xlim()[0] > EXPERTS > 8 > axes.get_xlim()[1]  # falls to the right, where the legend is
+    sizes = [row("size", count, 0.0).bytes for count in (EXPERTS, 12, 8)]
+    assert axes.get_xlim()[0] > sizes[0] > sizes[2] > axes.get_xlim()[1]  # falls to the right, where the legend is
     assert picture.comparison_figure(made).title.startswith("org/tiny-moe")
     assert "nats per token" in axes.get_ylabel() and "base's 1.2500" in axes.get_ylabel()
     assert "experts" in axes.get_xlabel() and "base has 16" in axes.get_xlabel()
@@ -93,7 +94,8 @@ def test_lines_start_at_the_base_and_are_listed_as_they_end() -> None:
     assert lines["random (mean and range of 3)"].get_linestyle() == "--"
     (band,) = axes.collections
     corners = {(float(x), round(float(y), 9)) for path in band.get_paths() for x, y in path.vertices}
-    assert corners == {(16, 0), (12, 1.75), (12, 2.25), (8, 3.5), (8, 4.5)}
+    increases = [(0, 0), (1, 1.75), (1, 2.25), (2, 3.5), (2, 4.5)]
+    assert corners == {(sizes[place], increase) for place, increase in increases}
 
 
 @settings(max_examples=20)

@@ -85,7 +85,7 @@ def test_each_of_several_evaluation_sources_has_a_column() -> None:
             8,
             2.0,
             loss_by_source={"wiki": 1.75, "code": 2.25},
-            suffering=("code",),
+            degraded=("code",),
             kl_by_source={"wiki": 0.5, "code": 0.25},
             flips_by_source={"wiki": 0.125, "code": 0.75},
         ),

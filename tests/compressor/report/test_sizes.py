@@ -11,20 +11,21 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, kl_div
 
 import compressor
-from compressor.api import compare_sizes
 from compressor.checkpoint.source import locate
 from compressor.model.opened import load_whole, open_model
 from compressor.progress import Silent
 from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.step import TextOptions
-from compressor.report.sizes import plan_shares
-from compressor.report.sizes_report import Pair, SizeComparison
+from compressor.report.comparison_report import Comparison, Row
+from compressor.report.sizes import PlannedShare, plan_shares
+from compressor.steps.state import untouched
 from tests.support import small, zoo
 from tests.support.quantized import save_fp8
 
 LENGTH = 32
 SIZES: dict[str, Any] = {"samples": 24, "sequence_length": LENGTH}
 OPTIONS: dict[str, Any] = {"strategy": "count-guided", "correct": "ridge"}
+GRID: dict[str, Any] = {"strategies": ["count-guided"], "corrections": ["ridge"]}
 OTHERS = ("qwen3_moe", "deepseek_v3", "fp8")
 SCHEMES = ("none", "fp8", "int4", "int3", "mxfp4", "nvfp4")
 
@@ -48,9 +49,9 @@ def text(home: Path) -> Any:
     return TextOptions(data=(str(home / "fit.jsonl"),), **SIZES)
 
 
-def compared(home: Path, **more: Any) -> SizeComparison:
-    settings = {"shares": (1, Fraction(1, 2)), "schemes": SCHEMES, "dtype": "float32", **OPTIONS, **more}
-    return compare_sizes(home / "model", evaluate=[str(home / "held.jsonl")], calibration=text(home), **settings)
+def compared(home: Path, **more: Any) -> Comparison:
+    settings = {"shares": (1, Fraction(1, 2)), "schemes": SCHEMES, "dtype": "float32", **GRID, **more}
+    return compressor.compare(home / "model", evaluate=[str(home / "held.jsonl")], calibration=text(home), **settings)
 
 
 def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -59,8 +60,8 @@ def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
     return found.double().flatten(0, 1)
 
 
-def pick(made: SizeComparison, share: float, scheme: str) -> Pair:
-    (found,) = [pair for pair in made.pairs if (pair.share, pair.scheme) == (share, scheme)]
+def pick(made: Comparison, share: float, scheme: str) -> Row:
+    (found,) = [pair for pair in made.rows if (pair.share, pair.scheme) == (share, scheme)]
     return found
 
 
@@ -79,7 +80,7 @@ def evaluated(home: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("split", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_pair_is_what_compress_writes(home: Path, tmp_path: Path, split: int) -> None:
-    made, rows = compared(home, split=split), evaluated(home)
+    made, rows = compared(home, splits=[split]), evaluated(home)
     base = logits(load_whole(home / "model", dtype=torch.float32), rows)
     for share, scheme in ((0.5, "none"), (0.5, "int4"), (0.5, "int3"), (0.5, "nvfp4"), (1.0, "mxfp4"), (1.0, "fp8")):
         steps = default_steps(**OPTIONS, split=split, ratio=0.5) if share < 1 else []
@@ -94,7 +95,7 @@ def test_a_pair_is_what_compress_writes(home: Path, tmp_path: Path, split: int) 
             value.nbytes for file in out.glob("*.safetensors") for value in load_file(file).values()
         )
         assert pair.split == (split if share < 1 else 1)
-    assert (made.base.bytes, made.base.kl, made.base.loss_increase) == (stored_bytes(home / "model"), 0, 0)
+    assert (made.base.bytes, made.base.kl, made.increase(made.base)) == (stored_bytes(home / "model"), 0, 0)
     assert made.base.bits == 16
 
 
@@ -105,8 +106,9 @@ def test_bytes_are_those_that_are_written(name: str, tmp_path: Path) -> None:
     save_fp8(source) if name == "fp8" else zoo.build(name).save_pretrained(source)
     steps = default_steps(strategy="aimer", correct="none", split=1)
     shares, model = [Fraction(1), Fraction(1, 2)], open_model(locate(str(source)))
-    planned, left_out, _ = plan_shares(model, steps, None, Silent(), 0, shares, tmp_path)  # type: ignore[arg-type]
+    smaller, left_out = plan_shares(model, steps, None, Silent(), 0, shares, tmp_path)  # type: ignore[arg-type]
     assert left_out == []
+    planned = [PlannedShare(Fraction(1), model, untouched(model)), *smaller]
     for kept in planned:
         kept.add_schemes(["none", "int8", "int3", "fp8"], [])
         for scheme, nbytes in kept.bytes.items():

@@ -1,4 +1,4 @@
-"""What is made of measured pairs: the frontier, the best that fits and how sure that is, files and picture."""
+"""What is made of rows in number formats: the frontier, the best that fits and how sure that is, files and picture."""
 
 import json
 import math
@@ -11,51 +11,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from compressor.document.drawing import ROLES
 from compressor.document.picture import drawing_settings
-from compressor.report.comparison_report import write_reports
-from compressor.report.sizes_report import Pair, SizeComparison, choice, related, sentences, size_figure
+from compressor.report.comparison_report import (
+    Comparison,
+    Row,
+    choice,
+    comparison_figure,
+    related,
+    sentences,
+    write_reports,
+)
 
 BASE = (1.0, 1.2, 0.9, 1.1)  # losses of sequences
 
 
-def pair(nbytes: int, kls: tuple[float, ...], share: float = 0.5, scheme: str = "int4", **others: Any) -> Pair:
+def pair(nbytes: int, kls: tuple[float, ...], share: float = 0.5, scheme: str = "int4", **others: Any) -> Row:
     """A pair whose loss is above the base's by twice its KL."""
     losses = tuple(loss + 2 * kl for loss, kl in zip(BASE, kls, strict=True))
     means = {"loss": sum(losses) / 4, "kl": sum(kls) / 4, "flips": 0.1}
     size = {"bytes": nbytes, "bits": 8 * nbytes / 4000, "kl_by_sequence": kls, "loss_by_sequence": losses}
-    return Pair(share, round(8 * share), 8, 1, scheme, 64, **means, **size, **others)
+    size |= {"experts": round(8 * share), "experts_before": 8, "parameters": 4000, "perplexity": 1.0}
+    way = {"name": "base", "correction": "none"} if share == 1 else {"name": "auto", "correction": "ridge"}
+    return Row(share=share, strategy=way["name"], scheme=scheme, group_size=64, **way, **means, **size, **others)
 
 
-def comparison(pairs: list[Pair], **others: Any) -> SizeComparison:
+def comparison(pairs: list[Row], **others: Any) -> Comparison:
     base = pair(8000, (0.0,) * 4, 1.0, "none")
     fields: dict[str, Any] = {
-        **{"strategy": "auto", "correction": "ridge", "limit": None, "context": 0, "cache": 0, "parameters": 4000},
-        **{"left_out": (), "schemes_left_out": ("int2",), "seed": 0, "versions": {"torch": "2.13.0"}},
+        **{"formats": ("none", "int4"), "limit": None, "context": 0, "cache": 0, "parameters": 4000},
+        **{"left_out": (), "formats_left_out": ("int2",), "seed": 0, "versions": {"torch": "2.13.0"}},
         **{"calibration": {"source": "/home/wiki.txt", "tokens": 64}, "evaluation": {"wiki": 32}},
         "calibration_seconds": 1.0,
         **others,
     }
-    return SizeComparison(model="tiny", pairs=related([base, *pairs]), **fields)
+    return Comparison(model="tiny", rows=related([base, *pairs]), **fields)
 
 
-def label(made: SizeComparison, nbytes: int) -> Pair:
-    return next(each for each in made.pairs if each.bytes == nbytes)
+def label(made: Comparison, nbytes: int) -> Row:
+    return next(each for each in made.rows if each.bytes == nbytes)
 
 
 @given(st.lists(st.tuples(st.integers(1, 7000), st.floats(0.01, 5)), unique_by=(lambda x: x[0], lambda x: x[1])))
 def test_the_frontier_is_what_nothing_dominates(drawn: list[tuple[int, float]]) -> None:
     """Against all pairs of pairs; behind is the distance to the best of those that are no larger."""
     made = comparison([pair(nbytes, (kl,) * 4) for nbytes, kl in drawn])
-    assert [each.bytes for each in made.pairs] == sorted((each.bytes for each in made.pairs), reverse=True)
-    for each in made.pairs:
-        assert each.frontier is not any(one.bytes < each.bytes and one.kl < each.kl for one in made.pairs)
-        best = min(one.kl for one in made.pairs if one.bytes <= each.bytes)
+    assert [each.bytes for each in made.rows] == sorted((each.bytes for each in made.rows), reverse=True)
+    for each in made.rows:
+        assert each.frontier is not any(one.bytes < each.bytes and one.kl < each.kl for one in made.rows)
+        best = min(one.kl for one in made.rows if one.bytes <= each.bytes)
         assert each.behind == pytest.approx(each.kl - best, abs=1e-12)
 
 
 def test_increases_are_paired_with_the_base_by_sequence() -> None:
-    (found,) = [each for each in comparison([pair(1000, (0.1, 0.3, 0.1, 0.3))]).pairs if each.bytes == 1000]
-    assert found.loss_increase == pytest.approx(0.4)
+    made = comparison([pair(1000, (0.1, 0.3, 0.1, 0.3))])
+    (found,) = [each for each in made.rows if each.bytes == 1000]
+    assert made.increase(found) == pytest.approx(0.4)
     assert found.loss_error == pytest.approx(math.sqrt(4 * 0.04 / 3) / 2)  # of 0.2, 0.6, 0.2, 0.6
     assert found.kl_error == pytest.approx(math.sqrt(4 * 0.01 / 3) / 2)
 
@@ -102,16 +113,21 @@ def test_files_hold_all_pairs_and_the_picture_its_marks(tmp_path: Path) -> None:
     made = comparison([pair(3000, (0.2,) * 4), broken, pair(1000, (0.4,) * 4, 0.5, "int2")], limit=2000)
     written = write_reports(made, tmp_path / "out")
     content = json.loads(written[0].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert [each["bytes"] for each in content["pairs"]] == [8000, 3000, 1000, 900]
-    assert content["pairs"][-1]["kl"] is None and content["best"] == "4 of 8 experts, int2"
+    assert [each["bytes"] for each in content["rows"]] == [8000, 3000, 1000, 900]
+    assert content["rows"][-1]["kl"] is None and content["best"] == "4 of 8 experts, int2"
     text = written[1].read_text(encoding="utf-8")
     assert "**4 of 8**" in text and "Calibrated with wiki.txt (64 tokens)" in text and "/home" not in text
-    (drawing,) = size_figure(made).drawings
+    (drawing,) = comparison_figure(made).drawings
     with drawing_settings():
         canvas = Figure(figsize=drawing.size, layout="constrained")
         drawing.draw(canvas)
     (axes,), (legend,) = canvas.axes, canvas.legends
-    marks = [line for line in axes.lines if line.get_zorder() == 3]
-    assert sorted(float(line.get_xdata()[0]) for line in marks) == [1000, 3000, 8000]  # what is no number is not
+    drawn = {(float(x), float(y)) for line in axes.lines for x, y in zip(*line.get_data(), strict=True) if x > 1}
+    shown = {size for size, increase in drawn if math.isfinite(increase) and size != 2000}
+    assert shown == {1000, 3000, 8000}  # what is no number is not
     names = [each.get_text() for each in legend.get_texts()]
-    assert names[:3] == ["8 of 8 experts", "4 of 8 experts", "2 of 8 experts"] and "prune alone" in names
+    assert set(names[:-1]) == {"base", "auto + ridge, int4", "auto + ridge, int2", "auto + ridge, nvfp4"}
+    assert names[-1] == "no model is smaller and better"
+    (rings,) = [line for line in axes.lines if line.get_markersize() == 12]
+    assert [float(size) for size in rings.get_xdata()] == [8000, 3000, 1000]
+    assert [float(line.get_xdata()[0]) for line in axes.lines if line.get_color() == ROLES["bad"]] == [2000]
