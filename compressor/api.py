@@ -22,7 +22,7 @@ from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import alone, check_folder, default_folder
+from compressor.files import check_folder, default_folder, lock_output
 from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.moe_layer import resolve_count
@@ -71,8 +71,8 @@ from compressor.steps.prune.planning import (
     Planner,
     protected_experts,
 )
-from compressor.steps.prune.protecting import given_protected
-from compressor.steps.split.opening import partitioned, seen_as, with_top_k
+from compressor.steps.prune.protection import given_protected
+from compressor.steps.split.view import partitioned, seen_as, with_top_k
 
 logger = logging.getLogger(__name__)
 
@@ -565,7 +565,7 @@ def reference(
     """
     folder = Path(output)
     check_folder(folder, NAMES, overwrite)
-    with alone(folder):
+    with lock_output(folder):
         items = items_of(tasks, calibration, limit, include_path, strict)
         opened = open_model(locate(model, revision, progress), dtype, device)
         reference_set, asked = build_reference(opened, items, embedding, progress or Silent(), strict=strict)

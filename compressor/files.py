@@ -159,7 +159,7 @@ def is_free(out: Path) -> bool:
     """Return True if nothing is at `out`, or an empty folder. What a killed run left half moved is put back first."""
     folder = work_folder(out)
     if (folder / REPLACED).exists() or (folder / ARRIVING).exists():
-        with suppress(CompressionError), alone(out):  # unless another run holds it
+        with suppress(CompressionError), lock_output(out):  # unless another run holds it
             pass
     return not os.path.lexists(out) or _is_empty(out)
 
@@ -209,7 +209,7 @@ def check_parent(out: Path, what: str = "output folder") -> None:
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[Path]:
+def lock_output(out: Path) -> Iterator[Path]:
     """The `work_folder` of `out`, held by this run alone, which may ask for it again while it does.
 
     What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
@@ -317,7 +317,7 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     """
     check()
     target = Path(os.path.abspath(out))
-    with wrap_full_disk(work_folder(out).parent), alone(out) as work:
+    with wrap_full_disk(work_folder(out).parent), lock_output(out) as work:
         fresh, old = work / OUTPUT, work / REPLACED
         try:
             for leftover in (fresh, old):  # of a run that was killed

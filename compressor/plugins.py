@@ -46,7 +46,9 @@ from compressor.recipe.step import (
 from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.steps.job import plain_job, rewritten, rewritten_size
-from compressor.steps.prune.choose import (
+from compressor.steps.prune.partition import group_experts
+from compressor.steps.prune.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
+from compressor.steps.prune.selection import (
     Block,
     MergeOptions,
     blocks_of,
@@ -57,8 +59,6 @@ from compressor.steps.prune.choose import (
     merge_needs,
     merge_option,
 )
-from compressor.steps.prune.partition import group_experts
-from compressor.steps.prune.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
 from compressor.steps.prune.similarity import (
     CLOSENESS,
     closeness,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressor.steps.correct import in_order as sequence
+from compressor.steps.correct import sequential
 from tests.support import small
 from tests.support.command_line import Run, captured, names, run_killed
 from tests.support.small import tree
@@ -33,8 +33,8 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 LAYERS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 MOMENTS = [  # with the layers that are corrected by the run that goes on
-    ("compressor.steps.correct.in_order", "correct_layer", 1, LAYERS),
-    ("compressor.steps.correct.in_order", "correct_layer", 2, LAYERS[1:]),
+    ("compressor.steps.correct.sequential", "correct_layer", 1, LAYERS),
+    ("compressor.steps.correct.sequential", "correct_layer", 2, LAYERS[1:]),
     ("safetensors.torch", "save_file", 2, LAYERS[1:]),
     ("compressor.steps.cutting", "CutFiles.save", 2, LAYERS[1:]),
     ("compressor.steps.workdir", "_write_tensor", 20, []),
@@ -47,7 +47,7 @@ def test_killed_and_run_again_corrects_no_layer_twice(
     module: str, function: str, nth: int, left: list[str], run: Run, command: list[str], whole: dict[str, str],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    out, real, corrected = tmp_path / "out", sequence.correct_layer, list[str]()
+    out, real, corrected = tmp_path / "out", sequential.correct_layer, list[str]()
 
     def counting(model: Any, layer: Any, *args: Any) -> Any:
         corrected.append(layer.name)
@@ -55,7 +55,7 @@ def test_killed_and_run_again_corrects_no_layer_twice(
 
     assert run_killed([*command, "-o", str(out)], module, function, nth) == -signal.SIGKILL
     assert not out.exists()
-    monkeypatch.setattr(sequence, "correct_layer", counting)
+    monkeypatch.setattr(sequential, "correct_layer", counting)
     assert run(*command, "-o", out).status == 0
     assert corrected == left
     assert tree(out) == whole and names(tmp_path) == ["out"]

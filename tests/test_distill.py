@@ -129,10 +129,10 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(
 
 
 MOMENTS = [  # of a run of 8 evaluations
-    ("compressor.steps.distill.engines", "keep_tensors", 9, ("--stream",)),
-    ("compressor.steps.distill.training", "keep_tensors", 4, ()),
-    ("compressor.steps.distill.training", "keep_tensors", 4, ("--stream", "--train", "lora")),
-    ("compressor.steps.distill.training", "keep_tensors", 10, ()),
+    ("compressor.steps.distill.engines", "save_tensors", 9, ("--stream",)),
+    ("compressor.steps.distill.training", "save_tensors", 4, ()),
+    ("compressor.steps.distill.training", "save_tensors", 4, ("--stream", "--train", "lora")),
+    ("compressor.steps.distill.training", "save_tensors", 10, ()),
     ("compressor.steps.workdir", "put_tensors", 2, ("--stream",)),
 ]
 
@@ -165,7 +165,7 @@ def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(
     run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     command = asked(originals, tmp_path / "out")
-    assert run_killed(command, "compressor.steps.distill.training", "keep_tensors", 4) == -signal.SIGKILL
+    assert run_killed(command, "compressor.steps.distill.training", "save_tensors", 4) == -signal.SIGKILL
     work = tmp_path / ".out.moe-compressor"
     states, answers = [*work.rglob("step-*/*.safetensors")], [*work.rglob("base-*/*.safetensors")]
     assert states and answers

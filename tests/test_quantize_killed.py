@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressor.steps.quantize import in_order
+from compressor.steps.quantize import sequential
 from compressor.steps.quantize.matrices import Matrix
 from tests.support import small
 from tests.support.command_line import Run, captured, names, run_killed
@@ -42,23 +42,23 @@ def whole(commands: dict[str, list[str]], tmp_path_factory: pytest.TempPathFacto
 
 WRITING, IN_ORDER, WORKDIR = (
     "compressor.steps.quantize.writing",
-    "compressor.steps.quantize.in_order",
+    "compressor.steps.quantize.sequential",
     "compressor.steps.workdir",
 )
 MOMENTS = [  # with the layers that GPTQ passes in the run that goes on
     ("rtn", WRITING, "round_to_nearest", 40, []),
-    ("rtn", WRITING, "keep_tensors", 2, []),
+    ("rtn", WRITING, "save_tensors", 2, []),
     ("rtn", WORKDIR, "_write_tensor", 60, []),
     ("rtn", WORKDIR, "assemble", 1, []),
     ("rtn", WRITING, "checksum", 120, []),
     ("rtn", "os", "fsync", 4, []),
     ("gptq", IN_ORDER, "gptq", 9, [1, 2]),
-    ("gptq", IN_ORDER, "keep_tensors", 1, [0, 1, 2]),
-    ("gptq", IN_ORDER, "keep_tensors", 2, [1, 2]),
-    ("gptq", IN_ORDER, "keep_tensors", 3, [2]),
+    ("gptq", IN_ORDER, "save_tensors", 1, [0, 1, 2]),
+    ("gptq", IN_ORDER, "save_tensors", 2, [1, 2]),
+    ("gptq", IN_ORDER, "save_tensors", 3, [2]),
     ("gptq", WORKDIR, "_write_tensor", 20, []),
     ("gptq", WORKDIR, "publish", 1, []),
-    ("corrected", IN_ORDER, "keep_tensors", 2, [1, 2]),
+    ("corrected", IN_ORDER, "save_tensors", 2, [1, 2]),
     ("corrected", WORKDIR, "assemble", 1, []),
 ]
 
@@ -68,7 +68,7 @@ def test_killed_and_run_again_leaves_the_same_bytes(
     way: str, module: str, function: str, nth: int, left: list[int], run: Run, commands: dict[str, list[str]],
     whole: dict[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    out, real, rounded = tmp_path / "out", in_order.Quantizing._round, list[int]()
+    out, real, rounded = tmp_path / "out", sequential.Quantizing._round, list[int]()
 
     def counting(self: Any, batch: list[Matrix], *more: Any) -> None:
         rounded.append(int(batch[0].unit.rpartition(".")[2]))
@@ -76,7 +76,7 @@ def test_killed_and_run_again_leaves_the_same_bytes(
 
     assert run_killed([*commands[way], "-o", str(out)], module, function, nth) == -signal.SIGKILL
     assert not out.exists()
-    monkeypatch.setattr(in_order.Quantizing, "_round", counting)
+    monkeypatch.setattr(sequential.Quantizing, "_round", counting)
     assert run(*commands[way], "-o", out).status == 0
     assert sorted({*rounded}) == left
     assert tree(out) == whole[way] and names(tmp_path) == ["out"]

@@ -23,7 +23,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.opening import chosen_parts, order_of_parts, packed, parts_of, unpacked
+from compressor.steps.split.view import chosen_parts, order_of_parts, packed, parts_of, unpacked
 from tests.support import small, zoo
 from tests.support.command_line import Run
 from tests.support.plans import plan_of, recipe_of
@@ -154,7 +154,7 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         split(model, second, 2, progress=Killed(1), **asked)
     assert not second.exists()
-    monkeypatch.setattr("compressor.steps.split.opening.measured", lambda *_: pytest.fail("neurons are measured twice"))
+    monkeypatch.setattr("compressor.steps.split.view.measured", lambda *_: pytest.fail("neurons are measured twice"))
     split(model, second, 2, **asked)
     assert tree(first) == tree(second)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]

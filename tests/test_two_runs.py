@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressor.files import alone, work_folder
+from compressor.files import lock_output, work_folder
 from tests.compressor.test_locking import another_run
 from tests.support import small
 from tests.support.command_line import Run, captured, names, refused
@@ -74,5 +74,5 @@ def test_one_that_comes_when_the_same_command_has_just_ended_finds_its_output(
     again = run(*command)
     assert again.status == 0 and "is in place already" in again.err
     assert names(tmp_path) == ["out"]
-    with alone(out):
+    with lock_output(out):
         pass

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from compressor.data.chats import Conversation, Message, media_beside, note_columns, read_row, untaken
 from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
-from compressor.data.sources import Address, WeightedSource, divide
+from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
-from compressor.model.own_code import load_stock
+from compressor.model.remote_code import load_stock
 from compressor.model.tokenizer import as_part, chat_form, first_part
 from compressor.progress import quiet_transformers
 
@@ -78,7 +78,7 @@ def read_sequences(
     """
     name = source.source
     processor = load_processor(Path(tokenizer.name_or_path))
-    address, left_out = Address.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
+    address, left_out = SourceSpec.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
     folder = Path(address.name)
     if isfile(folder):
         folder = folder.parent

@@ -30,7 +30,7 @@ def has_text_suffix(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class SourceSpec:
     """A source by its parts, as in `ID:config@split#column`; the name is an id, a path of a file or folder, or demo."""
 
     name: str
@@ -39,7 +39,7 @@ class Address:
     column: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Address":
+    def parse(cls, text: str) -> "SourceSpec":
         """The parts of a source; one that names a file or folder as it stands has no others."""
         match = None if exists(text) else ADDRESS.fullmatch(text)
         return cls(text) if match is None else cls(**match.groupdict())
@@ -123,13 +123,13 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    entries, addresses, bare = list[WeightedSource](), list[Address](), list[str]()
+    entries, addresses, bare = list[WeightedSource](), list[SourceSpec](), list[str]()
     for argument in arguments:
         source, weight = _split_weight(str(argument))
         if weight is None:
             weight = 1.0
             bare.append(source)
-        address = Address.parse(source)
+        address = SourceSpec.parse(source)
         if exists(address.name):
             address = replace(address, name=str(Path(address.name).resolve()))
         if address in addresses:
@@ -196,7 +196,7 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def local_name(source: str) -> str:
     """The source without the folders of its file or local data set; the id of a data set has none."""
-    address = Address.parse(source)
+    address = SourceSpec.parse(source)
     is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
     if is_id and not exists(address.name):
         return str(address)
@@ -207,7 +207,7 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
     names = list[str]()
     for source in sources:
-        name = Address.parse(source).name
+        name = SourceSpec.parse(source).name
         names.append(Path(name).stem if isfile(name) else local_name(source))
     return tuple(distinct(names))
 
@@ -223,7 +223,7 @@ def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_folder(source: str) -> str:
-    address = Address.parse(source)
+    address = SourceSpec.parse(source)
     return str(replace(address, name=abspath(address.name)) if exists(address.name) else address)
 
 

@@ -19,10 +19,10 @@ from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
 from compressor.divergence.evaluator import Evaluator, require_head, rows_at_once
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
 from compressor.progress import Progress
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 KEPT = 64  # log probabilities of each position
 LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concerned
@@ -91,7 +91,7 @@ def read_base(
             path = folder / f"held-out-{number:07d}.safetensors"
             inputs[number] = _Answer(evaluator.base, path, evaluator.batches[number], True)
             if inputs[number].is_kept:
-                evaluator.inputs[number] = kept_tensors(path)["input"]
+                evaluator.inputs[number] = load_tensors(path)["input"]
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
         passing = [answer.batch for answer in wanted]
@@ -122,13 +122,13 @@ class _Answer:
     @property
     def is_kept(self) -> bool:
         """False if the file is missing, cut short or of another question."""
-        return bool(facts_of(self.path) == self.facts)
+        return bool(read_metadata(self.path) == self.facts)
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        keep_tensors(self.path, tensors, self.facts)
+        save_tensors(self.path, tensors, self.facts)
 
     def read(self) -> Distributions:
-        return Distributions(**kept_tensors(self.path))
+        return Distributions(**load_tensors(self.path))
 
 
 class _Asking(LayerVisitor):

@@ -350,7 +350,7 @@ class _Rows(nn.Module):
 
 
 @dataclass(slots=True)
-class Leg(LayerVisitor):
+class MtpStage(LayerVisitor):
     """A model or one of its heads that text runs through; each head gets the last hidden states of the leg before it.
 
     The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is what they stand for.
@@ -363,7 +363,7 @@ class Leg(LayerVisitor):
     head: Head | None = None
     tokens: tuple[Tensor, ...] = ()  # [B, L] that a head's hidden states are paired with
     table: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    following: "Leg | None" = None
+    following: "MtpStage | None" = None
     choices: dict[int, Tensor] = field(default_factory=dict)  # [B, L] by batch
 
     @contextmanager
@@ -402,9 +402,9 @@ class Leg(LayerVisitor):
 
 def legs_of(
     model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], evaluated: frozenset[int] = frozenset()
-) -> list[Leg]:
+) -> list[MtpStage]:
     """A model and its heads, to be run in this order on token ids [B, L], each leg within its `hooked`."""
-    legs = [Leg(model, tuple(batches), evaluated)]
+    legs = [MtpStage(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)
         shortest = min(batch.shape[1] for batch in tokens) + 1
@@ -419,7 +419,7 @@ def legs_of(
         width = int(partial.model.get_input_embeddings().weight.shape[1])
         table = allocate((sum(sizes), width), partial.dtype, partial.device)
         rows = tuple(row_numbers.view(batch.shape) for row_numbers, batch in numbers)
-        legs.append(Leg(head.model, rows, evaluated, head, tokens, table))
+        legs.append(MtpStage(head.model, rows, evaluated, head, tokens, table))
         legs[-2].following = legs[-1]
     return legs
 
@@ -449,7 +449,7 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     return project
 
 
-def agreement(trunk: Leg, head: Leg) -> Tensor:
+def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
     """[agreed, positions]: at how many of so many positions a head's argmax token is the trunk's; both have run."""
     agreed = positions = 0
     for batch, chosen in head.choices.items():

@@ -62,7 +62,7 @@ class OpenModel:
     layout: Layout
     whole: "OpenModel | None" = None  # the stored model, where this is a view of it: experts split, or another top-k
     split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
-    stored_parts: Any = None  # how parts are cut from quantised tensors (compressor.steps.split.stored), where they are
+    stored_parts: Any = None  # how parts are cut from quantised tensors (`steps.split.quantized`), if any are
     top_k: int | None = None  # what smaller models write, where that is not the view's own
     formats: tuple[str, ...] = ()  # that are wanted of the output
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again

@@ -59,7 +59,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, b
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
 
 
-class Spill:
+class ActivationOffload:
     """Moves hidden states that wait between layers into unlinked mapped files once they pass a budget of bytes."""
 
     def __init__(self, budget: int) -> None:
@@ -268,7 +268,7 @@ class _Lockstep:
         self.batches = [*run.batches, *run.evaluation]
         everything = self.units if run.finishing else self.place.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
-        self.spill = Spill(run.activation_budget)
+        self.spill = ActivationOffload(run.activation_budget)
         self.own = ranks().share(run.batches, run.evaluation) if run.shared else run.own
         modules = {unit: self.model.get_submodule(unit) for unit in self.units}
         self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
@@ -533,7 +533,7 @@ class _Calls(LayerVisitor):
 
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
-        self.partial, self.loss, self.spill = run.model.partial, loss, Spill(run.activation_budget)
+        self.partial, self.loss, self.spill = run.model.partial, loss, ActivationOffload(run.activation_budget)
         self.held: dict[tuple[str, int], Arguments] = {}
         self.left: list[list[Tensor]] = [[] for _ in range(count)]  # what layers put into containers, by batch
         self.outputs: list[list[Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch

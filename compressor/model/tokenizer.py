@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
-from compressor.model.own_code import load_stock
+from compressor.model.remote_code import load_stock
 
 THINKING_END = "</think>"
 THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates

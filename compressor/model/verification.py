@@ -14,7 +14,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import build_meta, expert_counts, load_config
 from compressor.model.loading import load_converted
 from compressor.model.opened import OpenModel
-from compressor.model.own_code import load_stock, naming_code
+from compressor.model.remote_code import load_stock, naming_code
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import quiet_transformers
 from compressor.records import read_object

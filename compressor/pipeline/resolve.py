@@ -25,7 +25,7 @@ from compressor.data.batches import (
     repeat_text,
 )
 from compressor.data.emphasis import PLAIN, Emphasis, Marked
-from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
+from compressor.data.sources import DEFAULT_SOURCE, SourceSpec, WeightedSource, local_name, parse_sources
 from compressor.distributed import launched, ranks
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError
@@ -188,7 +188,7 @@ def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
 
 def content_of(source: str) -> list[str]:
     """A source with the SHA-256 of its file, or of each file of its folder; what names neither stands for itself."""
-    name = Address.parse(source).name
+    name = SourceSpec.parse(source).name
     files = sorted(Path(name).rglob("*")) if os.path.isdir(name) else [Path(name)]
     return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
 

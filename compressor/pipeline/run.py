@@ -20,7 +20,7 @@ from compressor.data.sources import with_folders
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, without_tokens
-from compressor.files import alone, clear, work_folder
+from compressor.files import clear, lock_output, work_folder
 from compressor.formatting import joined
 from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
@@ -193,7 +193,7 @@ def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: Pe
         same = answers(delivery.out, place)
         with suppress(CompressionError):
             if same and work_folder(delivery.out).exists():  # of a run that was killed after the last rename
-                with alone(delivery.out) as folder:
+                with lock_output(delivery.out) as folder:
                     clear(folder)
         return same
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from compressor.data.sources import GIVEN, Address, has_text_suffix, local_name, without_folders
+from compressor.data.sources import GIVEN, SourceSpec, has_text_suffix, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, TASKS
@@ -378,7 +378,7 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         return content
     known = (record.calibration or {}).get("sources")
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
-    places = {local_name(text): text for text in texts if os.path.exists(Address.parse(text).name)}
+    places = {local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)}
 
     def in_place(source: str) -> str:
         name, sign, weight = source.rpartition("=")
@@ -403,7 +403,7 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
             remedy = f"add --set {what}=FOLDER"
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
     for source in map(str, recipe.calibration.data or ()):
-        names = [Address.parse(text).name for text in (source, source.rpartition("=")[0])]
+        names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
         texts = [name for name in names if has_text_suffix(name)]
         if texts and not any(map(os.path.exists, names)):
             raise CompressionError(f"{path} names the text {texts[0]}, which is not here; name it with --calibration")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.files import alone, json_object, replacing
+from compressor.files import json_object, lock_output, replacing
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, LayerPlan, Source, check_split
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
@@ -318,5 +318,5 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan to a file, whole or not at all."""
-    with alone(path) as work, replacing(path, work / path.name) as fresh:
+    with lock_output(path) as work, replacing(path, work / path.name) as fresh:
         fresh.write_text(plan.to_json(), encoding="utf-8")

@@ -30,7 +30,7 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison_report import Comparison, Row
 from compressor.run_record import versions
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.constants.mone import (
+from compressor.steps.constants.search import (
     EVEN,
     UNEVEN,
     ConstantsByLayer,
@@ -39,12 +39,12 @@ from compressor.steps.constants.mone import (
     refit,
     substitutes_of,
 )
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.job import idle_parameters, output_size
-from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planned, Planner, PruneSpec
-from compressor.steps.prune.protecting import Protected, listed
+from compressor.steps.prune.protection import Protected, listed
+from compressor.steps.prune.selection import keep_best
 
 RANDOM, CONSTANTS = "random", "constants"
 
@@ -176,7 +176,7 @@ class _Table:
             held = data.heldout_batches
             data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
-            layers = compress_in_order(self.model, work, data, self.progress, probe=probe, phase=phase)
+            layers = compress_sequentially(self.model, work, data, self.progress, probe=probe, phase=phase)
         row = self.row(
             probe.figures[0],
             plan.experts,

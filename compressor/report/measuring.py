@@ -45,7 +45,7 @@ from compressor.run_record import RunRecord, cache_folder, digest_of, read_cache
 from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
-from compressor.steps.split.opening import as_decided
+from compressor.steps.split.view import as_decided
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from compressor.recipe.step import FORMAT, StepOptions
 from compressor.report.sizes_report import STORED, Pair, SizeComparison, choice, related
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
-from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job, stored_partial
 from compressor.steps.prune.options import Prune
@@ -49,7 +49,7 @@ from compressor.steps.prune.planning import Planner, PruneSpec, protected_expert
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
 from compressor.steps.quantize.scheme import BITS, ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
-from compressor.steps.split.opening import partitioned
+from compressor.steps.split.view import partitioned
 from compressor.steps.state import untouched
 
 SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))

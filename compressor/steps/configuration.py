@@ -14,7 +14,7 @@ from compressor.checkpoint.reader import MODELOPT, WEIGHTS
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
-from compressor.model.own_code import without_code
+from compressor.model.remote_code import without_code
 from compressor.recipe.plan import ExpertPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")

@@ -20,7 +20,6 @@ from torch import Tensor
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.architecture import Architecture
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.model.layout import Layout
@@ -40,6 +39,7 @@ from compressor.steps.tensors import (
     told_apart,
     weighted_members,
 )
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 Tensors = Mapping[str, Tensor]  # by state-dict key
 LayerChange = Callable[[str, Tensors], Tensors]  # of a layer's tensors, by key
@@ -182,16 +182,16 @@ class CutFiles:
 
     def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Tensors) -> None:
         """Write a layer's tensors with its plan; a file is there whole or not at all."""
-        keep_tensors(self._path(layer), tensors, layer_to_dict(plan))
+        save_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """The plan of a finished layer; None if it is not there."""
-        facts = facts_of(self._path(layer))
+        facts = read_metadata(self._path(layer))
         return None if facts is None else layer_from_dict(facts)
 
     def tensors(self, layer: MoeLayer) -> Parameters:
         """The tensors of a finished layer; none if it is not there."""
-        return {} if self.plan(layer) is None else kept_tensors(self._path(layer))
+        return {} if self.plan(layer) is None else load_tensors(self._path(layer))
 
 
 def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:

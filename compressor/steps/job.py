@@ -24,7 +24,7 @@ from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
 from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
-from compressor.model.own_code import json_bytes, naming_code, without_code
+from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
 from compressor.recipe.step import OutputSize

@@ -30,7 +30,7 @@ from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import unit_of
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.own_code import without_code
+from compressor.model.remote_code import without_code
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as

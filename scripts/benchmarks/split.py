@@ -26,8 +26,8 @@ from compressor.pipeline.resolve import HELDOUT
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import TextOptions
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.prune.planning import Planner, PruneSpec
 from exporters.onnx import ExportOptions, export
 from scripts.benchmarks import onnx
@@ -63,7 +63,7 @@ def loss_rows(parts: int, base: Tensor | None, args: argparse.Namespace) -> Tens
             correction = Correct(method)
             work = LayerWork(planned.plan.experts, lambda at, own=layers: own[at.layer.name], correction=correction)
             with evaluator.measuring(model.partial.model) as probe:
-                compress_in_order(model, work, data if method != "none" else None, Silent(), probe=probe)
+                compress_sequentially(model, work, data if method != "none" else None, Silent(), probe=probe)
             share = args.shares[number // len(args.strategies)]
             row(share, planned.plan.strategy, method, parts, with_error(probe.figures[0].loss - base))
     return base

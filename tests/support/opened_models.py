@@ -18,7 +18,7 @@ from compressor.data.batches import Calibration
 from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import LayerVisitor, Pass, Spill
+from compressor.model.streaming import ActivationOffload, LayerVisitor, Pass
 from compressor.progress import Silent
 from compressor.statistics.statistics import LayerStatistics, collect
 from tests.support import zoo
@@ -76,13 +76,13 @@ def statistics(
 def note_spills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows with the number of elements of every tensor that goes to disk from now on."""
     spilled: list[int] = []
-    original = Spill._to_file
+    original = ActivationOffload._to_file
 
     def to_file(value: Tensor) -> None:
         spilled.append(value.numel())
         original(value)
 
-    monkeypatch.setattr(Spill, "_to_file", staticmethod(to_file))
+    monkeypatch.setattr(ActivationOffload, "_to_file", staticmethod(to_file))
     return spilled
 
 

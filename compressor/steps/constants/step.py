@@ -29,7 +29,8 @@ from compressor.model.verification import check_carried
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
 from compressor.steps.configuration import config_with
-from compressor.steps.constants.mone import (
+from compressor.steps.constants.options import Constants
+from compressor.steps.constants.search import (
     EVEN,
     UNEVEN,
     ConstantsByLayer,
@@ -40,13 +41,12 @@ from compressor.steps.constants.mone import (
     refit,
     substitutes_of,
 )
-from compressor.steps.constants.options import Constants
-from compressor.steps.correct.in_order import constants_key, refitted_substitution
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import constants_key, refitted_substitution
 from compressor.steps.cutting import Conversion, CutFiles
 from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
-from compressor.steps.prune.protecting import given_protected, listed, with_list
+from compressor.steps.prune.protection import given_protected, listed, with_list
 from compressor.steps.state import State
 from compressor.steps.tensors import (
     Named,

@@ -9,8 +9,8 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, refuse_shared_experts, shared_experts
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.step import CONSTANTS, Requirements, Step, StepOptions
-from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.options import NONE, Correct
+from compressor.steps.correct.sequential import correct
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerVisitor, Replay, Spill, hidden_of
+from compressor.model.streaming import ActivationOffload, Forward, LayerVisitor, Replay, hidden_of
 
 TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
@@ -31,7 +31,7 @@ class BaseStream(LayerVisitor):
 
     model: OpenModel
     count: int
-    spill: Spill
+    spill: ActivationOffload
     toward: float | None  # share of the way to them that is asked for; None: the default where it can be told
     outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
     passing: bool = False

@@ -26,7 +26,6 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
-from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
@@ -36,6 +35,7 @@ from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.options import Distill
 from compressor.steps.tensors import refuse_overflow
+from compressor.tensor_cache import load_tensors, save_tensors
 
 MOST_NORM = 1.0  # of a decoder layer's gradients
 MOMENTS = "of "  # begins the name of a tensor of the optimiser's state in a file
@@ -255,13 +255,13 @@ def keep_state(folder: Path, unit: str, state: LayerState) -> None:
     tensors = dict(state.masters)
     for name, moments in state.moments.items():
         tensors |= {f"{MOMENTS}{name} {kind}": value for kind, value in moments.items()}
-    keep_tensors(file_of(folder, unit), tensors, {"unit": unit})
+    save_tensors(file_of(folder, unit), tensors, {"unit": unit})
 
 
 def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = True) -> LayerState:
     """A layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
     state = LayerState({})
-    for name, value in kept_tensors(file_of(folder, unit)).items():
+    for name, value in load_tensors(file_of(folder, unit)).items():
         if not name.startswith(MOMENTS):
             state.masters[name] = value.to(device, copy=True)
         elif moments:

@@ -15,7 +15,6 @@ from typing import Any
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.progress import Progress
 from compressor.recipe.step import Result
 from compressor.records import finite, read_as
@@ -31,6 +30,7 @@ from compressor.steps.distill.engines import (
 from compressor.steps.distill.objective import NotFiniteError, Objective, Text, training_text
 from compressor.steps.distill.options import Distill
 from compressor.steps.state import State as Run
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 FIGURES = "figures.safetensors"  # there once all new stored tensors are
 STATE = "state.safetensors"
@@ -115,7 +115,7 @@ class Training:
         while state.ended is None:
             state = self._next(state)
             if ranks().is_first:  # write how far it has come, then remove the states that are of no more use
-                keep_tensors(self.place / STATE, {}, asdict(state))
+                save_tensors(self.place / STATE, {}, asdict(state))
                 needed = (self.folder(state.best), self.folder(state.step))
                 for folder in self.place.glob("step-*"):
                     if folder not in needed:
@@ -127,13 +127,13 @@ class Training:
 
     def _kept(self) -> State | None:
         """Return the state of an earlier run that was killed, if there is one."""
-        figures = facts_of(self.place / STATE)
+        figures = read_metadata(self.place / STATE)
         if figures is None:
             return None
         state = read_as(State, figures)
         for step in {state.step, state.best} - {0}:
             for unit in self.engine.layers:
-                if facts_of(file_of(self.folder(step), unit)) is None:  # cut short by a loss of power
+                if read_metadata(file_of(self.folder(step), unit)) is None:  # cut short by a loss of power
                     return None
         return state
 
@@ -187,13 +187,13 @@ def distill(options: Distill, run: Run) -> Result:
     place = run.kept("distill")
     assert place is not None
     trained = place / "made"
-    figures = facts_of(trained / FIGURES)
+    figures = read_metadata(trained / FIGURES)
     if figures is None:  # else of an earlier run
         if options.stream and not ranks().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
         stored_dtypes(run.model, trained_layers(run.model, options))
         figures = _train(options, run, place, trained)
-    return Result(figures, map(kept_tensors, sorted(trained.glob("layer-*.safetensors"))))
+    return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))
 
 
 def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, Any]:
@@ -218,10 +218,10 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
         for number, unit in enumerate(engine.layers if figures["changed"] else ()):
             values = engine.values(training.folder(state.best), unit)
             tensors = stored_tensors(run.model, values, engine.stored)
-            keep_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
+            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
     finally:
         run.model.partial.release("")
-    keep_tensors(trained / FIGURES, {}, figures)
+    save_tensors(trained / FIGURES, {}, figures)
     for folder in (now, steps):
         shutil.rmtree(folder, ignore_errors=True)
     return figures

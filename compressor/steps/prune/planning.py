@@ -22,11 +22,11 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
-from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import COMPRESSED, UNCORRECTED, LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.options import Prune, protector_of
-from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
+from compressor.steps.prune.protection import Protected, given_protected, listed, strongest_that_fit
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Planner:
             planned.append(Planned(self._plan(spec, layers, protected), seconds[number]))
         return planned
 
-    def plan_in_order(
+    def plan_sequentially(
         self,
         spec: PruneSpec,
         correction: Correct | None = None,
@@ -146,7 +146,7 @@ class Planner:
 
         needs = spec.strategy.needs | self._modalities
         work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
-        layers = compress_in_order(
+        layers = compress_sequentially(
             self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=spec.heads
         )
         return self._plan(spec, layers, protected)

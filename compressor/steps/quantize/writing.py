@@ -21,7 +21,6 @@ from compressor.checkpoint.reader import DTYPE_NAMES, Size, refuse_nan, tensor_b
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
@@ -31,6 +30,7 @@ from compressor.steps.job import files_with, make_job, output_size, stored_parti
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 AT_ONCE = 2**19  # weights that are rounded at once: few enough to stay in the cache
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
@@ -146,7 +146,7 @@ class Writer:
 
     def _produce(self, inner: OutputJob, unit: str) -> Named:
         file = self.kept_file(unit)
-        tensors = {} if facts_of(file) is None else kept_tensors(file)
+        tensors = {} if read_metadata(file) is None else load_tensors(file)
         for name, value in tensors.items():
             yield name, iter([tensor_bytes_view(value)])
         if not tensors and self.matrices.of(unit):
@@ -155,7 +155,7 @@ class Writer:
                 sums[matrix.module] = total
                 for name, value in stored.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
-            keep_tensors(file, {}, sums)
+            save_tensors(file, {}, sums)
         for name, pieces in inner.produce(unit):
             if name not in self.matrices.replaced:
                 yield name, pieces
@@ -195,7 +195,7 @@ class Writer:
         live = written.partial.model
         for unit in self.model.architecture.units:
             matrices = self.matrices.of(unit)
-            sums = facts_of(self.kept_file(unit))
+            sums = read_metadata(self.kept_file(unit))
             if sums is None:  # lost with power, before it was on disk like the layer
                 sums = {matrix.module: total for matrix, _, total in self._rounded(unit)}
             written.partial.load({matrix.key for matrix in matrices})

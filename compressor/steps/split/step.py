@@ -8,8 +8,8 @@ from compressor.document.blocks import Block, Text
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import describe_split
 from compressor.recipe.step import WEIGHTS, Requirements, Step, StepOptions
-from compressor.steps.split.opening import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.split.options import Split
+from compressor.steps.split.view import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.state import State
 
 

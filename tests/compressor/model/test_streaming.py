@@ -13,7 +13,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spill
+from compressor.model.streaming import ActivationOffload, Forward, LayerVisitor, Pass, Replay
 from tests.support import zoo
 from tests.support.opened_models import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
 
@@ -124,7 +124,7 @@ def test_hidden_states_that_wait_in_files_are_the_same(
 
 def test_only_what_passes_the_budget_goes_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled: list[int] = []
-    monkeypatch.setattr(Spill, "_to_file", staticmethod(lambda value: spilled.append(value.numel())))
+    monkeypatch.setattr(ActivationOffload, "_to_file", staticmethod(lambda value: spilled.append(value.numel())))
     stock, model = opened("mixtral", tmp_path)
     parts = batches(stock, (1, 1, 1))
     one = parts[0].numel() * stock.config.hidden_size * 4

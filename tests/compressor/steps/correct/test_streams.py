@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
-from compressor.steps.correct import in_order
+from compressor.steps.correct import sequential
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.options import Correct
 from tests.support import zoo
@@ -32,7 +32,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recording]:
         found[layer.name] = recording
         return {}
 
-    monkeypatch.setattr(in_order, "correct_layer", note)
+    monkeypatch.setattr(sequential, "correct_layer", note)
     return found
 
 

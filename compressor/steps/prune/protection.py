@@ -10,8 +10,8 @@ from compressor.errors import CompressionError
 from compressor.formatting import ranges
 from compressor.model.moe_layer import MoeLayer
 from compressor.records import read_as, read_json
-from compressor.steps.prune.choose import blocks_of, competing
 from compressor.steps.prune.options import protector_of
+from compressor.steps.prune.selection import blocks_of, competing
 
 logger = logging.getLogger(__name__)
 

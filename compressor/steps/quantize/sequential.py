@@ -17,7 +17,6 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import Parameters, Watch, expert_parameters, intermediate
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
@@ -27,6 +26,7 @@ from compressor.steps.correct.cut_layer import Rows
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrix
 from compressor.steps.quantize.writing import Writer, checksum, largest_weights
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
 CHUNK = 4096  # tokens whose outer products are added up at once
@@ -81,10 +81,10 @@ class Quantizing(LayerVisitor):
         for key in dict.fromkeys(matrix.key for matrix in matrices):  # loaded tensors may be the files' own
             set_tensor(live, key, live.get_parameter(key).detach().clone())
         file = self.writer.kept_file(unit)
-        if facts_of(file) is None:
+        if read_metadata(file) is None:
             self._quantize(unit, matrices, lambda: replay(range(len(self.calibration.batches))))
             return
-        tensors = kept_tensors(file)
+        tensors = load_tensors(file)
         for matrix in matrices:
             names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
             stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
@@ -112,7 +112,7 @@ class Quantizing(LayerVisitor):
             own = [matrix for matrix in matrices if matrix.owner == layer.name]
             self._quantize_experts(layer, routed[layer.name], own)
         if ranks().is_first:
-            keep_tensors(self.writer.kept_file(unit), self.tensors, self.sums)
+            save_tensors(self.writer.kept_file(unit), self.tensors, self.sums)
         ranks().barrier()
         self.tensors.clear()
 
@@ -178,7 +178,7 @@ def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:
     return intermediate(experts, parameters, inputs.to(experts.down_proj.dtype))
 
 
-def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
+def quantize_sequentially(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
     """Quantise all layers by GPTQ in one pass over calibration text.
 
     Those that are kept already are not made again.

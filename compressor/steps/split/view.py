@@ -35,8 +35,8 @@ from compressor.recipe.step import StepOptions
 from compressor.steps.configuration import fields_set
 from compressor.steps.cutting import Tensors
 from compressor.steps.prune.options import Prune
+from compressor.steps.split.quantized import stored_parts
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
-from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
 
 PARTS = (2, 3, 4)  # that are tried in this order where the number is left open

@@ -24,7 +24,6 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.divergence.evaluator import Evaluator, Figures, HeldoutProbe, accepts, require_enough
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.constant_experts import Substitutes
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -32,10 +31,11 @@ from compressor.model.substitution import Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, collect
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
-from compressor.steps.prune.protecting import Protected
+from compressor.steps.prune.protection import Protected
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
@@ -90,14 +90,14 @@ def measure(
     """
     layers = model.architecture.layers
     paths = {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
-    if paths and all(facts_of(path) is not None for path in paths.values()):
-        return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
+    if paths and all(read_metadata(path) is not None for path in paths.values()):
+        return {name: LayerConstants(**load_tensors(path)) for name, path in paths.items()}
     constants = dict[str, LayerConstants]()
     for stats in collect(model, NEEDS, calibration, progress, seed):
         name, measured = stats.layer.name, LayerConstants.of(stats)
         constants[name] = measured
         if name in paths:
-            keep_tensors(paths[name], {"values": measured.values, "missed": measured.missed}, name)
+            save_tensors(paths[name], {"values": measured.values, "missed": measured.missed}, name)
     return constants
 
 
@@ -347,5 +347,5 @@ def refit(
         seed=seed,
         constants=planned,
     )
-    plans = compress_in_order(model, work, calibration, progress, files, probe)
+    plans = compress_sequentially(model, work, calibration, progress, files, probe)
     return {plan.module: plan for plan in plans}

@@ -19,10 +19,10 @@ from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.correct import in_order as sequence
-from compressor.steps.correct.in_order import keep_the_better, read_difference
+from compressor.steps.correct import sequential
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.sequential import keep_the_better, read_difference
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
@@ -186,7 +186,7 @@ def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monk
         corrected.append(layer.name)
         return correct_layer(model, layer, *more)
 
-    monkeypatch.setattr(sequence, "correct_layer", interrupted)
+    monkeypatch.setattr(sequential, "correct_layer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compressor.apply(plan, tmp_path / "out")
     assert corrected == [layer.name for layer in model.architecture.layers if layer.unit != last.unit]
@@ -202,7 +202,7 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
     data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6)
-    made = Planner(model, data, Silent()).plan_in_order(spec, None)
+    made = Planner(model, data, Silent()).plan_sequentially(spec, None)
     assert {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
@@ -307,7 +307,7 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
         assert files.plan(layer) == plan
         assert all(torch.equal(files.tensors(layer)[key], value) for key, value in expected_cut.items())
         model.partial.release(layer.unit)
-    monkeypatch.setattr(sequence, "compare_corrections", None)  # a run that goes on asks nothing anew
+    monkeypatch.setattr(sequential, "compare_corrections", None)  # a run that goes on asks nothing anew
     assert keep_the_better(model, kept, files, text, Silent()) == better
 
 

@@ -26,15 +26,15 @@ from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
 from compressor.model.moe_layer import MoeLayer, layers_by_unit
-from compressor.model.mtp import Head, Leg, kept_heads, legs_of
+from compressor.model.mtp import Head, MtpStage, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
     DEFAULT_ACTIVATION_BUDGET,
+    ActivationOffload,
     Forward,
     LayerVisitor,
     Pass,
     Replay,
-    Spill,
     hidden_of,
 )
 from compressor.model.substitution import LayerTensors, SmallerModel, Substitution
@@ -271,7 +271,7 @@ def _compress_model(
     phase: str,
     files: CutFiles | None,
     probe: HeldoutProbe | None = None,
-    leg: Leg | None = None,
+    leg: MtpStage | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Compress one model's layers; for the sake of a `leg` the batches go on to its output."""
     batches = calibration.batches
@@ -282,7 +282,7 @@ def _compress_model(
     visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
-        state.base_stream = BaseStream(model, len(batches), Spill(budget), work.correction.toward)
+        state.base_stream = BaseStream(model, len(batches), ActivationOffload(budget), work.correction.toward)
         share = ranks().share(batches, batches, evaluation)
         batches = (*batches, *batches)
         visitors.append(state.base_stream)
@@ -307,7 +307,7 @@ def _compress_model(
     return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
 
 
-def compress_in_order(
+def compress_sequentially(
     model: OpenModel,
     work: LayerWork,
     calibration: Calibration | None,
@@ -366,7 +366,7 @@ def correct(
     if len(layers) < len(stored):
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(plan.experts, lambda stats: by_name[stats.layer.name], correction=correction, seed=seed)
-        layers = compress_in_order(model, work, calibration, progress, files, heads=heads)
+        layers = compress_sequentially(model, work, calibration, progress, files, heads=heads)
     kept = tuple(layers)
     if not heads:
         kept = keep_the_better(model, kept, files, calibration.heldout_batches, progress)
