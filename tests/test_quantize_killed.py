@@ -71,7 +71,7 @@ def test_killed_and_run_again_leaves_the_same_bytes(
     out, real, rounded = tmp_path / "out", sequential.Quantizing._round, list[int]()
 
     def counting(self: Any, batch: list[Matrix], *more: Any) -> None:
-        rounded.append(int(batch[0].unit.rpartition(".")[2]))
+        rounded.append(int(batch[0].decoder_layer.rpartition(".")[2]))
         real(self, batch, *more)
 
     assert run_killed([*commands[way], "-o", str(out)], module, function, nth) == -signal.SIGKILL

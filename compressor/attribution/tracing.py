@@ -324,7 +324,7 @@ class UnitTrace:
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
 
-def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str]:
+def parts_of(decoder_layer: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str]:
     """The components of a decoder layer: its topmost modules with weight matrices that hold no router or experts.
 
     Returns the kind of each by its full name: attention, mlp, shared or expert. A bare linear module, as into and out
@@ -333,12 +333,12 @@ def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[s
     experts = {layer.name for layer in layers}
     routers = {layer.router for layer in layers}
     parts: dict[str, str] = {}
-    for name, child in module.named_modules(prefix=unit):
+    for name, child in module.named_modules(prefix=decoder_layer):
         inside = any(name.startswith(f"{part}.") for part in (*parts, *routers))
         around = any(inner.startswith(f"{name}.") for inner in (*experts, *routers))
         if name in experts:
             parts[name] = "expert"
-        elif inside or around or name == unit or name in routers or isinstance(child, nn.Linear):
+        elif inside or around or name == decoder_layer or name in routers or isinstance(child, nn.Linear):
             continue
         elif any(parameter.dim() > 1 for parameter in child.parameters()):
             parts[name] = _kind(child, bool(layers))
@@ -425,11 +425,11 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: Exi
 class TracedPass(LayerVisitor):
     """Has every batch pass every layer traced, and shows `visit` the trace of each."""
 
-    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
         """Look at a layer's trace on a batch; may raise `CompressionError`."""
         raise NotImplementedError
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
         """The layer's own forward, traced."""
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -437,7 +437,7 @@ class TracedPass(LayerVisitor):
             layers = self.at.moe_layers
             hidden = args[0] if args else kwargs["hidden_states"]
             context = Context(hidden.shape[:-1].numel())
-            trace = UnitTrace(context, parts_of(unit, model.get_submodule(unit), layers))
+            trace = UnitTrace(context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers))
             start = context.start(STREAM, hidden)
             with ExitStack() as stack:
                 for part in trace.kinds:
@@ -448,7 +448,7 @@ class TracedPass(LayerVisitor):
             first = _first(output)
             if isinstance(first, Traced):
                 trace.terms = first.terms
-            self.visit(unit, self.at.batch, trace)
+            self.visit(decoder_layer, self.at.batch, trace)
             return untraced(output)
 
         return traced

@@ -95,7 +95,7 @@ def read_base(
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
         passing = [answer.batch for answer in wanted]
-        visitors: list[LayerVisitor] = [_Asking(model.architecture.units[-1], wanted)]
+        visitors: list[LayerVisitor] = [_Asking(model.architecture.decoder_layers[-1], wanted)]
         with ExitStack() as stack:
             if evaluator is not None and asked:
                 probe = stack.enter_context(evaluator.keeping(len(wanted)))

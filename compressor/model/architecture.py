@@ -25,7 +25,7 @@ from transformers.utils import ContextManagers
 from compressor.checkpoint.quantized import declared_quantization
 from compressor.checkpoint.reader import CONFIG, quantization_of
 from compressor.errors import CompressionError, reason_of
-from compressor.model.moe_layer import ExpertTensor, MoeLayer, layer_number, unit_of
+from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of, layer_number
 from compressor.records import read_object
 
 
@@ -86,7 +86,7 @@ class Architecture:
     model_class: str
     count_field: str  # dotted path of the config field that counts experts
     layers: tuple[MoeLayer, ...]
-    units: tuple[str, ...]  # decoder layers, dense ones included, in order
+    decoder_layers: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
     written: Mapping[str, Any] = field(default_factory=dict, compare=False)  # what smaller models say besides, by path
 
@@ -296,18 +296,18 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         )
     count_field, doubled = find_count_field(config, model)
     tensors = expert_tensors(model, doubled, int(attrgetter(count_field)(config)))
-    units = decoder_layers(model)
+    layer_names = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name
-    layers = tuple(_moe_layer(name, model, config, tensors, units) for name in names if name not in repeated)
+    layers = tuple(_moe_layer(name, model, config, tensors, layer_names) for name in names if name not in repeated)
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     if stray := sorted(tensors.keys() - covered - tied):
         raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
-    return Architecture(str(config.model_type), stock, count_field, layers, units, config)
+    return Architecture(str(config.model_type), stock, count_field, layers, layer_names, config)
 
 
 def _moe_layer(
-    name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], units: Sequence[str]
+    name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], layer_names: Sequence[str]
 ) -> MoeLayer:
     """The layer of the experts module `name`; its router is the one other child of its block with expert tensors."""
     block_name = name.rpartition(".")[0]
@@ -330,13 +330,13 @@ def _moe_layer(
         for key, value in router.state_dict().items()
         if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
     )
-    unit = unit_of(name, units)
+    decoder_layer = decoder_layer_of(name, layer_names)
     return MoeLayer(
         name,
         block_name,
         router_name,
-        unit,
-        layer_number(unit),
+        decoder_layer,
+        layer_number(decoder_layer),
         int(experts.num_experts),  # type: ignore[arg-type]
         top_k,
         *routing_groups_of(router),

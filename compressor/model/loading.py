@@ -28,7 +28,7 @@ from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
-from compressor.model.moe_layer import unit_of
+from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
@@ -322,7 +322,7 @@ class PartialModel:
                     continue
                 for key in names:
                     module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
-                owners[unit_of(f"{name}.", owners)]._init_weights(module)
+                owners[decoder_layer_of(f"{name}.", owners)]._init_weights(module)
                 for key in names:
                     module._buffers[key] = module._buffers[key].to(self.device)
 

@@ -25,7 +25,7 @@ class MoeLayer:
     name: str
     block: str  # the module that holds router and experts
     router: str
-    unit: str  # the decoder layer that is loaded, cut and written as one
+    decoder_layer: str  # the decoder layer that is loaded, cut and written as one
     index: int  # the decoder layer's number
     experts: int
     top_k: int
@@ -108,19 +108,21 @@ def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
     return counts
 
 
-def layer_number(unit: str) -> int:
+def layer_number(decoder_layer: str) -> int:
     """The number at the end of a decoder layer's name."""
-    return int(unit.rsplit(".", 1)[-1])
+    return int(decoder_layer.rsplit(".", 1)[-1])
 
 
-def unit_of(name: str, units: Iterable[str]) -> str:
+def decoder_layer_of(name: str, layer_names: Iterable[str]) -> str:
     """Return the decoder layer that a module or a tensor belongs to; "" if it belongs to none."""
-    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+    return max(
+        (decoder_layer for decoder_layer in layer_names if name.startswith(f"{decoder_layer}.")), key=len, default=""
+    )
 
 
-def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
+def layers_by_decoder_layer(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
     """MoE layers by the decoder layer that holds them."""
-    by_unit: dict[str, list[MoeLayer]] = {}
+    by_decoder_layer: dict[str, list[MoeLayer]] = {}
     for layer in layers:
-        by_unit.setdefault(layer.unit, []).append(layer)
-    return by_unit
+        by_decoder_layer.setdefault(layer.decoder_layer, []).append(layer)
+    return by_decoder_layer

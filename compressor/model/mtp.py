@@ -74,7 +74,7 @@ class HeadNames:
     parts: dict[str, str]  # of `PARTS`' values, the stored names
 
     @property
-    def unit(self) -> str:
+    def decoder_layer(self) -> str:
         """The head's name as a decoder layer."""
         return self.prefix.removesuffix(".")
 
@@ -102,12 +102,12 @@ class Head:
     @property
     def named(self) -> MoeLayer:
         """The MoE layer as plans name it: by the stored name of its experts, and numbered past the trunk's."""
-        name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.unit}.")
-        return replace(self.layer, name=name, unit=self.names.unit, index=self.names.number)
+        name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.decoder_layer}.")
+        return replace(self.layer, name=name, decoder_layer=self.names.decoder_layer, index=self.names.number)
 
     def stored_name(self, name: str) -> str:
         """The name in the output of a tensor of `model`'s decoder layer."""
-        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.unit))
+        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.decoder_layer))
 
 
 def find_heads(model: OpenModel) -> tuple[Head, ...]:
@@ -126,7 +126,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
     """
-    left_out, units = sorted(model.layout.left_out), model.architecture.units
+    left_out, layer_names = sorted(model.layout.left_out), model.architecture.decoder_layers
     if not left_out:
         return ()
 
@@ -136,9 +136,9 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
     def parts(prefix: str) -> dict[str, str]:
         return {PARTS[name]: prefix + name for name in under(prefix) if name in PARTS}
 
-    container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
+    container = stored_prefix(model, layer_names[-1]).removesuffix(f"{layer_number(layer_names[-1])}.")
     heads = list[HeadNames]()
-    for number in count(len(units)):
+    for number in count(len(layer_names)):
         prefix = f"{container}{number}."
         if not (names := under(prefix)):
             break
@@ -151,7 +151,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
                 layers[ROOT + match[0]] = None
             elif name not in PARTS:
                 raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
-        for number, prefix in enumerate(layers, start=len(units)):
+        for number, prefix in enumerate(layers, start=len(layer_names)):
             heads.append(HeadNames(prefix, number, tuple(under(prefix)), parts(ROOT)))
     for head in heads:
         if missing := [part for part in NEEDED if part not in head.parts]:
@@ -179,7 +179,7 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
         if stored < experts or (stored > experts and not cut):
             remedy = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
             text = "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s"
-            logger.warning(text, head.names.unit, stored, experts, remedy)
+            logger.warning(text, head.names.decoder_layer, stored, experts, remedy)
             return ()
     return heads
 
@@ -210,20 +210,20 @@ def written_heads(folder: Path) -> tuple[str, ...]:
         stored = head.layer.experts
         if stored != experts:
             raise CompressionError(
-                f"{head.names.unit} has {stored} experts and the other layers {experts}, which servers build with one "
-                f"number; compress it with --experts {min(stored, experts)} or --mtp drop"
+                f"{head.names.decoder_layer} has {stored} experts and the other layers {experts}, which servers build "
+                f"with one number; compress it with --experts {min(stored, experts)} or --mtp drop"
             )
         names += head.names.stored
     return tuple(names)
 
 
-def stored_prefix(model: OpenModel, unit: str) -> str:
+def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
     """How the names of a decoder layer's stored tensors begin, up to and with its number."""
-    number = f".{layer_number(unit)}."
-    names = [name for name, role in model.layout.roles.items() if role.unit == unit]
+    number = f".{layer_number(decoder_layer)}."
+    names = [name for name, role in model.layout.roles.items() if role.decoder_layer == decoder_layer]
     starts = {name[: name.index(number) + len(number)] for name in names if number in name}
     if len(starts) != 1 or not all(number in name for name in names):
-        raise CompressionError(f"the stored tensors of {unit} have no prefix in common")
+        raise CompressionError(f"the stored tensors of {decoder_layer} have no prefix in common")
     return starts.pop()
 
 
@@ -241,12 +241,12 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
     are_plain = all(model.checkpoint.tensors[names.prefix + name].is_plain for name in names.block)
     kinds = dict[tuple[tuple[str, torch.Size], ...], str]()
     for layer in reversed(model.architecture.layers):
-        shapes = _shapes(model.partial.model.get_submodule(layer.unit))
-        kinds.setdefault(tuple(shapes.items()), layer.unit)
+        shapes = _shapes(model.partial.model.get_submodule(layer.decoder_layer))
+        kinds.setdefault(tuple(shapes.items()), layer.decoder_layer)
     reasons = list[str]()
-    for unit in kinds.values():
+    for decoder_layer in kinds.values():
         try:
-            return _built(model, names, unit, experts, quantized=model.layout.quantized and not are_plain)
+            return _built(model, names, decoder_layer, experts, quantized=model.layout.quantized and not are_plain)
         except CompressionError as error:
             reasons.append(str(error))
     raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
@@ -255,21 +255,21 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
     """The head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
     sized = with_fields(model.config, {model.architecture.count_field: experts})
-    config, raw = _one_layer(sized, len(model.architecture.units), like), dict(model.checkpoint.raw_config)
+    config, raw = _one_layer(sized, len(model.architecture.decoder_layers), like), dict(model.checkpoint.raw_config)
     if not quantized:
         raw.pop(SCALED, None)
         for node in (config, config.get_text_config()):
             if hasattr(node, SCALED):
                 delattr(node, SCALED)
     stock = build_meta(config)
-    kind, units, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
+    kind, layer_names, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
     trunk = model.partial.model if experts == model.architecture.experts else build_meta(sized)
-    shapes = _shapes(stock.get_submodule(units[0]))
-    if len(units) != 1 or shapes != _shapes(trunk.get_submodule(like)):
+    shapes = _shapes(stock.get_submodule(layer_names[0]))
+    if len(layer_names) != 1 or shapes != _shapes(trunk.get_submodule(like)):
         raise CompressionError(f"{kind} cannot be built with {like} alone")
     if type(embedding) is not nn.Embedding:
         raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
-    above = units[0].rpartition(".")[0].rpartition(".")[0]
+    above = layer_names[0].rpartition(".")[0].rpartition(".")[0]
     norms = list[str]()  # beside the list of decoder layers, with one vector alone
     for name, child in stock.get_submodule(above).named_children():
         dimensions = {key: value.dim() for key, value in child.named_parameters()}
@@ -285,7 +285,7 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     embedded, head = modules[embedding], modules.get(head_of(stock))
     if head is None or f"{norm}.weight" not in stored or embedded not in stored:
         raise CompressionError(f"{kind} has no language-model head, final norm or embedding to share")
-    view = {name: name for name, role in model.layout.roles.items() if role.unit == ""}
+    view = {name: name for name, role in model.layout.roles.items() if role.decoder_layer == ""}
     view[stored[f"{norm}.weight"]] = parts["norm"]
     view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
     first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."

@@ -101,9 +101,9 @@ class OpenModel:
     @property
     def largest_layer(self) -> int:
         """Bytes of the largest decoder layer in the dtype for computing."""
-        sizes = dict.fromkeys(self.architecture.units, 0)
-        for unit in sizes:
-            sizes[unit] = sum(self.partial.empty[key].nbytes for key in self.partial.keys_under(unit))
+        sizes = dict.fromkeys(self.architecture.decoder_layers, 0)
+        for decoder_layer in sizes:
+            sizes[decoder_layer] = sum(self.partial.empty[key].nbytes for key in self.partial.keys_under(decoder_layer))
         return max(sizes.values())
 
     @property

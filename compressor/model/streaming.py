@@ -37,7 +37,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import MoeLayer, layers_by_unit, unit_of
+from compressor.model.moe_layer import MoeLayer, decoder_layer_of, layers_by_decoder_layer
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 
@@ -165,16 +165,16 @@ class LayerVisitor:
     at: Place
     repeatable: ClassVar[bool] = False  # if a layer may come several times, as it does in some models
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         """A layer has been loaded, and every batch has come as far as it."""
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         """All visitors have seen the layer loaded, and no batch has passed it yet.
 
         `replay(numbers)` runs these batches through the layer and leaves them where they are.
         """
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
         """The forward that the batch which is running passes, in place of the layer's `own`; replays keep that."""
         return own
 
@@ -184,7 +184,7 @@ class LayerVisitor:
     def on_layer_output(self, output: Any) -> None:
         """The layer's own forward, or what replaced it, has put this out for a batch, in replays too (`hidden_of`)."""
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         """Every batch has passed the layer, which is still loaded."""
 
     def on_batch_end(self, batch: int, output: Any) -> None:
@@ -231,18 +231,18 @@ class Pass:
         """
         lengths = [batch.shape[1] for batch in (*self.batches, *self.evaluation)]
         _warn_beyond_positions(max(lengths, default=0), self.model.positions)
-        lockstep, units = _Lockstep(self, visitors), self.model.architecture.units
+        lockstep, layer_names = _Lockstep(self, visitors), self.model.architecture.decoder_layers
         with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
             try:
                 if self.phase:
-                    last = max((units.index(unit) for unit in lockstep.waiting), default=-1)
+                    last = max((layer_names.index(decoder_layer) for decoder_layer in lockstep.waiting), default=-1)
                     self.progress.start(self.phase, last + 1)
                 if self.seed is not None:
                     torch.manual_seed(self.seed)
-                for unit in lockstep.layers():
-                    yield unit
+                for decoder_layer in lockstep.layers():
+                    yield decoder_layer
                     if self.phase:
-                        self.progress.advance(unit)
+                        self.progress.advance(decoder_layer)
             finally:
                 lockstep.close()
 
@@ -261,30 +261,32 @@ class _Lockstep:
     def __init__(self, run: Pass, visitors: Sequence[LayerVisitor]) -> None:
         self.run, self.visitors, self.driver = run, visitors, getcurrent()
         architecture, self.partial = run.model.architecture, run.model.partial
-        self.model, self.units = self.partial.model, architecture.units
-        self.place = Place(self.model, layers_by_unit(architecture.layers))
+        self.model, self.decoder_layers = self.partial.model, architecture.decoder_layers
+        self.place = Place(self.model, layers_by_decoder_layer(architecture.layers))
         for visitor in visitors:
             visitor.at = self.place
         self.batches = [*run.batches, *run.evaluation]
-        everything = self.units if run.finishing else self.place.by_layer
+        everything = self.decoder_layers if run.finishing else self.place.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
         self.spill = ActivationOffload(run.activation_budget)
         self.own = ranks().share(run.batches, run.evaluation) if run.shared else run.own
-        modules = {unit: self.model.get_submodule(unit) for unit in self.units}
-        self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
-        for unit, module in modules.items():
-            module.forward = bind(self._pass_layer, unit)
+        modules = {decoder_layer: self.model.get_submodule(decoder_layer) for decoder_layer in self.decoder_layers}
+        self.forwards: dict[str, Forward] = {decoder_layer: module.forward for decoder_layer, module in modules.items()}
+        for decoder_layer, module in modules.items():
+            module.forward = bind(self._pass_layer, decoder_layer)
         self.before_layers = True
         self.blocks = dict[str, str]()  # of towers, which pictures and sound pass ahead of the decoder layers
         if any(isinstance(batch, Inputs) for batch in self.batches):
-            self.blocks = tower_blocks(self.model, self.units)
+            self.blocks = tower_blocks(self.model, self.decoder_layers)
         for block in self.blocks:
             module = self.model.get_submodule(block)
             module.forward = bind(self._pass_block, block, module.forward)
-        self.handles = [module.register_forward_hook(bind(self._after, unit)) for unit, module in modules.items()]
+        self.handles = [
+            module.register_forward_hook(bind(self._after, decoder_layer)) for decoder_layer, module in modules.items()
+        ]
         self.handles += [
             self.model.get_submodule(name).register_forward_pre_hook(lambda *_, keys=keys: self.partial.load(keys))
-            for name, keys in _outside_keys(self.partial, (*self.units, *self.blocks)).items()
+            for name, keys in _outside_keys(self.partial, (*self.decoder_layers, *self.blocks)).items()
         ]
         numbers = range(len(self.batches)) if self.own is None else sorted(self.own)
         self.runs = {number: greenlet(self._run) for number in numbers}
@@ -295,8 +297,8 @@ class _Lockstep:
         _release_embedding(self.partial)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
-        following, passed = dict(pairwise(self.units)), set[str]()
-        idle = iter(() if ranks().is_alone or standing else self.units)  # ranks keep in step
+        following, passed = dict(pairwise(self.decoder_layers)), set[str]()
+        idle = iter(() if ranks().is_alone or standing else self.decoder_layers)  # ranks keep in step
 
         def replay(numbers: Iterable[int]) -> None:
             for number in numbers:
@@ -304,31 +306,32 @@ class _Lockstep:
                     self._resume(number, _REPLAY)
 
         while True:
-            unit = standing[0] if standing else next(idle, None)
-            if unit is None:
+            decoder_layer = standing[0] if standing else next(idle, None)
+            if decoder_layer is None:
                 break
-            if any(layer != unit for layer in standing):
+            if any(layer != decoder_layer for layer in standing):
                 raise CompressionError(
-                    f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
+                    f"batches took different ways through the model at {decoder_layer}; this architecture cannot be "
+                    "streamed"
                 )
-            if unit in passed and not all(visitor.repeatable for visitor in self.visitors):
-                raise self._another_run(unit)
-            passed.add(unit)
-            self.partial.load(self.partial.keys_under(unit))
-            self.place.layer = unit
-            if self.waiting - {unit} and (successor := following.get(unit)):
+            if decoder_layer in passed and not all(visitor.repeatable for visitor in self.visitors):
+                raise self._another_run(decoder_layer)
+            passed.add(decoder_layer)
+            self.partial.load(self.partial.keys_under(decoder_layer))
+            self.place.layer = decoder_layer
+            if self.waiting - {decoder_layer} and (successor := following.get(decoder_layer)):
                 self.partial.read_ahead(self.partial.keys_under(successor))
             for visitor in self.visitors:
-                visitor.on_layer_loaded(unit)
+                visitor.on_layer_loaded(decoder_layer)
             for visitor in self.visitors:
-                visitor.before_layer(unit, replay)
+                visitor.before_layer(decoder_layer, replay)
             standing = [self._resume(number) for number in self.runs]
             for visitor in self.visitors:
-                visitor.on_layer_end(unit)
-            yield unit
-            self.partial.release(unit)
+                visitor.on_layer_end(decoder_layer)
+            yield decoder_layer
+            self.partial.release(decoder_layer)
             give_back()
-            self.waiting.discard(unit)
+            self.waiting.discard(decoder_layer)
             if not self.waiting:
                 break
         self.place.layer = ""
@@ -347,14 +350,14 @@ class _Lockstep:
                 run.throw(GreenletExit)
         for handle in self.handles:
             handle.remove()
-        for name in (*self.units, *self.blocks):
+        for name in (*self.decoder_layers, *self.blocks):
             self.model.get_submodule(name).__dict__.pop("forward", None)
         self.partial.release("")
 
-    def _another_run(self, unit: str) -> CompressionError:
+    def _another_run(self, decoder_layer: str) -> CompressionError:
         return CompressionError(
-            f"{type(self.model).__name__} runs {unit} more than once in a forward, so it cannot be calibrated or "
-            "measured layer by layer; use a strategy that needs no calibration, such as model-centric"
+            f"{type(self.model).__name__} runs {decoder_layer} more than once in a forward, so it cannot be calibrated "
+            "or measured layer by layer; use a strategy that needs no calibration, such as model-centric"
         )
 
     def _first_layers(self) -> list[str]:
@@ -394,15 +397,15 @@ class _Lockstep:
         self.partial.load(self.partial.keys_under(block))
         return own(*args, **kwargs)
 
-    def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
+    def _pass_layer(self, decoder_layer: str, *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
-        own = self.forwards[unit]
+        own = self.forwards[decoder_layer]
         self._spill(args, kwargs)
-        while self.driver.switch(unit) == _REPLAY:
+        while self.driver.switch(decoder_layer) == _REPLAY:
             copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
             self._came_out(own(*copies, **kwargs))  # which may change them in place without the batch noticing
         for visitor in self.visitors:
-            own = visitor.wrap_forward(unit, own)
+            own = visitor.wrap_forward(decoder_layer, own)
         return self._came_out(own(*args, **kwargs))
 
     def _came_out(self, output: Any) -> Any:
@@ -410,24 +413,24 @@ class _Lockstep:
             visitor.on_layer_output(output)
         return output
 
-    def _after(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self.waiting <= {unit}:
+    def _after(self, decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.waiting <= {decoder_layer}:
             self.driver.switch(None)  # no batch need go on, least of all through the head
 
 
-def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
-    """For each module outside the decoder layers and blocks `units`: the tensors that its forward may use directly."""
+def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return by module, outside the decoder layers and blocks `layer_names`, the tensors that its forward may use."""
     model, head = partial.model, head_of(partial.model)
     keys_of = dict[str, list[str]]()
     direct: dict[str, list[str]] = {}  # tensors by the module that owns them
     for key in model.state_dict():  # a head of multi-token prediction has its embedding replaced
         direct.setdefault(key.rpartition(".")[0], []).append(key)
     for name, module in model.named_modules():
-        if unit_of(f"{name}.", units):
+        if decoder_layer_of(f"{name}.", layer_names):
             continue
         prefix = f"{name}." if name else ""
         children = [f"{prefix}{child_name}" for child_name, child in module.named_children() if child is not head]
-        owners = [name, *(child for child in children if child not in units)]
+        owners = [name, *(child for child in children if child not in layer_names)]
         if keys := [key for owner in owners for key in direct.get(owner, ())]:
             keys_of[name] = keys
     return keys_of
@@ -456,13 +459,13 @@ class ReverseVisitor(LayerVisitor):
     gradients unless a visitor has them do so there.
     """
 
-    def replaying(self, unit: str, batch: int) -> None:
+    def replaying(self, decoder_layer: str, batch: int) -> None:
         """A batch is about to pass the layer once more, with gradients."""
 
-    def returned(self, unit: str, batch: int) -> None:
+    def returned(self, decoder_layer: str, batch: int) -> None:
         """The gradient of the loss has come back through the layer for a batch; `.grad` of what asked for it is set."""
 
-    def done(self, unit: str) -> None:
+    def done(self, decoder_layer: str) -> None:
         """All batches have come back through the layer, which is still loaded."""
 
 
@@ -483,7 +486,7 @@ class ReversePass:
 
         Raises `CompressionError` if gradients go from layer to layer in another way than in hidden states.
         """
-        inside = tuple(f"{unit}." for unit in self.model.architecture.units)
+        inside = tuple(f"{decoder_layer}." for decoder_layer in self.model.architecture.decoder_layers)
         if shared := next((key for key in self.model.partial.tied if key.startswith(inside)), None):
             raise _another_way(self.model.partial, f"{shared} shares its weights with another layer")
         calls = _Calls(self, loss)
@@ -496,35 +499,35 @@ class ReversePass:
         )
         forward.run(*visitors, calls)
         try:
-            for unit in reversed(self.model.architecture.units):
-                self._reverse(unit, calls, visitors)
+            for decoder_layer in reversed(self.model.architecture.decoder_layers):
+                self._reverse(decoder_layer, calls, visitors)
         finally:
             self.model.partial.release("")
         return calls.losses
 
-    def _reverse(self, unit: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
+    def _reverse(self, decoder_layer: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
         """Load a layer and hand the gradients of all batches down through it."""
-        partial, units = self.model.partial, self.model.architecture.units
-        partial.load(partial.keys_under(unit))
-        calls.at.layer = unit
-        if (number := units.index(unit)) > 0:
-            partial.read_ahead(partial.keys_under(units[number - 1]))
-        module = partial.model.get_submodule(unit)
+        partial, layer_names = self.model.partial, self.model.architecture.decoder_layers
+        partial.load(partial.keys_under(decoder_layer))
+        calls.at.layer = decoder_layer
+        if (number := layer_names.index(decoder_layer)) > 0:
+            partial.read_ahead(partial.keys_under(layer_names[number - 1]))
+        module = partial.model.get_submodule(decoder_layer)
         for visitor in visitors:
-            visitor.on_layer_loaded(unit)
+            visitor.on_layer_loaded(decoder_layer)
         for batch in range(len(self.batches)):
             calls.at.batch = batch
             for visitor in visitors:
-                visitor.replaying(unit, batch)
+                visitor.replaying(decoder_layer, batch)
             own: Forward = module.forward
             for visitor in visitors:
-                own = visitor.wrap_forward(unit, own)
-            calls.hand_down(unit, batch, own)
+                own = visitor.wrap_forward(decoder_layer, own)
+            calls.hand_down(decoder_layer, batch, own)
             for visitor in visitors:
-                visitor.returned(unit, batch)
+                visitor.returned(decoder_layer, batch)
         for visitor in visitors:
-            visitor.done(unit)
-        partial.release(unit)
+            visitor.done(decoder_layer)
+        partial.release(decoder_layer)
         give_back()
 
 
@@ -541,18 +544,18 @@ class _Calls(LayerVisitor):
         self.losses = [0.0] * count
         self.strayed = list[str]()
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
         """The layer's forward, with its call kept and its outputs made leaves from which gradients start."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
-            self._refuse_other_ways(unit, hidden, others)
+            self._refuse_other_ways(decoder_layer, hidden, others)
             saved = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
-            self.spill.keep((unit, self.at.batch), saved)
+            self.spill.keep((decoder_layer, self.at.batch), saved)
             as_now = [(name, saved)]
             for key, value in others:  # containers are copied, should the layer write into one
                 as_now.append((key, copy.copy(value) if isinstance(value, MutableMapping | list) else value))
-            self.held[unit, self.at.batch] = tuple(as_now)
+            self.held[decoder_layer, self.at.batch] = tuple(as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
                 output = own(*args, **kwargs)
@@ -565,15 +568,19 @@ class _Calls(LayerVisitor):
 
         return forward
 
-    def _refuse_other_ways(self, unit: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
+    def _refuse_other_ways(self, decoder_layer: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
         """Raise unless the hidden states are the outputs of the layer before, and nothing else hangs on it."""
         before = self.outputs[self.at.batch]
         if before and hidden is not before[0]:
-            raise _another_way(self.partial, f"{unit} is not given the hidden states that the layer before outputs")
+            raise _another_way(
+                self.partial, f"{decoder_layer} is not given the hidden states that the layer before outputs"
+            )
         if any(value.requires_grad for value in _tensors(others)):
-            raise _another_way(self.partial, f"{unit} is given more of earlier layers than their hidden states")
+            raise _another_way(
+                self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
+            )
         for leaf in (value for value in before if value.requires_grad):  # reached through the layers' replay alone
-            leaf.register_hook(lambda _, unit=unit: self.strayed.append(unit))
+            leaf.register_hook(lambda _, decoder_layer=decoder_layer: self.strayed.append(decoder_layer))
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Take the loss of a batch that has reached the output, and its gradient at the last layer's hidden states."""
@@ -588,9 +595,9 @@ class _Calls(LayerVisitor):
             raise _another_way(self.partial, "its output hangs on more than the last layer's hidden states")
         self._keep_gradient(batch, hidden)
 
-    def hand_down(self, unit: str, batch: int, own: Forward) -> None:
+    def hand_down(self, decoder_layer: str, batch: int, own: Forward) -> None:
         """Replay a batch's call of a layer with gradients, and send the gradient of its output back through it."""
-        (name, saved), *others = self.held.pop((unit, batch))
+        (name, saved), *others = self.held.pop((decoder_layer, batch))
         hidden = saved.to(self.partial.device).requires_grad_()
         gradient = self.gradients[batch].to(self.partial.device)
         with torch.enable_grad():
@@ -600,8 +607,10 @@ class _Calls(LayerVisitor):
             output = hidden_of(own(*args, **kwargs))
         output.backward(gradient)
         if any(value.grad is not None for value in self.left[batch]):
-            raise _another_way(self.partial, f"{unit} is given more of earlier layers than their hidden states")
-        self.spill.forget((unit, batch))
+            raise _another_way(
+                self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
+            )
+        self.spill.forget((decoder_layer, batch))
         self._keep_gradient(batch, hidden)
 
     def _keep_gradient(self, batch: int, hidden: Tensor) -> None:

@@ -413,7 +413,7 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
 
         def change(name: str, tensors: Tensors) -> Tensors:
             """What steps that only change tensors do to a decoder layer, one after the other."""
-            moe_layers = [layer for layer in state.model.architecture.layers if layer.unit == name]
+            moe_layers = [layer for layer in state.model.architecture.layers if layer.decoder_layer == name]
             current = dict(tensors)
             for step in changing:
                 for key, value in (step.apply_layer(DecoderLayer(name, moe_layers, current), state) or {}).items():
@@ -426,7 +426,7 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         job = make_job(state.model, plan, cut, change if changing else None)
     if not is_written(folder):
         labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
-        state.progress.start("write", len(job.units))
+        state.progress.start("write", len(job.decoder_layers))
         with state.clock.phase("write"):
             write_stage(job, folder, labels, state.progress.advance)
         if not any(step.options.verified_by_kept for step in steps):

@@ -27,7 +27,7 @@ from compressor.errors import CompressionError
 from compressor.formatting import human_bytes, known_names
 from compressor.model.architecture import build_meta
 from compressor.model.loading import map_keys, set_tensor
-from compressor.model.moe_layer import layers_by_unit
+from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import FORMATS, NAMES, loaders
 from compressor.model.substitution import Substitution
@@ -75,8 +75,10 @@ class PlannedShare:
     def __post_init__(self) -> None:
         architecture, experts = self.model.architecture, self.plan.experts
         self.smaller = build_meta(architecture.with_experts(experts), self.model.partial.dtype)
-        layers = layers_by_unit([replace(layer, experts=experts) for layer in architecture.layers])
-        self.matrices = {unit: expert_matrices(self.smaller, moe_layers) for unit, moe_layers in layers.items()}
+        layers = layers_by_decoder_layer([replace(layer, experts=experts) for layer in architecture.layers])
+        self.matrices = {
+            decoder_layer: expert_matrices(self.smaller, moe_layers) for decoder_layer, moe_layers in layers.items()
+        }
 
     @property
     def stored(self) -> torch.dtype:
@@ -84,7 +86,7 @@ class PlannedShare:
 
     def cut(self, decoder_layer: str) -> dict[str, Tensor] | None:
         """Return the loaded layer's tensors as planned, in the dtype in which experts are stored."""
-        layers = layers_by_unit(self.model.architecture.layers).get(decoder_layer)
+        layers = layers_by_decoder_layer(self.model.architecture.layers).get(decoder_layer)
         if layers is None:
             return None
         tensors = dict[str, Tensor]()

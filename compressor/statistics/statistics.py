@@ -448,7 +448,7 @@ class _Watching(LayerVisitor):
     def __init__(self, observers: Callable[[MoeLayer], Observers]) -> None:
         self.observers, self.active = observers, list[Observers]()
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         self.active = [self.observers(layer) for layer in self.at.moe_layers]
 
     def on_batch_start(self, batch: int) -> None:

@@ -225,9 +225,9 @@ class Conversion:
     architecture: Architecture
     small: Any
 
-    def _keys_of(self, unit: str) -> list[str]:
-        others = () if unit else tuple(f"{other}." for other in self.architecture.units)
-        keys = self.partial.keys_under(unit)
+    def _keys_of(self, decoder_layer: str) -> list[str]:
+        others = () if decoder_layer else tuple(f"{other}." for other in self.architecture.decoder_layers)
+        keys = self.partial.keys_under(decoder_layer)
         return [key for key in keys if not key.startswith(others) and key not in self.partial.tied]
 
     def outputs(self) -> list[OutputTensor]:
@@ -235,22 +235,22 @@ class Conversion:
         state = self.small.state_dict()
         state = {key: value.to(wanted_dtype(self.small, key)) for key, value in state.items()}
         outputs = list[OutputTensor]()
-        for unit in ("", *self.architecture.units):
-            tensors = {key: state[key] for key in self._keys_of(unit) if key in state}
-            outputs += [tensor_output(name, tensor, unit) for name, tensor in saved_names(self.small, tensors)]
+        for decoder_layer in ("", *self.architecture.decoder_layers):
+            tensors = {key: state[key] for key in self._keys_of(decoder_layer) if key in state}
+            outputs += [tensor_output(name, tensor, decoder_layer) for name, tensor in saved_names(self.small, tensors)]
         return outputs
 
-    def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, unit: str) -> Named:
+    def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, decoder_layer: str) -> Named:
         """Load a unit, put in what is `cut` of its MoE layers and then `change` of the unit, and yield all of it."""
-        keys = self._keys_of(unit)
+        keys = self._keys_of(decoder_layer)
         self.partial.load(keys)
         state = self.partial.model.state_dict()
         tensors = {key: state[key] for key in keys}
         for layer in self.architecture.layers:
-            for key, value in cut(layer).items() if layer.unit == unit else ():
+            for key, value in cut(layer).items() if layer.decoder_layer == decoder_layer else ():
                 tensors[key] = value.to(state[key].dtype)
-        if change is not None and unit:
-            for key, value in change(unit, tensors).items():
+        if change is not None and decoder_layer:
+            for key, value in change(decoder_layer, tensors).items():
                 tensors[key] = refuse_overflow(key, value.to(state[key].dtype))
         for name, tensor in saved_names(self.small, tensors):
             refuse_nan(name, "the converted model", tensor)

@@ -32,7 +32,14 @@ from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
 from compressor.steps.state import State
-from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit, tensor_bytes_view
+from compressor.steps.tensors import (
+    Named,
+    OutputJob,
+    OutputTensor,
+    plan_outputs,
+    stored_decoder_layer,
+    tensor_bytes_view,
+)
 
 Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it is to be stored
 
@@ -139,11 +146,13 @@ def _cut(
     """All tensors, picked and mixed from the stored ones, or made by loading layer after layer of a `partial` model."""
     architecture = model.architecture
     if partial is None:
-        return plan_outputs(model.checkpoint, model.layout, plan, architecture.units), {}
+        return plan_outputs(model.checkpoint, model.layout, plan, architecture.decoder_layers), {}
     small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
     conversion = Conversion(partial, architecture, small)
     produce = bind(conversion.produce, bind(cut_or_kept, partial.model, plan, files), change)
-    return conversion.outputs(), {unit: bind(produce, unit) for unit in ("", *architecture.units)}
+    return conversion.outputs(), {
+        decoder_layer: bind(produce, decoder_layer) for decoder_layer in ("", *architecture.decoder_layers)
+    }
 
 
 def _cut_head(
@@ -155,23 +164,23 @@ def _cut_head(
     """
     layer = next(entry for entry in plan.layers if entry.module == head.named.name)
     alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
-    small, unit, name_of = head.model, head.names.unit, head.stored_name
+    small, decoder_layer, name_of = head.model, head.names.decoder_layer, head.stored_name
     partial = None
     if through_model(small.layout, plan, files is not None):
         partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
     outputs, conversions = _cut(small, partial, alone, files)
 
     def converted() -> Named:
-        return ((name_of(name), content) for name, content in conversions[head.layer.unit]())
+        return ((name_of(name), content) for name, content in conversions[head.layer.decoder_layer]())
 
     stored = list[OutputTensor]()
     for output in outputs:
-        if output.unit == head.layer.unit:
-            stored.append(replace(output, name=name_of(output.name), unit=unit))
+        if output.decoder_layer == head.layer.decoder_layer:
+            stored.append(replace(output, name=name_of(output.name), decoder_layer=decoder_layer))
     renames: dict[str, str | None] = {}
     for old, new in expert_renames(small.architecture, small.layout, alone).items():
         renames[name_of(old)] = None if new is None else name_of(new)
-    return stored, {unit: converted} if conversions else {}, renames
+    return stored, {decoder_layer: converted} if conversions else {}, renames
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
@@ -224,15 +233,15 @@ def make_job(
         tensors, converted, renames = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
         head_outputs |= {output.name: output for output in tensors}
         for name in head.names.parts.values():  # what heads share is copied with the first
-            head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.unit))
+            head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.decoder_layer))
         conversions |= converted
         head_renames |= renames
     every = (*outputs, *head_outputs.values())
 
-    def produce(unit: str) -> Named:
-        if unit in conversions:
-            yield from conversions[unit]()
-        yield from stored_unit(every, unit)
+    def produce(decoder_layer: str) -> Named:
+        if decoder_layer in conversions:
+            yield from conversions[decoder_layer]()
+        yield from stored_decoder_layer(every, decoder_layer)
 
     dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
     config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads))
@@ -243,7 +252,7 @@ def make_job(
         files_beside[MODELOPT] = json_bytes(renumbered_quantization(modelopt_file(stored.folder), moved))
     return OutputJob(
         outputs=every,
-        units=("", *architecture.units, *(head.names.unit for head in heads)),
+        decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),
         produce=produce,
         files=files_beside,
         verify=bind(_verify, model, plan.experts, [*head_outputs]),
@@ -263,8 +272,8 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     """
     stored = {output.name: output for output in job.outputs}
 
-    def produce(unit: str) -> Named:
-        for name, pieces in job.produce(unit):
+    def produce(decoder_layer: str) -> Named:
+        for name, pieces in job.produce(decoder_layer):
             output = stored[name]
             data = torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[output.dtype])
             yield name, iter((tensor_bytes_view(change(name, data.view(output.shape))),))

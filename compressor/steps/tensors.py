@@ -40,15 +40,17 @@ class OutputTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    unit: str
+    decoder_layer: str
     content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
     each: Fraction = Fraction(1)
 
     @classmethod
-    def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
+    def copy(cls, checkpoint: Checkpoint, name: str, decoder_layer: str) -> Self:
         """A stored tensor as it is."""
         info = checkpoint.tensors[name]
-        return cls(name, info.dtype, info.shape, unit, partial(_mixed, checkpoint, name, [(name, 1.0)]), info.each)
+        return cls(
+            name, info.dtype, info.shape, decoder_layer, partial(_mixed, checkpoint, name, [(name, 1.0)]), info.each
+        )
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +68,7 @@ class OutputJob:
     """One checkpoint to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
 
     outputs: tuple[OutputTensor, ...]
-    units: tuple[str, ...]  # in order; "" is the rest of the model
+    decoder_layers: tuple[str, ...]  # in order; "" is the rest of the model
     produce: Callable[[str], Named]
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
     verify: Callable[[Path], None]  # by the first process; raises CompressionError when the written folder is not good
@@ -126,14 +128,14 @@ def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool
     return torch.stack(rows, dim)
 
 
-def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
+def in_order_of(layer_names: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
     """Tensors of no decoder layer, then those of each in turn; within one in the order given."""
-    order = {unit: position for position, unit in enumerate(("", *units))}
-    return sorted(outputs, key=lambda output: order[output.unit])
+    order = {decoder_layer: position for position, decoder_layer in enumerate(("", *layer_names))}
+    return sorted(outputs, key=lambda output: order[output.decoder_layer])
 
 
 def plan_outputs(
-    checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, units: tuple[str, ...]
+    checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, layer_names: tuple[str, ...]
 ) -> list[OutputTensor]:
     """Every tensor of the output in the order of the layers, stored as the base stores it."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
@@ -145,7 +147,7 @@ def plan_outputs(
     for name, role in layout.roles.items():
         layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
-            outputs.append(OutputTensor.copy(checkpoint, name, role.unit))
+            outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
             continue
         shape, groups = info.shape, layer_plan.groups
         if role.kind == "table":
@@ -167,18 +169,18 @@ def plan_outputs(
             raise CompressionError(
                 f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
             )
-        outputs.append(OutputTensor(name, info.dtype, shape, role.unit, content, info.each))
-    return in_order_of(units, outputs)
+        outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.each))
+    return in_order_of(layer_names, outputs)
 
 
 def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
     return len(members) == 1 and members[0][1] == 1.0
 
 
-def stored_unit(outputs: Iterable[OutputTensor], unit: str) -> Named:
+def stored_decoder_layer(outputs: Iterable[OutputTensor], decoder_layer: str) -> Named:
     """Names and bytes of those tensors of a unit that have contents of their own."""
     for output in outputs:
-        if output.unit == unit and output.content is not None:
+        if output.decoder_layer == decoder_layer and output.content is not None:
             yield output.name, output.content()
 
 
@@ -271,6 +273,6 @@ def tensor_bytes_view(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
-def tensor_output(name: str, tensor: Tensor, unit: str) -> OutputTensor:
+def tensor_output(name: str, tensor: Tensor, decoder_layer: str) -> OutputTensor:
     """The description of a tensor whose values are already known."""
-    return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), unit)
+    return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), decoder_layer)

@@ -167,20 +167,20 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
     if ranks().is_first:
         folder.mkdir(parents=True, exist_ok=True)
     ranks().barrier()
-    files = {unit: f"{unit or 'rest'}.safetensors" for unit in job.units}
+    files = {decoder_layer: f"{decoder_layer or 'rest'}.safetensors" for decoder_layer in job.decoder_layers}
     with LayerWriter() as writer:
-        for number, (unit, file) in enumerate(files.items()):
+        for number, (decoder_layer, file) in enumerate(files.items()):
             done = made_by(folder / file)
             is_done = done is not None and done[: len(steps)] == tuple(steps)
             if ranks().takes_turn(number) and not is_done:
-                outputs = [output for output in job.outputs if output.unit == unit]
-                writer.write(folder / file, outputs, job.produce(unit), steps)
-            advance(unit or "embeddings and head")
+                outputs = [output for output in job.outputs if output.decoder_layer == decoder_layer]
+                writer.write(folder / file, outputs, job.produce(decoder_layer), steps)
+            advance(decoder_layer or "embeddings and head")
     ranks().barrier()
     if ranks().is_first:
         for name, source in job.files.items():
             write_file(folder / name, source if isinstance(source, bytes) else source.read_bytes())
-        write_index(folder, {output: files[output.unit] for output in job.outputs})
+        write_index(folder, {output: files[output.decoder_layer] for output in job.outputs})
     ranks().barrier()
 
 

@@ -46,7 +46,7 @@ def main() -> None:
         calibration = Calibration(tuple(rows.split(8)), {})
 
         def plain_pass(batches: tuple[torch.Tensor, ...]) -> None:
-            Pass(model, batches, wanted=model.architecture.units).run()
+            Pass(model, batches, wanted=model.architecture.decoder_layers).run()
 
         plain_pass(calibration.batches[:1])  # warms up
         seconds, peak, _ = measured(lambda: plain_pass(calibration.batches))

@@ -27,13 +27,13 @@ class Everything(ReverseVisitor):
     def __init__(self, model: OpenModel) -> None:
         self.whole, self.norms = model.partial.model, dict[str, float]()
 
-    def on_layer_loaded(self, unit: str) -> None:
-        self.whole.get_submodule(unit).requires_grad_(True)
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        self.whole.get_submodule(decoder_layer).requires_grad_(True)
 
-    def done(self, unit: str) -> None:
-        for name, parameter in self.whole.get_submodule(unit).named_parameters():
+    def done(self, decoder_layer: str) -> None:
+        for name, parameter in self.whole.get_submodule(decoder_layer).named_parameters():
             if parameter.grad is not None:
-                self.norms[f"{unit}.{name}"] = float(parameter.grad.norm())
+                self.norms[f"{decoder_layer}.{name}"] = float(parameter.grad.norm())
 
 
 def loss(output: Any) -> Tensor:
@@ -53,11 +53,14 @@ def in_memory(stock: Any, batches: list[Tensor]) -> dict[str, float]:
 
 def reading(model: OpenModel) -> None:
     """Read every layer as the reverse pass does."""
-    for unit in (*model.architecture.units, *model.architecture.units):  # once forward, once back
-        model.partial.load(model.partial.keys_under(unit))
-        for parameter in model.partial.model.get_submodule(unit).parameters():
+    for decoder_layer in (
+        *model.architecture.decoder_layers,
+        *model.architecture.decoder_layers,
+    ):  # once forward, once back
+        model.partial.load(model.partial.keys_under(decoder_layer))
+        for parameter in model.partial.model.get_submodule(decoder_layer).parameters():
             parameter.sum()  # touches every page of what may be mapped
-        model.partial.release(unit)
+        model.partial.release(decoder_layer)
 
 
 def main() -> None:

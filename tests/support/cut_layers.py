@@ -64,7 +64,7 @@ def cut_case(
     counts = torch.randint(1, heaviest + 1, rows.shape, generator=torch.Generator().manual_seed(2)).float()
     recording = Recording(layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
     recording.attach(stock)
-    behind = stock.get_submodule(layer.unit).register_forward_hook(
+    behind = stock.get_submodule(layer.decoder_layer).register_forward_hook(
         lambda _, __, output: recording.came_out(hidden_of(output))
     )
     for number, part in enumerate((rows[:sequences], rows[sequences:])):

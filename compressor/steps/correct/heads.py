@@ -47,8 +47,8 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
         raise CompressionError("--mtp keep: the checkpoint has no multi-token-prediction head; leave it out")
     if small := next((head for head in heads if head.layer.experts < experts), None):
         raise CompressionError(
-            f"--mtp keep: {small.names.unit} has {small.layer.experts} experts, fewer than the {experts} of the other "
-            f"layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
+            f"--mtp keep: {small.names.decoder_layer} has {small.layer.experts} experts, fewer than the {experts} of "
+            f"the other layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
         )
     return heads
 

@@ -25,7 +25,7 @@ from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
-from compressor.model.moe_layer import MoeLayer, layers_by_unit
+from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
 from compressor.model.mtp import Head, MtpStage, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
@@ -110,7 +110,7 @@ class _InOrder(LayerVisitor):
             else:
                 watching.came_out(hidden)
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
         layers = self.at.moe_layers
         constants = self.work.constants
@@ -122,15 +122,15 @@ class _InOrder(LayerVisitor):
             self.base_stream.pass_layer(replay)
         tensors = self._finished(layers)
         if tensors is None:
-            tensors = self._compress(unit, layers, replay)
+            tensors = self._compress(decoder_layer, layers, replay)
         else:
-            self._fill(unit, layers, tensors)
+            self._fill(decoder_layer, layers, tensors)
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        return own if unit != self.smaller.filled else self.smaller.model.get_submodule(unit).forward
+    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+        return own if decoder_layer != self.smaller.filled else self.smaller.model.get_submodule(decoder_layer).forward
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         self.smaller.release()
 
     def _finished(self, layers: Sequence[MoeLayer]) -> Tensors | None:
@@ -145,14 +145,14 @@ class _InOrder(LayerVisitor):
         self.plans |= {plan.module: plan for plan in plans}
         return _tensors_in(files, self.model.partial.device, layers)
 
-    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
+    def _compress(self, decoder_layer: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they have any, by key."""
         recordings = self._plan(layers, replay)
         tensors = cut_layers(self.model.partial.model, layers, self.plans)
         if self.work.constants is not None:  # routers stay whole
             experts = tuple(f"{layer.name}." for layer in layers)
             tensors = {key: value for key, value in tensors.items() if key.startswith(experts)}
-        self._fill(unit, layers, tensors)
+        self._fill(decoder_layer, layers, tensors)
         constants = dict[str, Tensor]()
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
@@ -211,8 +211,8 @@ class _InOrder(LayerVisitor):
         self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         return {} if constants is None else {constants_key(layer): constants.best}
 
-    def _fill(self, unit: str, layers: Sequence[MoeLayer], tensors: Tensors) -> None:
-        self.smaller.fill(unit, tensors)
+    def _fill(self, decoder_layer: str, layers: Sequence[MoeLayer], tensors: Tensors) -> None:
+        self.smaller.fill(decoder_layer, tensors)
         for layer in layers:
             self.model.partial.release(layer.name)
 
@@ -252,8 +252,8 @@ def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: C
 
 def _by_decoder_layer(layers: Iterable[MoeLayer], tensors: TensorsOf) -> LayerTensors:
     """Return the tensors of these MoE layers by decoder layer; None for one that has none of them."""
-    by_unit = layers_by_unit(layers)
-    return lambda decoder_layer: tensors(by_unit[decoder_layer]) if decoder_layer in by_unit else None
+    by_decoder_layer = layers_by_decoder_layer(layers)
+    return lambda decoder_layer: tensors(by_decoder_layer[decoder_layer]) if decoder_layer in by_decoder_layer else None
 
 
 def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer]) -> Tensors:
@@ -418,13 +418,13 @@ def keep_the_better(
             figures["heldout_error"] = figures["heldout_error_before"]
         figures |= {"kept": "none", "reason": reason}
         undone[plan.module] = replace(plan, figures={**plan.figures, "correction": figures})
-    for unit, layers in layers_by_unit(model.architecture.layers).items():
+    for decoder_layer, layers in layers_by_decoder_layer(model.architecture.layers).items():
         if ranks().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
-            model.partial.load(model.partial.keys_under(unit))
+            model.partial.load(model.partial.keys_under(decoder_layer))
             cut = cut_layers(model.partial.model, layers, undone)
             for layer in layers:
                 files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
-            model.partial.release(unit)
+            model.partial.release(decoder_layer)
     ranks().barrier()  # until all layers are kept
     return tuple(undone[plan.module] for plan in plans)
 

@@ -51,7 +51,7 @@ class BaseStream(LayerVisitor):
             self.outputs[self.at.batch] = output
             self.spill.keep(self.at.batch, hidden_of(output))
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
         """What a batch has passed already, where it has."""
         if self.at.batch not in self.outputs:
             return own

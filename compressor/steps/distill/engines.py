@@ -29,7 +29,7 @@ from compressor.errors import CompressionError
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
-from compressor.model.moe_layer import layers_by_unit
+from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import NotFiniteError, Objective
@@ -48,9 +48,9 @@ SCALE = 2.0  # LoRA's alpha / r
 
 @dataclass(frozen=True, slots=True)
 class TrainedLayer:
-    """State-dict keys of what is trained of the decoder layer `unit`: `whole`, or through LoRA's factors."""
+    """State-dict keys of what is trained of the decoder layer `decoder_layer`: `whole`, or through LoRA's factors."""
 
-    unit: str
+    decoder_layer: str
     whole: tuple[str, ...]
     factored: tuple[str, ...] = ()
 
@@ -107,14 +107,14 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
     `CompressionError` for a tensor that another layer shares.
     """
     live = model.partial.model
-    by_unit = layers_by_unit(model.architecture.layers)
+    by_decoder_layer = layers_by_decoder_layer(model.architecture.layers)
     parameters = {key for key, value in live.named_parameters() if value.is_floating_point()}
     linear = {f"{name}.weight" for name, module in live.named_modules() if isinstance(module, nn.Linear)}
     shared = {*model.partial.tied, *model.partial.tied.values()}
     trained = list[TrainedLayer]()
-    for unit in model.architecture.units:
-        keys = [key for key in model.partial.keys_under(unit) if key in parameters]
-        layers = by_unit.get(unit, [])
+    for decoder_layer in model.architecture.decoder_layers:
+        keys = [key for key in model.partial.keys_under(decoder_layer) if key in parameters]
+        layers = by_decoder_layer.get(decoder_layer, [])
         experts = tuple(f"{layer.name}." for layer in layers)
         routers = tuple(f"{layer.router}." for layer in layers)
         in_experts = [key for key in keys if key.startswith(experts)]
@@ -135,7 +135,7 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
             if key in shared:
                 raise CompressionError(f"{key} is shared by two layers, so it cannot be trained as one of them")
         if whole or factored:
-            trained.append(TrainedLayer(unit, tuple(whole), tuple(factored)))
+            trained.append(TrainedLayer(decoder_layer, tuple(whole), tuple(factored)))
     return tuple(trained)
 
 
@@ -247,21 +247,21 @@ def update(state: LayerState, gradients: Tensors, optimizer: str, rate: float) -
         master.grad = None
 
 
-def file_of(folder: Path, unit: str) -> Path:
-    return folder / f"{unit}.safetensors"
+def file_of(folder: Path, decoder_layer: str) -> Path:
+    return folder / f"{decoder_layer}.safetensors"
 
 
-def keep_state(folder: Path, unit: str, state: LayerState) -> None:
+def keep_state(folder: Path, decoder_layer: str, state: LayerState) -> None:
     tensors = dict(state.masters)
     for name, moments in state.moments.items():
         tensors |= {f"{MOMENTS}{name} {kind}": value for kind, value in moments.items()}
-    save_tensors(file_of(folder, unit), tensors, {"unit": unit})
+    save_tensors(file_of(folder, decoder_layer), tensors, {"unit": decoder_layer})
 
 
-def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = True) -> LayerState:
+def kept_state(folder: Path, decoder_layer: str, device: torch.device, moments: bool = True) -> LayerState:
     """A layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
     state = LayerState({})
-    for name, value in load_tensors(file_of(folder, unit)).items():
+    for name, value in load_tensors(file_of(folder, decoder_layer)).items():
         if not name.startswith(MOMENTS):
             state.masters[name] = value.to(device, copy=True)
         elif moments:
@@ -277,7 +277,7 @@ class _Engine:
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)
         self.model, self.options, self.seed = model, options, seed
-        self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}  # by decoder layer
+        self.layers: Mapping[str, TrainedLayer] = {layer.decoder_layer: layer for layer in layers}  # by decoder layer
         self.stored = stored_dtypes(model, layers)
 
     def loaded(self, layer: TrainedLayer) -> Tensors:
@@ -293,15 +293,15 @@ class _Engine:
             computed = value.detach().to(partial.device, partial.empty[key].dtype)
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
-    def values(self, folder: Path, unit: str) -> Tensors:
+    def values(self, folder: Path, decoder_layer: str) -> Tensors:
         """A layer's trained tensors in float32 in a kept state, by state-dict key; the layer itself is read anew."""
         partial = self.model.partial
-        layer = self.layers[unit]
-        partial.release(unit)
+        layer = self.layers[decoder_layer]
+        partial.release(decoder_layer)
         partial.load(layer.keys)
-        masters = kept_state(folder, unit, partial.device, moments=False).masters
+        masters = kept_state(folder, decoder_layer, partial.device, moments=False).masters
         values = layer.values(self.loaded(layer), masters)
-        partial.release(unit)
+        partial.release(decoder_layer)
         return values
 
 
@@ -315,13 +315,14 @@ class InMemory(_Engine):
         for layer in self.layers.values():
             self.read |= self.loaded(layer)
         self.states = {
-            unit: LayerState(layer.begin(self.read, options.rank, seed)) for unit, layer in self.layers.items()
+            decoder_layer: LayerState(layer.begin(self.read, options.rank, seed))
+            for decoder_layer, layer in self.layers.items()
         }
 
     def step(self, objective: Objective, rate: float) -> None:
         """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
-        for unit, layer in self.layers.items():
-            self.put(layer, self.read, self.states[unit].masters, train=True)
+        for decoder_layer, layer in self.layers.items():
+            self.put(layer, self.read, self.states[decoder_layer].masters, train=True)
         failed = 0.0
         try:
             self._backward(objective)
@@ -332,8 +333,8 @@ class InMemory(_Engine):
         objective.parts = dict(zip(objective.parts, parts, strict=True))
         if failures:  # at one rank, so at all
             raise NotFiniteError
-        for unit, layer in self.layers.items():
-            state = self.states[unit]
+        for decoder_layer, layer in self.layers.items():
+            state = self.states[decoder_layer]
             gradients = layer.gradients(self.model.partial.model, state.masters)
             gradients = {name: ranks().all_reduce(value) for name, value in gradients.items()}
             update(state, gradients, self.options.optimiser, rate)
@@ -341,10 +342,13 @@ class InMemory(_Engine):
     def _backward(self, objective: Objective) -> None:
         """Take the gradients of all batches' losses, the layers' forwards as the objective has them."""
         partial = self.model.partial
-        modules = {unit: partial.model.get_submodule(unit) for unit in self.model.architecture.units}
+        modules = {
+            decoder_layer: partial.model.get_submodule(decoder_layer)
+            for decoder_layer in self.model.architecture.decoder_layers
+        }
         try:
-            for unit, module in modules.items():
-                module.forward = objective.wrap_forward(unit, module.forward)
+            for decoder_layer, module in modules.items():
+                module.forward = objective.wrap_forward(decoder_layer, module.forward)
             with torch.enable_grad():
                 for number, batch in enumerate(objective.batches):
                     if len(batch.tokens):
@@ -358,16 +362,18 @@ class InMemory(_Engine):
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
         """Figures of the model as it would be stored now."""
-        for unit, layer in self.layers.items():
-            self.put(layer, self.read, self.states[unit].masters, train=False)
+        for decoder_layer, layer in self.layers.items():
+            self.put(layer, self.read, self.states[decoder_layer].masters, train=False)
         return evaluator.measure_loaded(self.model.partial.model)
 
     def save(self, folder: Path) -> None:
-        for unit, state in self.states.items():
-            keep_state(folder, unit, state)
+        for decoder_layer, state in self.states.items():
+            keep_state(folder, decoder_layer, state)
 
     def load(self, folder: Path) -> None:
-        self.states = {unit: kept_state(folder, unit, self.model.partial.device) for unit in self.layers}
+        self.states = {
+            decoder_layer: kept_state(folder, decoder_layer, self.model.partial.device) for decoder_layer in self.layers
+        }
 
 
 class Streamed(_Engine):
@@ -377,10 +383,10 @@ class Streamed(_Engine):
         super().__init__(model, options, seed)
         self.now = now
         shutil.rmtree(now, ignore_errors=True)
-        for unit, layer in self.layers.items():
+        for decoder_layer, layer in self.layers.items():
             model.partial.load(layer.keys)
-            keep_state(now, unit, LayerState(layer.begin(self.loaded(layer), options.rank, seed)))
-            model.partial.release(unit)
+            keep_state(now, decoder_layer, LayerState(layer.begin(self.loaded(layer), options.rank, seed)))
+            model.partial.release(decoder_layer)
 
     def step(self, objective: Objective, rate: float) -> None:
         run = ReversePass(self.model, [batch.tokens for batch in objective.batches])
@@ -406,29 +412,29 @@ class _Masters(ReverseVisitor):
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:
         self.engine, self.rate = engine, rate
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         engine = self.engine
-        layer = engine.layers.get(unit)
+        layer = engine.layers.get(decoder_layer)
         if layer is not None:
-            masters = kept_state(engine.now, unit, engine.model.partial.device, moments=False).masters
+            masters = kept_state(engine.now, decoder_layer, engine.model.partial.device, moments=False).masters
             engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
 
-    def done(self, unit: str) -> None:
+    def done(self, decoder_layer: str) -> None:
         engine = self.engine
-        layer = engine.layers.get(unit)
+        layer = engine.layers.get(decoder_layer)
         if self.rate is not None and layer is not None:
-            state = kept_state(engine.now, unit, engine.model.partial.device)
+            state = kept_state(engine.now, decoder_layer, engine.model.partial.device)
             gradients = layer.gradients(engine.model.partial.model, state.masters)
             update(state, gradients, engine.options.optimiser, self.rate)
-            keep_state(engine.now, unit, state)
+            keep_state(engine.now, decoder_layer, state)
 
 
-def _linked(source: Path, folder: Path, units: Mapping[str, TrainedLayer]) -> None:
+def _linked(source: Path, folder: Path, layer_names: Mapping[str, TrainedLayer]) -> None:
     """Give every layer's file, which is never written again, a name in another folder, too; or copy it there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for unit in units:
+    for decoder_layer in layer_names:
         try:
-            os.link(file_of(source, unit), file_of(folder, unit))
+            os.link(file_of(source, decoder_layer), file_of(folder, decoder_layer))
         except OSError:
-            shutil.copyfile(file_of(source, unit), file_of(folder, unit))
+            shutil.copyfile(file_of(source, decoder_layer), file_of(folder, decoder_layer))

@@ -117,7 +117,7 @@ class Objective(ReverseVisitor):
         self.batches = [Batch(batch.tokens[rows], batch.base.rows(rows), batch.weights[rows]) for batch in batches]
         self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
         self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
-        self.last = model.architecture.units[-1] if options.hidden_states else None
+        self.last = model.architecture.decoder_layers[-1] if options.hidden_states else None
         self.parts = {name: 0.0 for name in PARTS if getattr(options, name)}
         self.batch = 0
 
@@ -149,12 +149,12 @@ class Objective(ReverseVisitor):
     def on_batch_start(self, batch: int) -> None:
         self.batch = batch
 
-    def replaying(self, unit: str, batch: int) -> None:
+    def replaying(self, decoder_layer: str, batch: int) -> None:
         self.batch = batch
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
         """The layer's forward; where gradients are taken, the distance of the last one's output joins the loss."""
-        if unit != self.last:
+        if decoder_layer != self.last:
             return own
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -132,8 +132,8 @@ class Training:
             return None
         state = read_as(State, figures)
         for step in {state.step, state.best} - {0}:
-            for unit in self.engine.layers:
-                if read_metadata(file_of(self.folder(step), unit)) is None:  # cut short by a loss of power
+            for decoder_layer in self.engine.layers:
+                if read_metadata(file_of(self.folder(step), decoder_layer)) is None:  # cut short by a loss of power
                     return None
         return state
 
@@ -215,10 +215,10 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
         if not ranks().is_first:
             return figures
         shutil.rmtree(trained, ignore_errors=True)
-        for number, unit in enumerate(engine.layers if figures["changed"] else ()):
-            values = engine.values(training.folder(state.best), unit)
+        for number, decoder_layer in enumerate(engine.layers if figures["changed"] else ()):
+            values = engine.values(training.folder(state.best), decoder_layer)
             tensors = stored_tensors(run.model, values, engine.stored)
-            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
+            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": decoder_layer})
     finally:
         run.model.partial.release("")
     save_tensors(trained / FIGURES, {}, figures)

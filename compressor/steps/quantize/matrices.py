@@ -32,7 +32,7 @@ class Matrix:
 
     module: str  # name under which it is stored
     key: str  # state-dict entry that it is, or is a part of
-    unit: str
+    decoder_layer: str
     rows: int
     columns: int
     owner: str  # the module that holds the entry
@@ -66,8 +66,8 @@ class Matrices:
     names: Mapping[str, str]  # under which tensors are stored that are stored as they are, by key
     stored: bool  # whether they can be read from stored tensors, without loading the layer
 
-    def of(self, unit: str) -> list[Matrix]:
-        return [matrix for matrix in self.every if matrix.unit == unit]
+    def of(self, decoder_layer: str) -> list[Matrix]:
+        return [matrix for matrix in self.every if matrix.decoder_layer == decoder_layer]
 
 
 def find_matrices(model: OpenModel, targets: str) -> Matrices:
@@ -90,8 +90,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     every = [*_of_experts(partial.model, in_experts, _names_of_experts(partial, keys, in_experts))]
     if targets == ALL:
         every += _dense(model, keys, shapes)
-    order = {unit: number for number, unit in enumerate(architecture.units)}
-    every.sort(key=lambda matrix: order[matrix.unit])
+    order = {decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)}
+    every.sort(key=lambda matrix: order[matrix.decoder_layer])
     quantized = {matrix.key for matrix in every}
     names = {key: name for name, key in keys.targets.items()}
     ignored = set[str]()
@@ -191,7 +191,7 @@ def _of_experts(
         for expert, part in product(range(layer.experts), _parts_of(key)):
             rows, columns = matrix_of(module, tensor, getattr(module, tensor)[expert], part).shape
             name = names.get((key, expert, part), f"{layer.name}.{expert}.{part}_proj")
-            yield Matrix(name, key, layer.unit, rows, columns, layer.name, expert, part)
+            yield Matrix(name, key, layer.decoder_layer, rows, columns, layer.name, expert, part)
 
 
 def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) -> Iterator[Matrix]:
@@ -203,10 +203,12 @@ def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) 
         module = modules.get(owner)
         if not isinstance(module, nn.Linear) or module.out_features == 1 or key.startswith(routers):
             continue
-        units = [unit for unit in model.architecture.units if key.startswith(f"{unit}.")]
+        layer_names = [
+            decoder_layer for decoder_layer in model.architecture.decoder_layers if key.startswith(f"{decoder_layer}.")
+        ]
         by_itself = keys.patterns[name] is None and tuple(shapes[name]) == tuple(module.weight.shape)
         # with "weight" in the module's name, loaders would take that for the tensor's own name
         named = name.endswith(".weight") and "weight" not in owner
-        if units and by_itself and named and key not in model.partial.tied:
+        if layer_names and by_itself and named and key not in model.partial.tied:
             rows, columns = module.weight.shape
-            yield Matrix(name.removesuffix(".weight"), key, max(units, key=len), rows, columns, owner)
+            yield Matrix(name.removesuffix(".weight"), key, max(layer_names, key=len), rows, columns, owner)

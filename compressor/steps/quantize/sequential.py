@@ -72,17 +72,17 @@ class Quantizing(LayerVisitor):
     def __init__(self, writer: Writer, calibration: Calibration) -> None:
         self.writer, self.calibration = writer, calibration
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         live = self.at.model
         scheme = self.writer.scheme
-        matrices = self.writer.matrices.of(unit)
+        matrices = self.writer.matrices.of(decoder_layer)
         if not matrices:
             return
         for key in dict.fromkeys(matrix.key for matrix in matrices):  # loaded tensors may be the files' own
             set_tensor(live, key, live.get_parameter(key).detach().clone())
-        file = self.writer.kept_file(unit)
+        file = self.writer.kept_file(decoder_layer)
         if read_metadata(file) is None:
-            self._quantize(unit, matrices, lambda: replay(range(len(self.calibration.batches))))
+            self._quantize(decoder_layer, matrices, lambda: replay(range(len(self.calibration.batches))))
             return
         tensors = load_tensors(file)
         for matrix in matrices:
@@ -90,7 +90,7 @@ class Quantizing(LayerVisitor):
             stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
             matrix.of(live).copy_(scheme.unpack(stored))
 
-    def _quantize(self, unit: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
+    def _quantize(self, decoder_layer: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
         """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
@@ -112,7 +112,7 @@ class Quantizing(LayerVisitor):
             own = [matrix for matrix in matrices if matrix.owner == layer.name]
             self._quantize_experts(layer, routed[layer.name], own)
         if ranks().is_first:
-            save_tensors(self.writer.kept_file(unit), self.tensors, self.sums)
+            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.sums)
         ranks().barrier()
         self.tensors.clear()
 
@@ -183,8 +183,8 @@ def quantize_sequentially(writer: Writer, calibration: Calibration, progress: Pr
 
     Those that are kept already are not made again.
     """
-    units = {matrix.unit for matrix in writer.matrices.every}
-    text_pass = Pass(writer.model, calibration.batches, progress, "quantize", seed, wanted=units, shared=True)
+    layer_names = {matrix.decoder_layer for matrix in writer.matrices.every}
+    text_pass = Pass(writer.model, calibration.batches, progress, "quantize", seed, wanted=layer_names, shared=True)
     with torch.no_grad():
         text_pass.run(Quantizing(writer, calibration))
     ranks().barrier()

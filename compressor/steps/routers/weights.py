@@ -87,16 +87,16 @@ class _WithWeights(ReverseVisitor):
     def __init__(self, model: OpenModel, weights: Weights) -> None:
         self.model, self.weights = model.partial.model, weights
 
-    def on_layer_loaded(self, unit: str) -> None:
-        for key, weight in (_tensors_under(unit, self.model, self.weights) or {}).items():
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        for key, weight in (_tensors_under(decoder_layer, self.model, self.weights) or {}).items():
             set_tensor(self.model, key, weight)
 
 
-def _tensors_under(unit: str, model: Any, weights: Weights) -> Weights | None:
+def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights | None:
     """Return the router tensors of a decoder layer, like those of the model, by key; None if there are none."""
     tensors = dict[str, Tensor]()
     for key, weight in weights.items():
-        if key.startswith(f"{unit}."):
+        if key.startswith(f"{decoder_layer}."):
             present = getattr(*parent_and_name(model, key))
             tensors[key] = weight.to(present.device, present.dtype)
     return tensors or None
@@ -188,7 +188,7 @@ class RouterGradients(ReverseVisitor):
         self._watching = ExitStack()
         self._seen = list[tuple[str, Product]]()
 
-    def replaying(self, unit: str, batch: int) -> None:
+    def replaying(self, decoder_layer: str, batch: int) -> None:
         self._seen = []
         for layer in self.at.moe_layers:
             note = partial(self._note, router_weight(layer))
@@ -202,7 +202,7 @@ class RouterGradients(ReverseVisitor):
         self._seen.append((key, Product(product.inputs, logits, product.weight)))
         return logits
 
-    def returned(self, unit: str, batch: int) -> None:
+    def returned(self, decoder_layer: str, batch: int) -> None:
         self._watching.close()
         for key, product in self._seen:
             gradient = product.logits.grad
@@ -212,7 +212,7 @@ class RouterGradients(ReverseVisitor):
             g = as_float64(gradient.reshape(len(x), -1))
             self.found.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
-    def done(self, unit: str) -> None:
+    def done(self, decoder_layer: str) -> None:
         """Add up the moments of the layer's routers over all ranks."""
         for layer in self.at.moe_layers:
             key = router_weight(layer)
@@ -308,12 +308,12 @@ class _Inputs(LayerVisitor):
     biased: set[str] = field(default_factory=set)
     _watching: ExitStack = field(default_factory=ExitStack)
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
             if layer in self.layers:
                 self._watching.enter_context(watched(self.at.model, layer, partial(self._add, layer.name)))
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         self._watching.close()
 
     def _add(self, name: str, product: Product) -> None:
@@ -326,7 +326,7 @@ class _Inputs(LayerVisitor):
 def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
     """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses have no place."""
     inputs, places = _Inputs(layers), list[BiasPlace]()
-    Pass(model, batches, wanted={layer.unit for layer in layers}).run(inputs)
+    Pass(model, batches, wanted={layer.decoder_layer for layer in layers}).run(inputs)
     for layer in layers:
         if layer.name not in inputs.found:
             continue

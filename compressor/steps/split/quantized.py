@@ -93,7 +93,7 @@ class StoredParts:
         finished = set[str]()  # layers whose experts are stored by themselves
         outputs = list[OutputTensor]()
         for name, role in roles.items():
-            output = OutputTensor.copy(model.checkpoint, name, role.unit)
+            output = OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
             if role.kind == "plain":
                 outputs.append(output)
             elif role.kind == "table" or role.is_router:
@@ -105,7 +105,7 @@ class StoredParts:
             elif role.layer not in finished:
                 finished.add(role.layer)
                 outputs += self._of_single_experts(model, layers[role.layer], plans[role.layer])
-        return in_order_of(model.architecture.units, outputs)
+        return in_order_of(model.architecture.decoder_layers, outputs)
 
     def _beside(self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan) -> OutputTensor:
         """A router's tensor, or a table of expert ids, for the parts that stay."""
@@ -142,7 +142,7 @@ class StoredParts:
                 renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
                 shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
                 content = partial(self._parts, model, roles[stored.name], [(stored.name, member)])
-                yield OutputTensor(renamed, stored.dtype, shape, layer.unit, content, stored.each)
+                yield OutputTensor(renamed, stored.dtype, shape, layer.decoder_layer, content, stored.each)
 
     def _parts(self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]) -> Iterator[Piece]:
         """The bytes of parts, each from a stored tensor by the part's number."""

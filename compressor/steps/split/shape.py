@@ -241,7 +241,7 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
 def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
     """Run a block on tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
     inside = len(f"{layer.block}.")
-    if layer.block == layer.unit:
+    if layer.block == layer.decoder_layer:
         *_, weights, index = block.get_submodule(layer.router[inside:])(hidden[0])
         if index.is_floating_point():
             weights, index = index, weights

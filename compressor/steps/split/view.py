@@ -73,7 +73,7 @@ class Metering(LayerVisitor):
         self.energies = dict[str, Tensor]()  # [E, I] float64, by layer
         self.watches = list[Watch]()
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
             experts = self.at.model.get_submodule(layer.name)
             device = float64_device(experts.down_proj.device)
@@ -83,7 +83,7 @@ class Metering(LayerVisitor):
             self.watches.append(watch.attach())
 
     @torch.no_grad()
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         for watch in self.watches:
             watch.detach()
         self.watches.clear()

@@ -31,9 +31,17 @@ MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")
 
 
 def moe_layer(index: int, groups: int = 1, part: str = "mlp", experts: int = 8) -> MoeLayer:
-    unit = f"model.layers.{index}"
+    decoder_layer = f"model.layers.{index}"
     return MoeLayer(
-        f"{unit}.{part}.experts", f"{unit}.{part}", f"{unit}.{part}.gate", unit, index, experts, 2, groups, groups
+        f"{decoder_layer}.{part}.experts",
+        f"{decoder_layer}.{part}",
+        f"{decoder_layer}.{part}.gate",
+        decoder_layer,
+        index,
+        experts,
+        2,
+        groups,
+        groups,
     )
 
 
