@@ -159,13 +159,13 @@ class _ByKey(TracedPass):
     split: dict[tuple[int, int, int], KeyInfluence] = field(default_factory=dict)  # by layer, sequence and head
     recorded: _Products = field(default_factory=_Products)  # of the layer that is running
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """The layer's own forward, traced and with its products recorded."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.recorded.products.clear()
             with self.recorded:
-                return own(*args, **kwargs)
+                return layer_forward(*args, **kwargs)
 
         return TracedPass.wrap_forward(self, decoder_layer, recorded)
 

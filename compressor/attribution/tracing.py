@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.model.experts import Watch
+from compressor.model.experts import MoeHooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
 
@@ -418,7 +418,7 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: Exi
     router = model.get_submodule(layer.router)
     stack.enter_context(router.register_forward_pre_hook(lambda *_: products.clear()))
     routed = trace.routed.setdefault(layer.name, [])
-    watch = Watch(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
+    watch = MoeHooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
     stack.enter_context(watch)
 
 
@@ -429,7 +429,7 @@ class TracedPass(LayerVisitor):
         """Look at a layer's trace on a batch; may raise `CompressionError`."""
         raise NotImplementedError
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """The layer's own forward, traced."""
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -444,7 +444,11 @@ class TracedPass(LayerVisitor):
                     _watch_part(part, model.get_submodule(part), trace, stack)
                 for layer in layers:
                     _watch_layer(layer, model, trace, stack)
-                output = own(start, *args[1:], **kwargs) if args else own(**{**kwargs, "hidden_states": start})
+                output = (
+                    layer_forward(start, *args[1:], **kwargs)
+                    if args
+                    else layer_forward(**{**kwargs, "hidden_states": start})
+                )
             first = _first(output)
             if isinstance(first, Traced):
                 trace.terms = first.terms

@@ -309,9 +309,9 @@ class HeldoutProbe(LayerVisitor):
 
     def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
-        share = ranks().share(self.evaluator.batches)
-        own = [place for place, (_, number) in enumerate(self.entries) if number in share]
-        Pass(model, self.batches, progress, phase, to_end=True, own=own).run(self, *visitors)
+        own_numbers = ranks().share(self.evaluator.batches)
+        share = [place for place, (_, number) in enumerate(self.entries) if number in own_numbers]
+        Pass(model, self.batches, progress, phase, to_end=True, share=share).run(self, *visitors)
 
     def on_batch_start(self, batch: int) -> None:
         place = batch - self.first

@@ -138,7 +138,7 @@ Called = Callable[[tuple[Any, ...], dict[str, Any], Any], None]  # (arguments, k
 
 
 @dataclass(slots=True)
-class Watch:
+class MoeHooks:
     """Callbacks for an MoE layer of a live model, while attached; also a context manager, attached within the block.
 
     Of one call of the layer they come in this order: `on_router` after the router, `on_experts` with hidden [T, H],

@@ -351,7 +351,7 @@ class _Rows(nn.Module):
 
 @dataclass(slots=True)
 class MtpStage(LayerVisitor):
-    """A model or one of its heads that text runs through; each head gets the last hidden states of the leg before it.
+    """A model or one of its heads that text runs through; each head gets the last hidden states of the stage before it.
 
     The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is what they stand for.
     The argmax tokens of `evaluated` batches are kept. All batches of the pass must be finished.
@@ -400,11 +400,11 @@ class MtpStage(LayerVisitor):
             model.set_submodule(name, embedded)
 
 
-def legs_of(
+def mtp_stages(
     model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], evaluated: frozenset[int] = frozenset()
 ) -> list[MtpStage]:
-    """A model and its heads, to be run in this order on token ids [B, L], each leg within its `hooked`."""
-    legs = [MtpStage(model, tuple(batches), evaluated)]
+    """A model and its heads, to be run in this order on token ids [B, L], each stage within its `hooked`."""
+    stages = [MtpStage(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)
         shortest = min(batch.shape[1] for batch in tokens) + 1
@@ -419,9 +419,9 @@ def legs_of(
         width = int(partial.model.get_input_embeddings().weight.shape[1])
         table = allocate((sum(sizes), width), partial.dtype, partial.device)
         rows = tuple(row_numbers.view(batch.shape) for row_numbers, batch in numbers)
-        legs.append(MtpStage(head.model, rows, evaluated, head, tokens, table))
-        legs[-2].following = legs[-1]
-    return legs
+        stages.append(MtpStage(head.model, rows, evaluated, head, tokens, table))
+        stages[-2].following = stages[-1]
+    return stages
 
 
 def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
@@ -460,8 +460,8 @@ def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Tensor]:
     """Each head's `agreement` on token ids [B, L], from a pass over the model and its heads that looks at no more."""
-    legs = legs_of(model, heads, batches, frozenset(range(len(batches))))
-    for leg in legs:
-        with leg.hooked():
-            Pass(leg.model, leg.batches, to_end=True).run(leg)
-    return [agreement(legs[0], leg) for leg in legs[1:]]
+    stages = mtp_stages(model, heads, batches, frozenset(range(len(batches))))
+    for mtp_stage in stages:
+        with mtp_stage.hooked():
+            Pass(mtp_stage.model, mtp_stage.batches, to_end=True).run(mtp_stage)
+    return [agreement(stages[0], mtp_stage) for mtp_stage in stages[1:]]

@@ -141,7 +141,7 @@ Replay = Callable[[Iterable[int]], None]
 
 
 @dataclass(slots=True)
-class Place:
+class PassPosition:
     """Where a pass is; all its visitors share one."""
 
     model: Any  # the live modules, of which one decoder layer is loaded
@@ -162,7 +162,7 @@ class LayerVisitor:
     which the pass sets, says where it is.
     """
 
-    at: Place
+    at: PassPosition
     repeatable: ClassVar[bool] = False  # if a layer may come several times, as it does in some models
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
@@ -174,9 +174,9 @@ class LayerVisitor:
         `replay(numbers)` runs these batches through the layer and leaves them where they are.
         """
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
-        """The forward that the batch which is running passes, in place of the layer's `own`; replays keep that."""
-        return own
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """The forward that the batch which is running passes, in place of the `layer_forward`; replays keep that."""
+        return layer_forward
 
     def on_batch_start(self, batch: int) -> None:
         """A batch is about to run: to the first layer, through a layer to the next one, in a replay, to the output."""
@@ -198,7 +198,7 @@ class Pass:
     It ends with the last layer that has MoE layers, or that is `wanted`. With `to_end` all batches go on to the model's
     output; those of `evaluation`, numbered after the others, always do. A `phase` is reported to `progress`, layer by
     layer. With a `seed` torch's random state is forked for the pass and seeded. Of several processes each runs its
-    share of the batches if they are `shared`, or those of its `own` numbers; visitors see those alone.
+    share of the batches if they are `shared`, or those numbered in `share`; visitors see those alone.
     """
 
     model: OpenModel
@@ -210,7 +210,7 @@ class Pass:
     evaluation: Sequence[Tensor] = ()
     wanted: Collection[str] | None = None  # decoder layers
     shared: bool = False
-    own: Collection[int] | None = None
+    share: Collection[int] | None = None
     gradients: bool = False  # whether the stock code around the layers runs with gradients
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
@@ -262,14 +262,14 @@ class _Lockstep:
         self.run, self.visitors, self.driver = run, visitors, getcurrent()
         architecture, self.partial = run.model.architecture, run.model.partial
         self.model, self.decoder_layers = self.partial.model, architecture.decoder_layers
-        self.place = Place(self.model, layers_by_decoder_layer(architecture.layers))
+        self.place = PassPosition(self.model, layers_by_decoder_layer(architecture.layers))
         for visitor in visitors:
             visitor.at = self.place
         self.batches = [*run.batches, *run.evaluation]
         everything = self.decoder_layers if run.finishing else self.place.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
-        self.spill = ActivationOffload(run.activation_budget)
-        self.own = ranks().share(run.batches, run.evaluation) if run.shared else run.own
+        self.offload = ActivationOffload(run.activation_budget)
+        self.share = ranks().share(run.batches, run.evaluation) if run.shared else run.share
         modules = {decoder_layer: self.model.get_submodule(decoder_layer) for decoder_layer in self.decoder_layers}
         self.forwards: dict[str, Forward] = {decoder_layer: module.forward for decoder_layer, module in modules.items()}
         for decoder_layer, module in modules.items():
@@ -288,7 +288,7 @@ class _Lockstep:
             self.model.get_submodule(name).register_forward_pre_hook(lambda *_, keys=keys: self.partial.load(keys))
             for name, keys in _outside_keys(self.partial, (*self.decoder_layers, *self.blocks)).items()
         ]
-        numbers = range(len(self.batches)) if self.own is None else sorted(self.own)
+        numbers = range(len(self.batches)) if self.share is None else sorted(self.share)
         self.runs = {number: greenlet(self._run) for number in numbers}
 
     def layers(self) -> Iterator[str]:
@@ -384,31 +384,33 @@ class _Lockstep:
         inputs = forward_inputs(self.batches[number], self.partial.device, self.partial.dtype)
         return self.model(**inputs, use_cache=False)
 
-    def _spill(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _offload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Have the hidden states that a layer or block is called with wait on disk, where they are too much."""
         hidden = next(iter((*args, *kwargs.values())), None)
-        self.spill.keep(self.place.batch, hidden)
+        self.offload.keep(self.place.batch, hidden)
 
-    def _pass_block(self, block: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The forward of a tower's block: wait until it is loaded; one that layers call later is loaded as it runs."""
         if self.before_layers:
-            self._spill(args, kwargs)
+            self._offload(args, kwargs)
             self.driver.switch(block)
         self.partial.load(self.partial.keys_under(block))
-        return own(*args, **kwargs)
+        return layer_forward(*args, **kwargs)
 
     def _pass_layer(self, decoder_layer: str, *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
-        own = self.forwards[decoder_layer]
-        self._spill(args, kwargs)
+        layer_forward = self.forwards[decoder_layer]
+        self._offload(args, kwargs)
         while self.driver.switch(decoder_layer) == _REPLAY:
             copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
-            self._came_out(own(*copies, **kwargs))  # which may change them in place without the batch noticing
+            self._show_output(
+                layer_forward(*copies, **kwargs)
+            )  # which may change them in place without the batch noticing
         for visitor in self.visitors:
-            own = visitor.wrap_forward(decoder_layer, own)
-        return self._came_out(own(*args, **kwargs))
+            layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
+        return self._show_output(layer_forward(*args, **kwargs))
 
-    def _came_out(self, output: Any) -> Any:
+    def _show_output(self, output: Any) -> Any:
         for visitor in self.visitors:
             visitor.on_layer_output(output)
         return output
@@ -519,10 +521,10 @@ class ReversePass:
             calls.at.batch = batch
             for visitor in visitors:
                 visitor.replaying(decoder_layer, batch)
-            own: Forward = module.forward
+            layer_forward: Forward = module.forward
             for visitor in visitors:
-                own = visitor.wrap_forward(decoder_layer, own)
-            calls.hand_down(decoder_layer, batch, own)
+                layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
+            calls.hand_down(decoder_layer, batch, layer_forward)
             for visitor in visitors:
                 visitor.returned(decoder_layer, batch)
         for visitor in visitors:
@@ -536,7 +538,7 @@ class _Calls(LayerVisitor):
 
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
-        self.partial, self.loss, self.spill = run.model.partial, loss, ActivationOffload(run.activation_budget)
+        self.partial, self.loss, self.offload = run.model.partial, loss, ActivationOffload(run.activation_budget)
         self.held: dict[tuple[str, int], Arguments] = {}
         self.left: list[list[Tensor]] = [[] for _ in range(count)]  # what layers put into containers, by batch
         self.outputs: list[list[Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch
@@ -544,21 +546,21 @@ class _Calls(LayerVisitor):
         self.losses = [0.0] * count
         self.strayed = list[str]()
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """The layer's forward, with its call kept and its outputs made leaves from which gradients start."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
             self._refuse_other_ways(decoder_layer, hidden, others)
             saved = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
-            self.spill.keep((decoder_layer, self.at.batch), saved)
+            self.offload.keep((decoder_layer, self.at.batch), saved)
             as_now = [(name, saved)]
             for key, value in others:  # containers are copied, should the layer write into one
                 as_now.append((key, copy.copy(value) if isinstance(value, MutableMapping | list) else value))
             self.held[decoder_layer, self.at.batch] = tuple(as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
-                output = own(*args, **kwargs)
+                output = layer_forward(*args, **kwargs)
             for value in _tensors(others):  # for later layers, if any asks
                 if id(value) not in before and value.is_floating_point():
                     self.left[self.at.batch].append(value)
@@ -595,7 +597,7 @@ class _Calls(LayerVisitor):
             raise _another_way(self.partial, "its output hangs on more than the last layer's hidden states")
         self._keep_gradient(batch, hidden)
 
-    def hand_down(self, decoder_layer: str, batch: int, own: Forward) -> None:
+    def hand_down(self, decoder_layer: str, batch: int, layer_forward: Forward) -> None:
         """Replay a batch's call of a layer with gradients, and send the gradient of its output back through it."""
         (name, saved), *others = self.held.pop((decoder_layer, batch))
         hidden = saved.to(self.partial.device).requires_grad_()
@@ -604,18 +606,18 @@ class _Calls(LayerVisitor):
             for value in self.left[batch]:
                 value.requires_grad_()
             args, kwargs = as_call([(name, hidden.clone()), *others])  # a layer may write into it, but not into a leaf
-            output = hidden_of(own(*args, **kwargs))
+            output = hidden_of(layer_forward(*args, **kwargs))
         output.backward(gradient)
         if any(value.grad is not None for value in self.left[batch]):
             raise _another_way(
                 self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
             )
-        self.spill.forget((decoder_layer, batch))
+        self.offload.forget((decoder_layer, batch))
         self._keep_gradient(batch, hidden)
 
     def _keep_gradient(self, batch: int, hidden: Tensor) -> None:
         gradient = (torch.zeros_like(hidden) if hidden.grad is None else hidden.grad).cpu()
-        self.spill.keep(batch, gradient)
+        self.offload.keep(batch, gradient)
         self.gradients[batch] = gradient
 
 

@@ -94,14 +94,14 @@ class SideBySide(LayerVisitor):
         self._filled: int | None = None  # the variant whose layer is ready
         self._forward: Forward | None = None  # of that layer; None: the model's own
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         variant = self.variants[self.at.batch]
         if variant is None:
-            return own
+            return layer_forward
         if variant != self._filled:
             self._release()
             self._fill(decoder_layer, variant)
-        return self._forward or own
+        return self._forward or layer_forward
 
     def on_layer_end(self, decoder_layer: str) -> None:
         self._release()

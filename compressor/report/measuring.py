@@ -30,7 +30,7 @@ from compressor.data.batches import Calibration, calibrate, load_tokenizer, repe
 from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
-from compressor.model.experts import Watch
+from compressor.model.experts import MoeHooks
 from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass, hidden_of
@@ -309,11 +309,11 @@ class _WatchedLayer:
         self.width = int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
-        self.collectors, self.watches = list[Collector](), list[Watch]()
+        self.collectors, self.watches = list[Collector](), list[MoeHooks]()
         for turn, model in enumerate(models):
             self.collectors.append(Collector(layers[turn], model, needs[turn], seed))
             on_output, on_block = partial(self._experts_ran, turn), partial(self._block_ran, turn)
-            self.watches.append(Watch(model, self.layer, on_output=on_output, on_block=on_block).attach())
+            self.watches.append(MoeHooks(model, self.layer, on_output=on_output, on_block=on_block).attach())
 
     def _experts_ran(self, turn: int, hidden: Tensor, output: Tensor) -> None:
         self.outputs[turn] = output
@@ -392,8 +392,8 @@ class _BaseAndOutput(LayerVisitor):
         else:
             self.random = torch.get_rng_state()
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
-        return self.models[1].partial.model.get_submodule(decoder_layer).forward if self.turn else own
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        return self.models[1].partial.model.get_submodule(decoder_layer).forward if self.turn else layer_forward
 
     def on_layer_output(self, output: Any) -> None:
         if self.turn:  # with what the base's has just made of the same batch

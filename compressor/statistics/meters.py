@@ -97,7 +97,7 @@ class Meter:
         With gate weights [n] and L2 norms [n].
         """
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         """The batch's hidden states [B, L, H] have come out of the decoder layer."""
 
     def absorb(self, other: Self, scale: float) -> None:
@@ -188,7 +188,7 @@ class StreamEnergySum(Sum):
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         self.waiting.append((expert, rows, (as_float64(weights) * norms).square()))
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         weights = stream_weights(hidden, self.tokens)
         for expert, rows, energies in self.waiting:
             self.total[expert] += (energies * weights[rows.to(weights.device)]).sum().cpu()
@@ -222,7 +222,7 @@ class TokenSum(Sum):
         assert self.call is not None
         self.outputs[(self.call.index == expert).nonzero(as_tuple=True)] = outputs.float()
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         if self.call is not None and len(self.call.hidden):
             self.add(self.call, self.outputs)
         self.call, self.outputs = None, torch.zeros(0)

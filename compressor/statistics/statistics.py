@@ -28,7 +28,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, build_meta
-from compressor.model.experts import Watch
+from compressor.model.experts import MoeHooks
 from compressor.model.inputs import media_of, parts_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -216,7 +216,7 @@ class Collector:
             for name, entry in STATISTICS.items()
             if name in needs and entry.meter is not None
         }
-        self.watch = Watch(
+        self.watch = MoeHooks(
             model,
             layer,
             on_router=self._router_ran,
@@ -276,10 +276,10 @@ class Collector:
         for meter in self.meters.values():
             meter.expert_ran(expert, rows, weights, norms, outputs)
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         """The decoder layer has put out the batch's hidden states [B, L, H]."""
         for meter in self.meters.values():
-            meter.came_out(hidden)
+            meter.on_layer_output(hidden)
 
     def absorb(self, other: Self, scale: float = 1.0) -> None:
         """Take in what another collector of the same layer has seen, its sums times `scale`."""
@@ -367,10 +367,10 @@ class Observers:
             self.observing = self.collectors[self.calibration.source_of(batch)]
             self.observing.enter(tokens.numel(), self.rows[batch], batch, tokens)
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         """The decoder layer has put out the batch's hidden states [B, L, H]."""
         if self.observing is not None:
-            self.observing.came_out(hidden)
+            self.observing.on_layer_output(hidden)
 
     def detach(self) -> None:
         """Stop observing."""
@@ -457,4 +457,4 @@ class _Watching(LayerVisitor):
 
     def on_layer_output(self, output: Any) -> None:
         for observers in self.active:
-            observers.came_out(hidden_of(output))
+            observers.on_layer_output(hidden_of(output))

@@ -179,11 +179,11 @@ class _Observer(LayerVisitor):
         case = self.cases[self.at.batch]
         return args, kwargs | model_inputs(model, case.tokens, 0, case.mask)
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """The layer's own forward, of nudged values for the nudged batch."""
         if self.cases[self.at.batch].name != NUDGED_NAME:
-            return own
-        return lambda hidden_states, *args, **kwargs: own(nudge(hidden_states), *args, **kwargs)
+            return layer_forward
+        return lambda hidden_states, *args, **kwargs: layer_forward(nudge(hidden_states), *args, **kwargs)
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
         if self.shown is not None:

@@ -65,7 +65,7 @@ def cut_case(
     recording = Recording(layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
     recording.attach(stock)
     behind = stock.get_submodule(layer.decoder_layer).register_forward_hook(
-        lambda _, __, output: recording.came_out(hidden_of(output))
+        lambda _, __, output: recording.on_layer_output(hidden_of(output))
     )
     for number, part in enumerate((rows[:sequences], rows[sequences:])):
         recording.enter(number)

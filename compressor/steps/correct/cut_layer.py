@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.model.experts import Parameters, Watch, apply_expert, expert_parameters, routed
+from compressor.model.experts import MoeHooks, Parameters, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
@@ -80,7 +80,7 @@ class Recording:
         block = model.get_submodule(self.layer.block)
         named = chain(block.named_parameters(), block.named_buffers())
         self._block_tensors = {id(value): name for name, value in named}
-        self._watch = Watch(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
+        self._watch = MoeHooks(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
 
     def detach(self) -> None:
         self._watch.detach()
@@ -120,7 +120,7 @@ class Recording:
         same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
         return _Argument(keyword, dim, None if same else Rows(self.expected))
 
-    def came_out(self, hidden: Tensor, shift: Tensor | None = None) -> None:
+    def on_layer_output(self, hidden: Tensor, shift: Tensor | None = None) -> None:
         """Take the hidden states [B, L, H] behind the decoder layer, and a `shift`, alike, to add to the outputs.
 
         An error counts by the inverse square of the hidden state.

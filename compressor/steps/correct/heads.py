@@ -11,7 +11,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, legs_of, names_of
+from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, mtp_stages, names_of
 from compressor.model.opened import OpenModel, open_alike
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
@@ -124,15 +124,15 @@ def statistics_with_heads(
             for stats in collect(head.model, needs, None, progress, seed):
                 yield _named(stats, head)
         return
-    legs = legs_of(model, heads, calibration.batches, evaluated_batches(calibration))
-    for leg in legs:
-        passing = replace(calibration, batches=leg.batches)
-        with leg.hooked():
-            for stats in collect(leg.model, needs, passing, progress, seed, leg):
-                yield stats if leg.head is None else _named(stats, leg.head)
-        if leg.head is not None:
-            every_rank = ranks().all_reduce(agreement(legs[0], leg))
-            accepted[leg.head.named.name] = _figure(every_rank, "before", calibration)
+    stages = mtp_stages(model, heads, calibration.batches, evaluated_batches(calibration))
+    for mtp_stage in stages:
+        passing = replace(calibration, batches=mtp_stage.batches)
+        with mtp_stage.hooked():
+            for stats in collect(mtp_stage.model, needs, passing, progress, seed, mtp_stage):
+                yield stats if mtp_stage.head is None else _named(stats, mtp_stage.head)
+        if mtp_stage.head is not None:
+            every_rank = ranks().all_reduce(agreement(stages[0], mtp_stage))
+            accepted[mtp_stage.head.named.name] = _figure(every_rank, "before", calibration)
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:

@@ -26,7 +26,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
 from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
-from compressor.model.mtp import Head, MtpStage, kept_heads, legs_of
+from compressor.model.mtp import Head, MtpStage, kept_heads, mtp_stages
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
     DEFAULT_ACTIVATION_BUDGET,
@@ -106,9 +106,9 @@ class _InOrder(LayerVisitor):
         hidden = hidden_of(output)
         for watching in self.active:
             if isinstance(watching, Recording) and self.base_stream is not None:
-                watching.came_out(hidden, self.base_stream.shift(self.at.batch, hidden))
+                watching.on_layer_output(hidden, self.base_stream.shift(self.at.batch, hidden))
             else:
-                watching.came_out(hidden)
+                watching.on_layer_output(hidden)
 
     def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
@@ -127,8 +127,12 @@ class _InOrder(LayerVisitor):
             self._fill(decoder_layer, layers, tensors)
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
-        return own if decoder_layer != self.smaller.filled else self.smaller.model.get_submodule(decoder_layer).forward
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        return (
+            layer_forward
+            if decoder_layer != self.smaller.filled
+            else self.smaller.model.get_submodule(decoder_layer).forward
+        )
 
     def on_layer_end(self, decoder_layer: str) -> None:
         self.smaller.release()
@@ -271,9 +275,9 @@ def _compress_model(
     phase: str,
     files: CutFiles | None,
     probe: HeldoutProbe | None = None,
-    leg: MtpStage | None = None,
+    mtp_stage: MtpStage | None = None,
 ) -> tuple[LayerPlan, ...]:
-    """Compress one model's layers; for the sake of a `leg` the batches go on to its output."""
+    """Compress one model's layers; with an `mtp_stage` the batches go on to the model's output."""
     batches = calibration.batches
     evaluation = [] if probe is None else probe.batches
     state = _InOrder(model, calibration, work, files)
@@ -289,17 +293,17 @@ def _compress_model(
     if probe is not None:
         probe.first = len(batches)
         visitors.append(probe)
-    if leg is not None:
-        visitors.append(leg)
+    if mtp_stage is not None:
+        visitors.append(mtp_stage)
     text_pass = Pass(
         model,
         batches,
         progress,
         phase,
         work.seed,
-        to_end=leg is not None,
+        to_end=mtp_stage is not None,
         evaluation=evaluation,
-        own=share,
+        share=share,
         activation_budget=budget,
     )
     text_pass.run(*visitors)
@@ -327,17 +331,17 @@ def compress_sequentially(
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, probe)
     plans: tuple[LayerPlan, ...] = ()
-    for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
+    for number, mtp_stage in enumerate(mtp_stages(model, heads, calibration.batches)):
         emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)  # a head has the later tokens
-        text = replace(calibration, batches=leg.batches, emphasis=emphasis)
-        leg_work = work
-        leg_files = files
-        if leg.head is not None:
-            leg_work = work.of_head(leg.head)
-            leg_files = files and files.of_head(number - 1)
-        last = leg if leg.following is not None else None
-        with leg.hooked():
-            plans += _compress_model(leg.model, leg_work, text, progress, phase, leg_files, leg=last)
+        text = replace(calibration, batches=mtp_stage.batches, emphasis=emphasis)
+        stage_work = work
+        stage_files = files
+        if mtp_stage.head is not None:
+            stage_work = work.of_head(mtp_stage.head)
+            stage_files = files and files.of_head(number - 1)
+        last = mtp_stage if mtp_stage.following is not None else None
+        with mtp_stage.hooked():
+            plans += _compress_model(mtp_stage.model, stage_work, text, progress, phase, stage_files, mtp_stage=last)
     return plans
 
 

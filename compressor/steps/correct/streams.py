@@ -31,7 +31,7 @@ class BaseStream(LayerVisitor):
 
     model: OpenModel
     count: int
-    spill: ActivationOffload
+    offload: ActivationOffload
     toward: float | None  # share of the way to them that is asked for; None: the default where it can be told
     outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
     passing: bool = False
@@ -49,13 +49,13 @@ class BaseStream(LayerVisitor):
         self.last = hidden_of(output)
         if self.passing:
             self.outputs[self.at.batch] = output
-            self.spill.keep(self.at.batch, hidden_of(output))
+            self.offload.keep(self.at.batch, hidden_of(output))
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """What a batch has passed already, where it has."""
         if self.at.batch not in self.outputs:
-            return own
-        self.spill.forget(self.at.batch)
+            return layer_forward
+        self.offload.forget(self.at.batch)
         output = self.outputs.pop(self.at.batch)
         return lambda *args, **kwargs: output
 

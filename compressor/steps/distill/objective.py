@@ -152,13 +152,13 @@ class Objective(ReverseVisitor):
     def replaying(self, decoder_layer: str, batch: int) -> None:
         self.batch = batch
 
-    def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """The layer's forward; where gradients are taken, the distance of the last one's output joins the loss."""
         if decoder_layer != self.last:
-            return own
+            return layer_forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
+            output = layer_forward(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return output
             hidden, *others = (output,) if isinstance(output, Tensor) else output

@@ -17,7 +17,7 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.experts import Parameters, Watch, expert_parameters, intermediate
+from compressor.model.experts import MoeHooks, Parameters, expert_parameters, intermediate
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import LayerVisitor, Pass, Replay
@@ -105,7 +105,7 @@ class Quantizing(LayerVisitor):
         routed = {layer.name: Routed(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
             for layer in layers:  # one alone need not compute what nothing reads
-                watch = Watch(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
+                watch = MoeHooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
                 stack.enter_context(watch)
             run()
         for layer in layers:

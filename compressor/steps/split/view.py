@@ -24,7 +24,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.memory import give_back
-from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.experts import MoeHooks, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
@@ -71,7 +71,7 @@ class Metering(LayerVisitor):
 
     def __init__(self) -> None:
         self.energies = dict[str, Tensor]()  # [E, I] float64, by layer
-        self.watches = list[Watch]()
+        self.watches = list[MoeHooks]()
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
@@ -79,7 +79,7 @@ class Metering(LayerVisitor):
             device = float64_device(experts.down_proj.device)
             energy = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
             self.energies[layer.name] = energy
-            watch = Watch(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
+            watch = MoeHooks(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
             self.watches.append(watch.attach())
 
     @torch.no_grad()

@@ -242,10 +242,10 @@ def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_be
         def on_layer_end(self, decoder_layer: str) -> None:
             noted.append((self.name, "passed", decoder_layer))
 
-        def wrap_forward(self, decoder_layer: str, own: Forward) -> Forward:
+        def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 noted.append((self.name, "forward", decoder_layer))
-                return own(*args, **kwargs)
+                return layer_forward(*args, **kwargs)
 
             return forward
 
