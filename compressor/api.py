@@ -160,7 +160,7 @@ def make_recipe(
     sequence_length: int | None = None,
     **more: Any,
 ) -> Recipe:
-    """A recipe of these steps."""
+    """Return a recipe of these steps."""
     text = _text_options(calibration, samples=samples, sequence_length=sequence_length)
     return Recipe.of({"model": model, "steps": list(steps), "calibration": text, **more}, "compress")
 
@@ -302,7 +302,7 @@ def _texts(
 def _contenders(
     strategies: Sequence[str] | None, corrections: Sequence[str] | None, random_seeds: int
 ) -> list[Contender]:
-    """The strategies to compare, and random drops; each once."""
+    """Return the strategies to compare, and random drops; each once."""
     texts = strategies or [strategy.name for strategy in working_strategies()]
     contenders = [parse_contender(text, corrections) for text in texts]
     none = (Correct(method="none"),)
@@ -315,7 +315,10 @@ def _contenders(
 
 
 def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
-    """The contenders; those that nobody named and that need an attribution are left out where the model has none."""
+    """Return the contenders.
+
+    Those that nobody named and that need an attribution are left out where the model has none.
+    """
     try:
         planner.rank_changes([contender.strategy for contender in contenders])
     except CompressionError as error:
@@ -327,7 +330,7 @@ def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool
 
 
 def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], prune: Prune) -> list[int]:
-    """Experts to keep, each count once, checked against the model and what a list protects."""
+    """Return the experts to keep, each count once, checked against the model and what a list protects."""
     layers = model.architecture.layers
     counts = [resolve_count(layers, count * layers[0].parts, None) for count in experts]
     counts += [resolve_count(layers, None, ratio) for ratio in ratios]
@@ -416,7 +419,7 @@ def _two_sources(
 def _source(
     name: str, revision: str | None, server: Server | None, progress: Progress | None
 ) -> tuple[ModelSource, Server | None]:
-    """A model by name and revision; of one that is served its tokenizer alone, and the server, checked."""
+    """Return a model by name and revision; of one that is served its tokenizer alone, and the server, checked."""
     source = find_model(name, revision, progress) if server is None else locate_tokenizer(name, revision)
     return source, server and server.checked(source.folder, source.label)
 

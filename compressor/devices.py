@@ -14,7 +14,7 @@ from compressor.memory import available
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for `auto` or a device's name; refuses one that is not there."""
+    """Return the torch device for `auto` or a device's name; refuses one that is not there."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
@@ -32,7 +32,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that tensors on a device may still take; None: not known."""
+    """Return the bytes that tensors on a device may still take; None: not known."""
     module = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         unused = module.memory_reserved(device) - module.memory_allocated(device)

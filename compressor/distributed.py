@@ -39,7 +39,7 @@ def _connected() -> Iterator[Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The same nest of lists, tuples and dicts with its tensors copied, without the storage that they share."""
+    """Return the same nest of lists, tuples and dicts with its tensors copied, without the storage that they share."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def names(group: str) -> list[str]:
-    """Names of all plugins of a group."""
+    """Return the names of all plugins of a group."""
     return sorted({entry.name for entry in entry_points(group=group)})
 
 
@@ -78,7 +78,7 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
 
 
 def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
-    """A field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
+    """Return a field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
     option: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
     return option
 
@@ -89,7 +89,10 @@ def defaults(options_class: Any) -> dict[str, Any]:
 
 
 def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
-    """A plugin's options with these settings, None where it has none; `what` names it in a `CompressionError`."""
+    """Return a plugin's options with these settings, None where it has none.
+
+    `what` names it in a `CompressionError`.
+    """
     if options_class is not None and not (isinstance(options_class, type) and is_dataclass(options_class)):
         raise CompressionError(f"{what}: Options should be a frozen dataclass")
     entries = {} if options_class is None else {entry.name: entry for entry in fields(options_class)}

@@ -72,7 +72,7 @@ class LeftOut:
 
 
 def plain(text: str) -> str:
-    """Text in which what cannot be seen is escaped."""
+    """Return text in which what cannot be seen is escaped."""
     if text.isprintable():
         return text
     shown = (x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode() for x in text)
@@ -117,7 +117,10 @@ def without_tokens(text: str) -> str:
 
 
 def tokens_in_use() -> list[str]:
-    """The tokens of the environment and of `hf auth login`, longest first; only ever read to be taken out of text."""
+    """Return the tokens of the environment and of `hf auth login`, longest first.
+
+    Only ever read to be taken out of text.
+    """
     from huggingface_hub import constants
 
     found = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}

@@ -169,7 +169,7 @@ def _is_empty(out: Path) -> bool:
 
 
 def work_folder(out: Path) -> Path:
-    """The hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
+    """Return the hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
     target = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
     beside = target.parent / _work_name(target)
     inside = target / _work_name(target)
@@ -305,7 +305,7 @@ def _is_of_tool(content: Mapping[str, Any]) -> bool:
 
 
 def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> AbstractContextManager[Path]:
-    """A `new_folder` for reports of these names."""
+    """Return a `new_folder` for reports of these names."""
     return new_folder(folder, partial(check_folder, folder, names, overwrite))
 
 
@@ -343,7 +343,7 @@ def file_digest(path: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is none that can be read."""
+    """Return the JSON object in a file; an empty one where there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -381,7 +381,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _strays(folder: Path) -> list[str]:
-    """Names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
+    """Return the names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
     records, strays = _records(folder), list[str]()
     known = {*RECORDS}
     for record in records:

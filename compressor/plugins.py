@@ -83,7 +83,7 @@ def fake_statistics(
     routing_groups: int = 1,
     seed: int = 0,
 ) -> LayerStatistics:
-    """Every statistic of a stock layer with random weights on random tokens; the same for the same arguments.
+    """Return every statistic of a stock layer with random weights on random tokens; the same for the same arguments.
 
     They are collected as calibration does; only the effect on later routers is made up. With no `tokens` sums are zero
     and samples empty. Of each of the `routing_groups` equally many experts have to stay.

@@ -111,7 +111,7 @@ class Size:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor of this safetensors dtype and shape takes on disk."""
+    """Return the bytes that a tensor of this safetensors dtype and shape takes on disk."""
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
@@ -122,7 +122,7 @@ def header_bytes(path: Path) -> int:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file by name, which fill it without a gap, as the format asks."""
+    """Return the tensors of one safetensors file by name, which fill it without a gap, as the format asks."""
     try:
         with safe_open(path, "pt"):  # which checks the header against the file
             start = header_bytes(path)
@@ -206,7 +206,7 @@ def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """All tensors by name; shards that are missing, hidden or outside the folder are refused."""
+    """Return all tensors by name; shards that are missing, hidden or outside the folder are refused."""
     path = weights_head(folder, config)
     if not path.name.endswith(INDEX_END):
         return read_header(path)
@@ -242,7 +242,7 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
 
 
 def modelopt_file(folder: Path) -> dict[str, Any]:
-    """The content of modelopt's own file; empty where there is none."""
+    """Return the content of modelopt's own file; empty where there is none."""
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
@@ -289,7 +289,7 @@ class Checkpoint:
         return iter(self.tensors)
 
     def path(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self.folder / self.tensors[name].file
 
     def stamp(self) -> list[tuple[str, int, int]]:
@@ -299,11 +299,11 @@ class Checkpoint:
         return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
 
     def read(self, name: str) -> Tensor:
-        """One tensor as a read-only view of its mapped file."""
+        """Return one tensor as a read-only view of its mapped file."""
         return self.read_all([name])[name]
 
     def read_checked(self, name: str) -> Tensor:
-        """The same; raises `CompressionError` naming the tensor when it holds a NaN."""
+        """Return the same; raises `CompressionError` naming the tensor when it holds a NaN."""
         tensor = self.read(name)
         refuse_nan(name, self.tensors[name].file, tensor)
         return tensor

@@ -109,7 +109,7 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
 
 
 def find_repository(model: str, revision: str | None) -> Repository | Path:
-    """The repository, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
+    """Return the repository, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
     api = HfApi()
     try:
         commit = api.model_info(model, revision=revision).sha or revision or "main"
@@ -136,7 +136,10 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
 
 
 def weights_file(repository: Repository, revision: str | None) -> str:
-    """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
+    """Return the file that holds the weights or says where they are.
+
+    Raises `CompressionError` if there is none to read.
+    """
     names, where = repository.files, f"{repository.model} on the Hub"
     config = json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
     head = find_head(where, names, config)
@@ -146,7 +149,7 @@ def weights_file(repository: Repository, revision: str | None) -> str:
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """The small files that are read or travel with the weights, in the order in which they are fetched."""
+    """Return the small files that are read or travel with the weights, in the order in which they are fetched."""
     matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
     small = {name for name in matching if not name.endswith(NOT_COMPANIONS)}
     return sorted(small | ({CARD} & {*names}), key=lambda name: (name != CONFIG, name))
@@ -161,7 +164,7 @@ def fetch_small(repository: Repository, revision: str | None, names: Sequence[st
 
 
 def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
-    """The weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
+    """Return the weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
     names = _weight_files(folder, head)
     for name in names:
         if name not in repository.files:
@@ -173,12 +176,12 @@ def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
 
 
 def _weight_files(folder: Path, head: str) -> list[str]:
-    """The shards of an index that has been fetched; a file that is no index stands for itself."""
+    """Return the shards of an index that has been fetched; a file that is no index stands for itself."""
     return sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
 
 
 def _cached_size(folder: Path, file: RepoFile) -> int | None:
-    """Bytes that the cache has of a file, for this commit or for another one with the same content."""
+    """Return the bytes that the cache has of a file, for this commit or for another one with the same content."""
     tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
     for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
         if path.is_file():
@@ -187,7 +190,7 @@ def _cached_size(folder: Path, file: RepoFile) -> int | None:
 
 
 def steps(nbytes: int) -> int:
-    """Steps of the progress for a file."""
+    """Return the steps of the progress for a file."""
     return max(1, -(-nbytes // STEP_BYTES))
 
 
@@ -293,7 +296,7 @@ def find_model(model: str, revision: str | None = None, progress: Progress | Non
 
 
 def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
-    """A Hub model of which no weight is fetched: its headers come by range requests, or from the cache.
+    """Return a Hub model of which no weight is fetched: its headers come by range requests, or from the cache.
 
     Its folder is named after the commit.
     """

@@ -198,7 +198,7 @@ class _SourceText:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+    """Return the checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
@@ -528,13 +528,16 @@ def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, ev
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
-    """Positions [S] of a sample of the calibration tokens, sorted; they do not depend on how batches are cut."""
+    """Return the positions [S] of a sample of the calibration tokens, sorted.
+
+    They do not depend on how batches are cut.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 
 
 def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
-    """Rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
+    """Return the rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
     positions = sample_positions(sum(sizes), count, seed)
     rows = list[Tensor]()
     for begin, end in pairwise([0, *accumulate(sizes)]):

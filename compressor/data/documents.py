@@ -90,7 +90,7 @@ def documents(
 
 
 def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStream:
-    """Tokens of the documents, each opened as the tokenizer opens texts and ended by an end-of-text token.
+    """Return the tokens of the documents, each opened as the tokenizer opens texts and ended by an end-of-text token.
 
     At most `wanted` are taken; text without any token is refused. A chat that ends with that token gets no second one,
     and is opened by its template alone: where the first document is one that has no opening, no sequence gets one.
@@ -152,7 +152,7 @@ def read_tokens(
     purpose: Purpose = "calibration",
     strict: bool = False,
 ) -> TokenStream:
-    """Tokens of a source: as many as are wanted, or as there are.
+    """Return the tokens of a source: as many as are wanted, or as there are.
 
     Rows that cannot be read are left out with one warning, or refused if `strict`.
     """

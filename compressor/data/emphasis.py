@@ -40,7 +40,7 @@ class Emphasis:
         return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
 
     def missing(self, batches: Sequence[Tensor]) -> list[str]:
-        """Names of what no token of the batches [B, L] is marked as."""
+        """Return the names of what no token of the batches [B, L] is marked as."""
         names = list[str]()
         for name, marked in self.marked.items():
             if not any(_covered(batch, marked.tokens).any() for batch in batches):

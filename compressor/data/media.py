@@ -47,7 +47,7 @@ def content_of(row: Tensor) -> bytes:
 
 
 def load_processor(folder: Path) -> Any:
-    """The checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
+    """Return the checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
     try:
         processor = load_stock("AutoProcessor", folder)
         fault = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
@@ -200,7 +200,7 @@ def _file(value: Any, folder: Path, where: str) -> str:
 
 
 def _picture(value: Any, folder: Path, where: str) -> Any:
-    """A picture in RGB: of a PIL image, of bytes as data sets hold them, of base64, or of a file."""
+    """Return a picture in RGB: of a PIL image, of bytes as data sets hold them, of base64, or of a file."""
     from PIL import Image
 
     if isinstance(value, Mapping):
@@ -249,7 +249,7 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
 
 
 def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inputs:
-    """The sequence, cut to `length` tokens; what goes by tokens is cut with it."""
+    """Return the sequence, cut to `length` tokens; what goes by tokens is cut with it."""
     ids = inputs.pop("input_ids")
     shape = ids.shape
     if shape[1] < 2:

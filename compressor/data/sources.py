@@ -40,7 +40,7 @@ class SourceSpec:
 
     @classmethod
     def parse(cls, text: str) -> "SourceSpec":
-        """The parts of a source; one that names a file or folder as it stands has no others."""
+        """Return the parts of a source; one that names a file or folder as it stands has no others."""
         match = None if exists(text) else ADDRESS.fullmatch(text)
         return cls(text) if match is None else cls(**match.groupdict())
 
@@ -167,7 +167,7 @@ def domain_of(argument: str) -> tuple[str, str]:
 
 
 def shares(sources: Sequence[WeightedSource]) -> tuple[float, ...]:
-    """The weights, made to sum to 1."""
+    """Return the weights, made to sum to 1."""
     whole = sum(Fraction(entry.weight) for entry in sources)  # exact: huge weights do not overflow
     return tuple(float(Fraction(entry.weight) / whole) for entry in sources)
 
@@ -195,7 +195,7 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def local_name(source: str) -> str:
-    """The source without the folders of its file or local data set; the id of a data set has none."""
+    """Return the source without the folders of its file or local data set; the id of a data set has none."""
     address = SourceSpec.parse(source)
     is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
     if is_id and not exists(address.name):
@@ -204,7 +204,7 @@ def local_name(source: str) -> str:
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
-    """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
+    """Return a file's name without folder and suffix, or the source itself; numbered where two would be equal."""
     names = list[str]()
     for source in sources:
         name = SourceSpec.parse(source).name
@@ -213,12 +213,12 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The identity with absolute paths, so that its files are found from any working folder."""
+    """Return the identity with absolute paths, so that its files are found from any working folder."""
     return None if identity is None else _renamed(identity, _with_folder)
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity with file names in place of paths, and no access token in one."""
+    """Return the identity with file names in place of paths, and no access token in one."""
     return _renamed(identity, lambda source: without_tokens(local_name(source)))
 
 
@@ -228,7 +228,7 @@ def _with_folder(source: str) -> str:
 
 
 def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
-    """The identity with other names of its sources."""
+    """Return the identity with other names of its sources."""
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]

@@ -147,12 +147,12 @@ def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, marks: Sequence
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
-    """Rows of so many tokens whose logits are few enough to be computed at once."""
+    """Return the rows of so many tokens whose logits are few enough to be computed at once."""
     return max(1, LOGITS // (tokens * vocabulary))
 
 
 def require_head(model: Any) -> nn.Module:
-    """The language-model head; raises `CompressionError` for a model without one."""
+    """Return the language-model head; raises `CompressionError` for a model without one."""
     if (head := head_of(model)) is None:
         raise CompressionError(
             f"{type(model).__name__} has no language-model head, so its next-token distributions cannot be compared"

@@ -71,7 +71,7 @@ def read_base(
     folder: Path,
     hidden: Collection[str] = (),
 ) -> dict[str, list[Distributions]]:
-    """The base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
+    """Return the base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
 
     Of the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
     that is killed, and only what is missing there, or was made of something else, is computed. Of several ranks each
@@ -173,5 +173,5 @@ def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
 
 
 def _log_rest(logs: Tensor) -> Tensor:
-    """The log of what these log probabilities [..., K] leave of 1."""
+    """Return the log of what these log probabilities [..., K] leave of 1."""
     return (1 - logs.exp().sum(-1)).clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)

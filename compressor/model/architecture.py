@@ -96,12 +96,12 @@ class Architecture:
         return int(attrgetter(self.count_field)(self.config))
 
     def with_experts(self, count: int) -> Any:
-        """A copy of the config that asks for `count` experts, and for what smaller models say besides."""
+        """Return a copy of the config that asks for `count` experts, and for what smaller models say besides."""
         return with_fields(self.config, {self.count_field: count, **self.written})
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of a config with other values at dotted paths."""
+    """Return a copy of a config with other values at dotted paths."""
     copied = copy.deepcopy(config)
     for path, value in fields.items():
         owner, _, name = path.rpartition(".")
@@ -110,7 +110,10 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def load_config(folder: Path) -> Any:
-    """The transformers config of a checkpoint folder; an unknown architecture or a broken config is a clear error."""
+    """Return the transformers config of a checkpoint folder.
+
+    An unknown architecture or a broken config is a clear error.
+    """
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # config classes raise what they like
@@ -123,7 +126,7 @@ def load_config(folder: Path) -> Any:
 
 
 def _unknown_type(raw: Mapping[str, Any]) -> str | None:
-    """The remedy for a model type that transformers does not know; None if it does."""
+    """Return the remedy for a model type that transformers does not know; None if it does."""
     kind = raw.get("model_type")
     if kind is None or kind in transformers.CONFIG_MAPPING:
         return None
@@ -159,7 +162,7 @@ def choose_kernels(config: Any) -> None:
 
 
 def model_class(config: Any) -> type[Any]:
-    """The stock class that the config's `architectures` names, or the causal language model of its type."""
+    """Return the stock class that the config's `architectures` names, or the causal language model of its type."""
     named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
     automatic = (kind._model_mapping.get(type(config), None) for kind in kinds)
@@ -173,7 +176,7 @@ def model_class(config: Any) -> type[Any]:
 
 
 def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
+    """Return the stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
 
     Raises `CompressionError` where transformers cannot build it.
     """
@@ -193,7 +196,7 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def head_of(model: Any) -> nn.Module | None:
-    """The language-model head; None if the model has none."""
+    """Return the language-model head; None if the model has none."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
@@ -217,7 +220,7 @@ def _adopt(module: Any) -> None:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Experts modules with the uniform interface (`use_experts_implementation`), by full name."""
+    """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full name."""
     for name, module in model.named_modules():
         _adopt(module)
         if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) and hasattr(module, "down_proj"):
@@ -225,7 +228,7 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
-    """Names of all children of every outermost ModuleList that holds experts modules, in model order."""
+    """Return the names of all children of every outermost ModuleList that holds experts modules, in model order."""
     lists: dict[str, nn.ModuleList] = {}
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, _ in experts_modules(model):
@@ -239,7 +242,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def expert_counts(model: nn.Module) -> dict[str, int]:
-    """Experts of each experts module."""
+    """Return the experts of each experts module."""
     return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
 
 
@@ -309,7 +312,10 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
 def _moe_layer(
     name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], layer_names: Sequence[str]
 ) -> MoeLayer:
-    """The layer of the experts module `name`; its router is the one other child of its block with expert tensors."""
+    """Return the layer of the experts module `name`.
+
+    Its router is the one other child of its block with expert tensors.
+    """
     block_name = name.rpartition(".")[0]
     block, experts = model.get_submodule(block_name), model.get_submodule(name)
     inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))

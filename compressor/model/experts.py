@@ -19,18 +19,18 @@ Parameters = dict[str, Tensor]
 
 
 def width_of(experts: Any) -> int:
-    """Neurons of each expert of an experts module."""
+    """Return the neurons of each expert of an experts module."""
     return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
 def parameter_names(experts: Any) -> tuple[str, ...]:
-    """Names of the fused parameters [E, ...] that an expert is made of."""
+    """Return the names of the fused parameters [E, ...] that an expert is made of."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
 
 
 def expert_parameters(experts: Any, expert: int) -> Parameters:
-    """One expert's slices of the fused parameters: views, in the module's own layout."""
+    """Return one expert's slices of the fused parameters: views, in the module's own layout."""
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
@@ -40,7 +40,7 @@ def _project(experts: Any, parameters: Parameters, name: str, value: Tensor) -> 
 
 
 def intermediate(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
-    """The input [T, I] of an expert's down projection for tokens [T, H]."""
+    """Return the input [T, I] of an expert's down projection for tokens [T, H]."""
     inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x)
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated
@@ -85,7 +85,7 @@ class Projections:
 
 
 def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
-    """The matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
+    """Return the matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
     matrix = value.T if experts.is_transposed else value
     if name != "gate_up_proj":
         return matrix
@@ -94,7 +94,7 @@ def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
 
 
 def projections(experts: Any, expert: int) -> Projections:
-    """The canonical view of one expert's weight matrices, whatever the module's layout."""
+    """Return the canonical view of one expert's weight matrices, whatever the module's layout."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     fused, down = getattr(experts, name)[expert], experts.down_proj[expert]
     gate = matrix_of(experts, name, fused, "gate") if experts.has_gate else None
@@ -120,7 +120,7 @@ Observe = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
-    """The stock computation of an experts module, expert by expert, showing each one's routed outputs.
+    """Return the stock computation of an experts module, expert by expert, showing each one's routed outputs.
 
     hidden [T, H], index and weights [T, K] -> [T, H]; `observe(expert, tokens, gate_weights, outputs)` sees the rows
     [n], [n] and [n, H] of every expert that got a token.

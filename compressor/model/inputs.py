@@ -25,7 +25,7 @@ class Inputs(Tensor):
 
     @classmethod
     def of(cls, tokens: Tensor, media: Tensor, more: Mapping[str, Tensor]) -> "Inputs":
-        """The sequence of these token ids [1, L]; with their `media` mask [1, L]."""
+        """Return the sequence of these token ids [1, L]; with their `media` mask [1, L]."""
         assert len(tokens) == 1 and tokens.shape == media.shape, "media come one sequence at a time"
         inputs = tokens.as_subclass(cls)
         inputs.media, inputs.more = media, dict(more)
@@ -60,7 +60,7 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The stock forward's arguments for a batch: token ids [B, L], and of a sequence with media everything else.
+    """Return the stock forward's arguments for a batch: token ids [B, L], and of a sequence with media everything else.
 
     What is no whole number is cast to the dtype of the model, as `BatchFeature.to` does.
     """

@@ -75,7 +75,7 @@ def check_count(layer: Router, count: int, where: str) -> None:
 
 
 def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
-    """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
+    """Return the experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
     if (experts is None) == (ratio is None):
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
     if ratio is not None:
@@ -98,7 +98,7 @@ def left_by(total: int, ratio: float) -> int:
 
 
 def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
-    """Numbers of experts below their own that all layers can take."""
+    """Return the numbers of experts below their own that all layers can take."""
     counts = []
     for count in range(1, layers[0].experts):
         with suppress(CompressionError):
@@ -109,7 +109,7 @@ def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
 
 
 def layer_number(decoder_layer: str) -> int:
-    """The number at the end of a decoder layer's name."""
+    """Return the number at the end of a decoder layer's name."""
     return int(decoder_layer.rsplit(".", 1)[-1])
 
 
@@ -121,7 +121,7 @@ def decoder_layer_of(name: str, layer_names: Iterable[str]) -> str:
 
 
 def layers_by_decoder_layer(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
-    """MoE layers by the decoder layer that holds them."""
+    """Return the MoE layers by the decoder layer that holds them."""
     by_decoder_layer: dict[str, list[MoeLayer]] = {}
     for layer in layers:
         by_decoder_layer.setdefault(layer.decoder_layer, []).append(layer)

@@ -106,12 +106,12 @@ class Head:
         return replace(self.layer, name=name, decoder_layer=self.names.decoder_layer, index=self.names.number)
 
     def stored_name(self, name: str) -> str:
-        """The name in the output of a tensor of `model`'s decoder layer."""
+        """Return the name in the output of a tensor of `model`'s decoder layer."""
         return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.decoder_layer))
 
 
 def find_heads(model: OpenModel) -> tuple[Head, ...]:
-    """The heads of a model, in the order in which they predict; none where the checkpoint has none.
+    """Return the heads of a model, in the order in which they predict; none where the checkpoint has none.
 
     Raises `CompressionError` saying why the tensors of a head are not understood.
     """
@@ -122,7 +122,7 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
-    """The heads among the tensors that the stock model does not load; none where no name speaks of one.
+    """Return the heads among the tensors that the stock model does not load; none where no name speaks of one.
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
     """
@@ -160,7 +160,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
 
 def known_heads(model: OpenModel) -> tuple[Head, ...]:
-    """The heads of a model, or none, saying why, where their tensors are not understood."""
+    """Return the heads of a model, or none, saying why, where their tensors are not understood."""
     try:
         return find_heads(model)
     except CompressionError as error:
@@ -185,7 +185,7 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
 
 
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
-    """The heads whose experts modules a plan names, which must be all or none of them."""
+    """Return the heads whose experts modules a plan names, which must be all or none of them."""
     outside = set(modules) - {layer.name for layer in model.architecture.layers}
     if not outside or not model.layout.left_out:
         return ()
@@ -199,7 +199,7 @@ def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:
-    """The tensors of all heads of a checkpoint on disk.
+    """Return the tensors of all heads of a checkpoint on disk.
 
     Raises `CompressionError` where they are not understood, or have another number of experts than the trunk.
     """
@@ -236,7 +236,10 @@ def _experts_of(model: OpenModel, names: HeadNames) -> int:
 
 
 def _head(model: OpenModel, names: HeadNames) -> Head:
-    """The head of these names, built like the last layer of the trunk whose tensors it has; quantised or in plain."""
+    """Return the head of these names, built like the last layer of the trunk whose tensors it has.
+
+    Quantised or in plain.
+    """
     experts = _experts_of(model, names)
     are_plain = all(model.checkpoint.tensors[names.prefix + name].is_plain for name in names.block)
     kinds = dict[tuple[tuple[str, torch.Size], ...], str]()
@@ -253,7 +256,7 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
-    """The head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
+    """Return the head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
     sized = with_fields(model.config, {model.architecture.count_field: experts})
     config, raw = _one_layer(sized, len(model.architecture.decoder_layers), like), dict(model.checkpoint.raw_config)
     if not quantized:
@@ -403,7 +406,7 @@ class MtpStage(LayerVisitor):
 def mtp_stages(
     model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], evaluated: frozenset[int] = frozenset()
 ) -> list[MtpStage]:
-    """A model and its heads, to be run in this order on token ids [B, L], each stage within its `hooked`."""
+    """Return a model and its heads, to be run in this order on token ids [B, L], each stage within its `hooked`."""
     stages = [MtpStage(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)

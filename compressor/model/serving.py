@@ -404,7 +404,7 @@ class Advice:
 
 
 def broken(model: Served) -> tuple[Rule, ...]:
-    """The rules that a model does not keep."""
+    """Return the rules that a model does not keep."""
     return tuple(rule for rule in RULES if rule.whom.holds(model) and not rule.needs.holds(model))
 
 

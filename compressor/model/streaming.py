@@ -50,7 +50,7 @@ Arguments = tuple[tuple[str | None, Any], ...]  # of a call, each with its keywo
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> Tensor:
-    """An uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
+    """Return an uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
     count = torch.Size(shape).numel()
     if device.type != "cpu" or count * dtype.itemsize <= budget:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -97,7 +97,7 @@ def token_dim(value: Any, tokens: int) -> int | None:
 
 
 def as_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """A call's arguments in order, each with its keyword or None."""
+    """Return a call's arguments in order, each with its keyword or None."""
     return (*((None, value) for value in args), *kwargs.items())
 
 
@@ -118,7 +118,7 @@ def picked(value: Tensor, rows: Tensor) -> Tensor:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
+    """Return the hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
     return _tensors(output)[0]
 
 
@@ -175,7 +175,10 @@ class LayerVisitor:
         """
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """The forward that the batch which is running passes, in place of the `layer_forward`; replays keep that."""
+        """Return the forward that the batch which is running passes, in place of the `layer_forward`.
+
+        Replays keep that.
+        """
         return layer_forward
 
     def on_batch_start(self, batch: int) -> None:
@@ -390,7 +393,10 @@ class _Lockstep:
         self.offload.keep(self.place.batch, hidden)
 
     def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a tower's block: wait until it is loaded; one that layers call later is loaded as it runs."""
+        """Return the forward of a tower's block: wait until it is loaded.
+
+        One that layers call later is loaded as it runs.
+        """
         if self.before_layers:
             self._offload(args, kwargs)
             self.driver.switch(block)
@@ -398,7 +404,7 @@ class _Lockstep:
         return layer_forward(*args, **kwargs)
 
     def _pass_layer(self, decoder_layer: str, *args: Any, **kwargs: Any) -> Any:
-        """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
+        """Return a decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
         layer_forward = self.forwards[decoder_layer]
         self._offload(args, kwargs)
         while self.driver.switch(decoder_layer) == _REPLAY:
@@ -547,7 +553,7 @@ class _Calls(LayerVisitor):
         self.strayed = list[str]()
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """The layer's forward, with its call kept and its outputs made leaves from which gradients start."""
+        """Return the layer's forward, with its call kept and its outputs made leaves from which gradients start."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
@@ -622,7 +628,7 @@ class _Calls(LayerVisitor):
 
 
 def _as_leaf(value: Tensor) -> Tensor:
-    """A tensor at which gradients that come back to it end."""
+    """Return a tensor at which gradients that come back to it end."""
     return value.detach().requires_grad_(value.is_floating_point())
 
 
@@ -634,7 +640,7 @@ def _another_way(partial: PartialModel, how: str) -> CompressionError:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, also in mappings of the stock code's own."""
+    """Return the tensors in a value, also in mappings of the stock code's own."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -59,7 +59,10 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
 
 
 def _loading_error(kind: str, folder: Path) -> BaseException | None:
-    """The error with which a folder's tokenizer or processor loads without its own code; None if there is none."""
+    """Return the error with which a folder's tokenizer or processor loads without its own code.
+
+    None if there is none.
+    """
     try:
         if kind == LOADERS[0]:
             load_tokenizer(folder)

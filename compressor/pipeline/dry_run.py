@@ -158,7 +158,10 @@ def servers_after(resolved: ResolvedRecipe) -> Advice:
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:
-    """The numbers of the model with so many experts in each layer; their size is what a few more or less weigh."""
+    """Return the numbers of the model with so many experts in each layer.
+
+    Their size is what a few more or less weigh.
+    """
     layers, served = model.architecture.layers, served_model(model)
     few = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
     size, other = sized(experts), sized(experts + few)

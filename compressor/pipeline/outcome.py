@@ -57,7 +57,7 @@ class SizeRow(NamedTuple):
 
 
 def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeRow]:
-    """Experts of a layer, parameters and bytes, before and after."""
+    """Return the experts of a layer, parameters and bytes, before and after."""
     parameters, nbytes = (before.parameters, after.parameters), (before.bytes, after.bytes)
     return [
         SizeRow("experts per layer", *experts, *map(str, experts)),
@@ -135,7 +135,7 @@ class Outcome:
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
     def before_and_after(self) -> dict[str, dict[str, int]]:
-        """Parameters and bytes, as JSON has them."""
+        """Return the parameters and bytes, as JSON has them."""
         return {
             "parameters": {"before": self.before.parameters, "after": self.after.parameters},
             "bytes": {"before": self.before.bytes, "after": self.after.bytes},
@@ -250,12 +250,15 @@ def fault_of(folder: Path) -> str | None:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a plan file, or in the record of an output folder; raises `CompressionError` where there is none."""
+    """Return the plan in a plan file, or in the record of an output folder.
+
+    Raises `CompressionError` where there is none.
+    """
     return _recorded(path)[1] if path.is_dir() else Plan.load(path)
 
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
-    """The record of an output folder, and the plan in it."""
+    """Return the record of an output folder, and the plan in it."""
     path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
     content = read_json(path, remedy, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
@@ -302,7 +305,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
 
 
 def _experts_of(folder: Path, plan: Plan) -> tuple[int, int]:
-    """Experts of a layer before and after; where no step has chosen any, those of the output itself."""
+    """Return the experts of a layer before and after; where no step has chosen any, those of the output itself."""
     decided = plan.expert_plan
     if decided.layers:
         return max(layer.experts for layer in decided.layers), decided.experts

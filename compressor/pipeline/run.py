@@ -112,7 +112,7 @@ class WorkingCheckpoint:
         return self if self.before is None else self.before.first
 
     def opened(self, like: OpenModel) -> OpenModel:
-        """The checkpoint as it is now, computing like another model."""
+        """Return the checkpoint as it is now, computing like another model."""
         if self.model is None:
             self.model = open_alike(ModelSource(str(self.folder), None, self.folder), like)
         return self.model
@@ -164,7 +164,7 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
 
 
 def earlier_plan(model: OpenModel) -> Plan | None:
-    """The plan that a checkpoint of this tool was made by; None for another one."""
+    """Return the plan that a checkpoint of this tool was made by; None for another one."""
     path = model.source.folder / COMPRESSION
     if not path.is_file():
         return None

@@ -161,13 +161,13 @@ class LayerPlan:
 
 
 def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
-    """A layer's figures of its correction; empty if there are none."""
+    """Return a layer's figures of its correction; empty if there are none."""
     figures = layer.figures.get("correction")
     return figures if isinstance(figures, Mapping) else {}
 
 
 def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
-    """The protected experts that a layer's plan merges, changes or drops."""
+    """Return the protected experts that a layer's plan merges, changes or drops."""
     untouched = {group.members[0] for group in layer.groups if group.untouched}
     return sorted(set(protected) - untouched)
 

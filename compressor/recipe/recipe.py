@@ -253,7 +253,7 @@ def step_class(name: str, place: str = "") -> type[StepOptions]:
 
 
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> StepOptions:
-    """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
+    """Return a step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
     if name == "prune" and options.keys() & UNEVEN_OPTIONS:
         raise CompressionError(f"{place or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
     where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
@@ -263,7 +263,7 @@ def make_step(name: str, options: Mapping[str, Any], place: str = "") -> StepOpt
 def validated(
     kind: type[Model], content: Mapping[str, Any], where: str, unknown: str = "there is no option", at: str = ""
 ) -> Model:
-    """An instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
+    """Return an instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
     for name in content:
         if name not in kind.model_fields:
             raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
@@ -322,7 +322,7 @@ def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
 
 
 def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]) -> list[StepOptions]:
-    """The steps with these options of one of them, which is put in its usual place if it is missing."""
+    """Return the steps with these options of one of them, which is put in its usual place if it is missing."""
     places = [place for place, step in enumerate(steps) if step.name == name]
     if len(places) > 1:
         raise CompressionError(f"the recipe has {len(places)} steps {name}; change the one that is meant in the file")
@@ -335,7 +335,7 @@ def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, 
 
 
 def recipe_yaml(recipe: Recipe) -> bytes:
-    """The recipe as YAML, without defaults; sizes of the calibration text are always there."""
+    """Return the recipe as YAML, without defaults; sizes of the calibration text are always there."""
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
@@ -372,7 +372,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of an output with the folders that the run's record on this machine knows."""
+    """Return the recipe of an output with the folders that the run's record on this machine knows."""
     record = read_record(path.parent)
     if record is None:
         return content
@@ -429,7 +429,7 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
 
 
 def recipe_of_plan(plan: Plan) -> Recipe:
-    """The recipe that a plan was made by, its source as the plan names it."""
+    """Return the recipe that a plan was made by, its source as the plan names it."""
     steps = [make_step(entry.name, entry.options, f"steps[{number}]") for number, entry in enumerate(plan.steps)]
     content = {"model": plan.source.model, "revision": plan.source.revision, "seed": plan.seed, "dtype": plan.dtype}
     if plan.base is not None:

@@ -55,7 +55,7 @@ def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strat
 
 
 def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy that a module is, with its options; raises `CompressionError` for what is none."""
+    """Return the strategy that a module is, with its options; raises `CompressionError` for what is none."""
     what = f"strategy {name!r}"
     needs = getattr(module, "NEEDS", None)
     if not callable(getattr(module, "plan", None)) or not isinstance(needs, frozenset):
@@ -76,7 +76,7 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
 
 
 def working_strategies() -> Iterator[Strategy]:
-    """Every strategy that can be loaded, by name; another is named in a warning and left out."""
+    """Yield every strategy that can be loaded, by name; another is named in a warning and left out."""
     return working(STRATEGIES, load_strategy)
 
 
@@ -98,7 +98,7 @@ class Exporter(Protocol):
 
 
 def load_exporter(name: str) -> Any:
-    """The exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
+    """Return the exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
     module = load(EXPORTERS, name)
     if not callable(getattr(module, "export", getattr(module, "write", None))):
         message = "it needs a function export(checkpoint, output, options, progress)"
@@ -107,5 +107,5 @@ def load_exporter(name: str) -> Any:
 
 
 def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """An exporter's options with these settings, None where it has none; raises `CompressionError`."""
+    """Return an exporter's options with these settings, None where it has none; raises `CompressionError`."""
     return make_options(f"exporter {name!r}", getattr(load_exporter(name), "Options", None), settings or {})

@@ -143,7 +143,7 @@ class Plan:
         return {**named, "dtype": self.dtype, **plan.figures}
 
     def of(self, name: str) -> tuple[PlannedStep, ...]:
-        """All steps of a name, in order."""
+        """Return all steps of a name, in order."""
         return tuple(step for step in self.steps if step.name == name)
 
     def with_entry(self, number: int, **changes: Any) -> "Plan":
@@ -211,7 +211,7 @@ class Plan:
 
 
 def decision_to_dict(decision: Decision) -> dict[str, Any]:
-    """A step's decision as JSON, without what is not there."""
+    """Return a step's decision as JSON, without what is not there."""
     if not isinstance(decision, ExpertPlan):
         return dict(decision)
     content: dict[str, Any] = {"experts": decision.experts}
@@ -225,7 +225,7 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
 
 
 def decision_from_dict(content: Any, name: str) -> Decision:
-    """The decision of the step of that name from JSON; one with layers is on experts."""
+    """Return the decision of the step of that name from JSON; one with layers is on experts."""
     where = f"the plan of {name}"
     decision: Mapping[str, Any] = value_as(content, Mapping[str, Any], where)
     layers = decision.get("layers")
@@ -255,7 +255,7 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 
 
 def layer_from_dict(entry: Any) -> LayerPlan:
-    """A layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
+    """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
     content = value_as(entry, Mapping[str, Any], "layers")
     module = str(content.get("module", "layers"))
     if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
@@ -294,7 +294,7 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
 
 
 def _composed_group(earlier: LayerPlan, group: Group) -> Group:
-    """A group of an earlier plan's experts, in terms of that plan's members."""
+    """Return a group of an earlier plan's experts, in terms of that plan's members."""
     members, mixed, routed = list[int](), list[float](), list[float]()
     for slot, share, router_share in zip(group.members, group.coefficients, group.router_coefficients, strict=True):
         inner = earlier.groups[slot]

@@ -327,7 +327,7 @@ class Sample(Meter):
             self.parts.append((call.batch, taken.float() if taken.is_floating_point() else taken))
 
     def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All rows; of a layer that no sampled token reached, none, and so wide."""
+        """Return all rows; of a layer that no sampled token reached, none, and so wide."""
         return torch.cat([part for _, part in self.parts]) if self.parts else torch.zeros(0, width, dtype=dtype)
 
 

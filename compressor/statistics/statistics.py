@@ -172,7 +172,7 @@ ALL = frozenset(STATISTICS)
 
 
 def _measured_by(*kinds: type[Meter]) -> frozenset[str]:
-    """Names of the statistics that meters of these kinds measure."""
+    """Return the names of the statistics that meters of these kinds measure."""
     return frozenset(name for name, entry in STATISTICS.items() if entry.meter and issubclass(entry.meter, kinds))
 
 
@@ -234,7 +234,7 @@ class Collector:
         self.watch.detach()
 
     def _seen(self, tokens: int) -> tuple[int, Tensor, Tensor]:
-        """The current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
+        """Return the current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
 
         A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
         """
@@ -379,7 +379,7 @@ class Observers:
         self.observing = None
 
     def finish(self) -> LayerStatistics:
-        """The statistics of the layer.
+        """Return the statistics of the layer.
 
         Of several ranks the first has them, of the batches of all; the others get the bare layer.
         """

@@ -63,7 +63,7 @@ def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str, Any], list[str]]:
-    """A config whose fields count the `heads` that are stored, and dotted names of those that were set to zero.
+    """Return a config whose fields count the `heads` that are stored, and dotted names of those that were set to zero.
 
     A field stays where the stock model `config` has other tensors without it.
     """
@@ -133,7 +133,7 @@ def _tells_experts_apart(pattern: str, renames: Renames) -> bool:
 
 
 def _renumber_text(text: str, renames: Renames) -> str | None:
-    """A module name in which an expert's number is replaced; None for a dropped expert's."""
+    """Return a module name in which an expert's number is replaced; None for a dropped expert's."""
     for old in accumulate(text.split("."), "{}.{}".format):
         if old in renames:
             new = renames[old]
@@ -147,7 +147,10 @@ def _renumber_text(text: str, renames: Renames) -> str | None:
 
 
 def renumbered_quantization(node: Any, renames: Renames) -> Any:
-    """A config's quantisation in which experts have other numbers; raises `CompressionError` for a pattern of some."""
+    """Return a config's quantisation in which experts have other numbers.
+
+    Raises `CompressionError` for a pattern of some.
+    """
     if isinstance(node, dict):
         entries = {_renumber_text(key, renames): renumbered_quantization(value, renames) for key, value in node.items()}
         return {name: value for name, value in entries.items() if name is not None}
@@ -158,7 +161,7 @@ def renumbered_quantization(node: Any, renames: Renames) -> Any:
 
 
 def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
-    """A copy of the JSON of the config `known` with other values at dotted paths."""
+    """Return a copy of the JSON of the config `known` with other values at dotted paths."""
     config = copy.deepcopy(dict(raw))
     for path, value in fields.items():
         _set_field(config, known, path, value)

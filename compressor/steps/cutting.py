@@ -47,7 +47,7 @@ LayerChange = Callable[[str, Tensors], Tensors]  # of a layer's tensors, by key
 
 @torch.no_grad()
 def matching(experts: Any, head: int, member: int) -> Tensor:
-    """The order p [I] of the member's neurons in which they fit the head's best: the same one every time.
+    """Return the order p [I] of the member's neurons in which they fit the head's best: the same one every time.
 
     Maximises sum_i <gate_h[i], gate_m[p(i)]> + <up_h[i], up_m[p(i)]> + <down_h[:, i], down_m[:, p(i)]> with float32
     products; biases do not count.
@@ -65,7 +65,7 @@ def matching(experts: Any, head: int, member: int) -> Tensor:
 
 
 def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
-    """One parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
+    """Return one parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
     if name == "down_proj_bias":
         return value
     if name == "down_proj":
@@ -81,7 +81,7 @@ def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
 
 
 def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
-    """The experts module with the neurons of the members of every group with a head in the head's order."""
+    """Return the experts module with the neurons of the members of every group with a head in the head's order."""
     orders = dict[int, Tensor]()
     for group in groups:
         for member in group.members:
@@ -122,7 +122,10 @@ def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerP
 
 
 def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
-    """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
+    """Return the cut tensors [N, ...] of an experts module by state-dict key.
+
+    One merged expert at a time is in float32.
+    """
     cut = Parameters()
     for name in parameter_names(experts):
         cut[name] = torch.empty_like(getattr(experts, name)[: len(plan.groups)])
@@ -185,12 +188,12 @@ class CutFiles:
         save_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
-        """The plan of a finished layer; None if it is not there."""
+        """Return the plan of a finished layer; None if it is not there."""
         facts = read_metadata(self._path(layer))
         return None if facts is None else layer_from_dict(facts)
 
     def tensors(self, layer: MoeLayer) -> Parameters:
-        """The tensors of a finished layer; none if it is not there."""
+        """Return the tensors of a finished layer; none if it is not there."""
         return {} if self.plan(layer) is None else load_tensors(self._path(layer))
 
 
@@ -231,7 +234,7 @@ class Conversion:
         return [key for key in keys if not key.startswith(others) and key not in self.partial.tied]
 
     def outputs(self) -> list[OutputTensor]:
-        """Every tensor of the output."""
+        """Return every tensor of the output."""
         state = self.small.state_dict()
         state = {key: value.to(wanted_dtype(self.small, key)) for key, value in state.items()}
         outputs = list[OutputTensor]()

@@ -81,12 +81,12 @@ def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes |
 
 
 def stored_partial(model: OpenModel) -> PartialModel:
-    """The model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
+    """Return the model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
     return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
 
 
 def output_size(model: OpenModel, experts: int, changed: bool = False, through: bool = False) -> Size:
-    """Parameters and bytes of the output when every MoE layer keeps `experts`.
+    """Return the parameters and bytes of the output when every MoE layer keeps `experts`.
 
     They stay as they are stored, unless they are `changed`: merged, corrected or trained; or all tensors are made
     `through` the model.
@@ -101,7 +101,7 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
 
 
 def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
-    """A plan that keeps so many experts of each layer, equally many of each routing group."""
+    """Return a plan that keeps so many experts of each layer, equally many of each routing group."""
     kept = [slot * model.architecture.experts // experts for slot in range(experts)]
     return ExpertPlan(experts, tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers))
 
@@ -128,7 +128,7 @@ def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
 
 
 def left_out_of(model: OpenModel, plan: ExpertPlan) -> tuple[str, ...]:
-    """The base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
+    """Return the base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
     kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
     return tuple(name for name in model.layout.left_out if name not in kept)
 
@@ -158,7 +158,7 @@ def _cut(
 def _cut_head(
     head: Head, plan: ExpertPlan, files: CutFiles | None, dtype: torch.dtype
 ) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
-    """A head's decoder layer under its stored names, and what experts' names become (None: dropped).
+    """Return a head's decoder layer under its stored names, and what experts' names become (None: dropped).
 
     What goes through the head's model does so in `dtype`.
     """

@@ -50,7 +50,7 @@ class State:
         return own.get(self.number - self.first, run)
 
     def step_at(self, number: int) -> Step[Any]:
-        """The step of that number in the plan."""
+        """Return the step of that number in the plan."""
         return self.steps[number - self.first]
 
     @property
@@ -100,7 +100,7 @@ class State:
         return CutFiles(self.work.kept(self.stage[0], "layers"))
 
     def teacher_outputs(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
-        """Batches of this step's text, the base's outputs on them, and an evaluator on held-out text.
+        """Return the batches of this step's text, the base's outputs on them, and an evaluator on held-out text.
 
         The base runs once for all steps that share a text: one pass, which processes share.
         """
@@ -142,7 +142,7 @@ class State:
 
 
 def untouched(model: OpenModel) -> ExpertPlan:
-    """The plan that keeps every expert, those of multi-token-prediction heads too."""
+    """Return the plan that keeps every expert, those of multi-token-prediction heads too."""
     whole = ExpertPlan.whole(model)
     if model.is_split:
         return whole
@@ -154,5 +154,5 @@ OWN = "own"  # the part of a text that one step alone has, wherever it stands
 
 
 def part_name(number: int) -> str:
-    """The name of the text of a step's own, by its number among the run's steps."""
+    """Return the name of the text of a step's own, by its number among the run's steps."""
     return f"step {number}"

@@ -103,7 +103,7 @@ def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
 
 
 def mixed(name: str, members: Weighted) -> Tensor:
-    """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
+    """Return one row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
     if _is_picked(members):
@@ -118,7 +118,7 @@ def mixed(name: str, members: Weighted) -> Tensor:
 
 
 def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
-    """A tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
+    """Return a tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
     rows = list[Tensor]()
     for group in plan.groups:
         members = weighted_members(group, router)
@@ -137,7 +137,7 @@ def in_order_of(layer_names: Sequence[str], outputs: Iterable[OutputTensor]) -> 
 def plan_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, layer_names: tuple[str, ...]
 ) -> list[OutputTensor]:
-    """Every tensor of the output in the order of the layers, stored as the base stores it."""
+    """Return every tensor of the output in the order of the layers, stored as the base stores it."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     families: dict[str, dict[int, str]] = {}
     for name, role in layout.roles.items():
@@ -178,7 +178,7 @@ def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
 
 
 def stored_decoder_layer(outputs: Iterable[OutputTensor], decoder_layer: str) -> Named:
-    """Names and bytes of those tensors of a unit that have contents of their own."""
+    """Return the names and bytes of those tensors of a unit that have contents of their own."""
     for output in outputs:
         if output.decoder_layer == decoder_layer and output.content is not None:
             yield output.name, output.content()
@@ -189,13 +189,13 @@ def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iter
 
 
 def _mixed(checkpoint: Checkpoint, name: str, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
-    """The bytes of a mean of stored tensors, or of a single one as it lies in its mapped file."""
+    """Yield the bytes of a mean of stored tensors, or of a single one as it lies in its mapped file."""
     rows = [(checkpoint.read_checked(member), share) for member, share in members]
     yield tensor_bytes_view(mixed(name, rows))
 
 
 def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
-    """The bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
+    """Yield the bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
     dim, value = role.dim, checkpoint.read(info.name)
     apart = role.is_router and len(plan.groups) < plan.experts
     if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
@@ -213,7 +213,10 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
 
 
 def refuse_overflow(name: str, made: Tensor) -> Tensor:
-    """A tensor that was computed, in the dtype it is written in; raises `CompressionError` if it holds Inf or NaN."""
+    """Return a tensor that was computed, in the dtype it is written in.
+
+    Raises `CompressionError` if it holds Inf or NaN.
+    """
     if not is_finite(made):
         dtype = str(made.dtype).removeprefix("torch.")
         raise CompressionError(
@@ -234,7 +237,7 @@ def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
 
 
 def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
-    """The tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
+    """Return the tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
 
     Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
     them, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two equal
@@ -266,7 +269,7 @@ def equal_before(value: Tensor, dim: int, experts: int) -> Tensor:
 
 
 def tensor_bytes_view(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
+    """Return a tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -274,5 +277,5 @@ def tensor_bytes_view(tensor: Tensor) -> memoryview:
 
 
 def tensor_output(name: str, tensor: Tensor, decoder_layer: str) -> OutputTensor:
-    """The description of a tensor whose values are already known."""
+    """Return the description of a tensor whose values are already known."""
     return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), decoder_layer)

@@ -103,7 +103,7 @@ class Workdir:
         return self.folder / "kept" / f"{number}-{name}"
 
     def stage(self, number: int) -> Path:
-        """The checkpoint that the layerwise steps from `number` on make."""
+        """Return the checkpoint that the layerwise steps from `number` on make."""
         return self.folder / f"stage-{number}"
 
     def drop_kept(self, number: int) -> None:
@@ -234,7 +234,10 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
 
 
 def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
-    """The tensors of each file of the output, in the order of a stage's files; one tensor may be larger than a file."""
+    """Return the tensors of each file of the output, in the order of a stage's files.
+
+    One tensor may be larger than a file.
+    """
     parts, sizes = list[list[TensorInfo]](), list[int]()
     for name in dict.fromkeys(info.file for info in stored.tensors.values()):
         infos = [*read_header(stored.folder / name).values()]
@@ -270,7 +273,10 @@ def publish(work: Workdir, overwrite: bool) -> None:
 
 
 def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of these tensors, and where each begins; wide dtypes come first, so that all are aligned."""
+    """Return the header of a file of these tensors, and where each begins.
+
+    Wide dtypes come first, so that all are aligned.
+    """
     metadata = {"format": "pt"}
     if steps:
         metadata[STEPS] = json.dumps(list(steps))
@@ -289,7 +295,7 @@ def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
 
 
 def made_by(path: Path) -> tuple[str, ...] | None:
-    """The steps that made a file; None if it is not there, or cannot be read."""
+    """Return the steps that made a file; None if it is not there, or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return tuple(json.loads((file.metadata() or {}).get(STEPS, "[]")))
@@ -371,7 +377,10 @@ def put(piece: Piece, target: int, offset: int) -> int:
 
 
 def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:
-    """Numbers of what goes into one file: in order, up to `most` bytes; what is larger than `small` stays alone."""
+    """Return the numbers of what goes into one file: in order, up to `most` bytes.
+
+    What is larger than `small` stays alone.
+    """
     groups, filled = list[list[int]](), 0
     for number, nbytes in enumerate(sizes):
         alone = nbytes > small or not groups or sizes[groups[-1][-1]] > small

@@ -102,7 +102,7 @@ def measure(
 
 
 def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> ConstantsByLayer:
-    """The constants of the experts that are `dropped`, both by experts module."""
+    """Return the constants of the experts that are `dropped`, both by experts module."""
     substitutes = dict[str, Substitutes]()
     for name, experts in dropped.items():
         if experts:
@@ -167,7 +167,7 @@ def cheapest_numbers(curves: Sequence[Curve], removed: int) -> list[int]:
 
 
 def halfway(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Numbers between two divisions of the same sum, with that sum."""
+    """Return the numbers between two divisions of the same sum, with that sum."""
     doubled = [a + b for a, b in zip(one, other, strict=True)]
     numbers = [value // 2 for value in doubled]
     odd = [place for place, value in enumerate(doubled) if value % 2]
@@ -203,7 +203,7 @@ class _Search:
     figures: dict[tuple[int, ...], Figures] = field(default_factory=dict)
 
     def costs(self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None) -> list[Figures]:
-        """Figures of each division's model, on all held-out batches or on those of these numbers."""
+        """Return the figures of each division's model, on all held-out batches or on those of these numbers."""
         if not divisions:
             return []
         variants = list[Substitution]()

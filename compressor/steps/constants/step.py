@@ -284,7 +284,7 @@ def logits_with(model: OpenModel, substitution: Substitution, batches: Sequence[
 
 
 def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, ConstantsByLayer]:
-    """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
+    """Return a written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
     model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
     partial = model.partial

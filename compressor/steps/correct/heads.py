@@ -22,7 +22,7 @@ ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
 def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tuple[Head, ...]:
-    """The heads that are kept: all where they are understood, unless they are to be dropped.
+    """Return the heads that are kept: all where they are understood, unless they are to be dropped.
 
     They are planned with as many `experts` as the other layers. Raises `CompressionError` where `choice` is to keep
     what the checkpoint lacks, what is not understood, or a number of experts of its own.
@@ -64,7 +64,7 @@ def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "d
 
 
 def evaluated_batches(calibration: Calibration) -> frozenset[int]:
-    """The batches that acceptance is measured on: those held out, or the last one where none is."""
+    """Return the batches that acceptance is measured on: those held out, or the last one where none is."""
     return calibration.heldout or frozenset({len(calibration.batches) - 1})
 
 
@@ -113,7 +113,7 @@ def statistics_with_heads(
     seed: int,
     accepted: dict[str, Any],
 ) -> Iterator[LayerStatistics]:
-    """Statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
+    """Yield the statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
 
     The text goes through the model and then its heads. Each head's acceptance is put into `accepted`, by experts
     module, once its statistics have been taken.

@@ -80,12 +80,12 @@ class _Guard:
         self.best = self._error()
 
     def _stored(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """A value rounded as writing will: what is computed in one dtype may be stored in another."""
+        """Return a value rounded as writing will: what is computed in one dtype may be stored in another."""
         return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
 
     @torch.no_grad()
     def _error(self) -> float:
-        """The error with all values rounded as they will be stored; they stay so."""
+        """Return the error with all values rounded as they will be stored; they stay so."""
         for value, best in self.best_values:
             value.copy_(self._stored(value, best.dtype))
         return self.cut.error(self.heldout)

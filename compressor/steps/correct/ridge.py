@@ -28,12 +28,12 @@ CONSTANT_PENALTIES = (1e-6, *PENALTIES)
 
 
 def block_width(layer_bytes: int) -> int:
-    """Neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
+    """Return the neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
     return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
 
 
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, slice]]:
-    """Experts and their neurons in blocks of at most `width` neurons, in order.
+    """Return the experts and their neurons in blocks of at most `width` neurons, in order.
 
     A block is of whole experts, or a part of one that is wider: activations are computed anew for each block.
     """

@@ -70,7 +70,10 @@ class TrainedLayer:
         return masters
 
     def values(self, stored: Tensors, masters: Tensors) -> Tensors:
-        """The layer's tensors in float32 that these masters stand for; `stored` are those that it was read with."""
+        """Return the layer's tensors in float32 that these masters stand for.
+
+        `stored` are those that it was read with.
+        """
         values = {key: masters[key] for key in self.whole}
         for key in self.factored:
             first, second = _names(key)
@@ -78,7 +81,7 @@ class TrainedLayer:
         return values
 
     def gradients(self, model: nn.Module, masters: Tensors) -> Tensors:
-        """The masters' gradients, from those of the layer's tensors in the live `model`."""
+        """Return the masters' gradients, from those of the layer's tensors in the live `model`."""
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         for key in self.keys:
             gradient = model.get_parameter(key).grad
@@ -157,7 +160,10 @@ def merged(weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str, torch.dtype]:
-    """The dtype in which each trained tensor is stored, by state-dict key; refuses one that cannot be written back."""
+    """Return the dtype in which each trained tensor is stored, by state-dict key.
+
+    Refuses one that cannot be written back.
+    """
     dtypes = dict[str, torch.dtype]()
     for layer in layers:
         empty = {key: model.partial.empty[key] for key in layer.keys}
@@ -173,7 +179,7 @@ def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str,
 
 
 def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch.dtype]) -> Tensors:
-    """A decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
+    """Return a decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
     rounded = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
     direct, converted = _stored(model, rounded)
     tensors = {name: rounded[key] for key, name in direct.items()}
@@ -259,7 +265,7 @@ def keep_state(folder: Path, decoder_layer: str, state: LayerState) -> None:
 
 
 def kept_state(folder: Path, decoder_layer: str, device: torch.device, moments: bool = True) -> LayerState:
-    """A layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
+    """Return a layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
     state = LayerState({})
     for name, value in load_tensors(file_of(folder, decoder_layer)).items():
         if not name.startswith(MOMENTS):
@@ -294,7 +300,10 @@ class _Engine:
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
     def values(self, folder: Path, decoder_layer: str) -> Tensors:
-        """A layer's trained tensors in float32 in a kept state, by state-dict key; the layer itself is read anew."""
+        """Return a layer's trained tensors in float32 in a kept state, by state-dict key.
+
+        The layer itself is read anew.
+        """
         partial = self.model.partial
         layer = self.layers[decoder_layer]
         partial.release(decoder_layer)
@@ -361,7 +370,7 @@ class InMemory(_Engine):
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
-        """Figures of the model as it would be stored now."""
+        """Return the figures of the model as it would be stored now."""
         for decoder_layer, layer in self.layers.items():
             self.put(layer, self.read, self.states[decoder_layer].masters, train=False)
         return evaluator.measure_loaded(self.model.partial.model)

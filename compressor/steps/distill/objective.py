@@ -49,7 +49,7 @@ class Text:
     most: int  # sequences that are computed at once
 
     def of_step(self, step: int, sequences: int, seed: int) -> list[Batch]:
-        """The batches of a step: passes over shuffled sequences, without a remainder's short step."""
+        """Return the batches of a step: passes over shuffled sequences, without a remainder's short step."""
         epoch, place = divmod(step, len(self.fit) // sequences)
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
@@ -66,7 +66,7 @@ class Text:
 
 
 def _joined(rows: Sequence[tuple[Batch, int]]) -> Batch:
-    """One batch of these rows of others."""
+    """Return one batch of these rows of others."""
     base = dict[str, Tensor]()
     for name in rows[0][0].base.tensors:
         base[name] = torch.stack([batch.base.tensors[name][row] for batch, row in rows])
@@ -84,7 +84,7 @@ def training_text(
     model: OpenModel,
     emphasis: Emphasis = PLAIN,
 ) -> Text:
-    """The sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
+    """Return the sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
 
     Of sequences with pictures only those tokens count whose next one is text.
     """
@@ -122,7 +122,7 @@ class Objective(ReverseVisitor):
         self.batch = 0
 
     def loss(self, number: int, output: Any) -> Tensor:
-        """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
+        """Return a batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
         batch = self.batches[number]
         logits = output.logits
         weights = batch.weights.to(logits.device)
@@ -138,7 +138,7 @@ class Objective(ReverseVisitor):
         return loss if loss.requires_grad else nothing
 
     def _part(self, name: str, value: Tensor) -> Tensor:
-        """A part times its weight; its mean is added up in `parts`."""
+        """Return a part times its weight; its mean is added up in `parts`."""
         share = float(value.detach())
         if not math.isfinite(share):
             raise NotFiniteError
@@ -153,7 +153,10 @@ class Objective(ReverseVisitor):
         self.batch = batch
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """The layer's forward; where gradients are taken, the distance of the last one's output joins the loss."""
+        """Return the layer's forward.
+
+        Where gradients are taken, the distance of the last one's output joins the loss.
+        """
         if decoder_layer != self.last:
             return layer_forward
 
@@ -168,7 +171,10 @@ class Objective(ReverseVisitor):
         return forward
 
     def _distance(self, hidden: Tensor) -> Tensor:
-        """The square distance from the base's states over their own square, by sequence; its share of the mean."""
+        """Return the square distance from the base's states over their own square, by sequence.
+
+        Its share of the mean.
+        """
         batch = self.batches[self.batch]
         assert batch.base.hidden is not None
         wanted = batch.base.hidden.to(hidden.device).float()

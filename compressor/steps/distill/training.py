@@ -67,7 +67,7 @@ class State:
         return self.curve[-1].step
 
     def result(self) -> dict[str, Any]:
-        """The result as a plan has it; `changed` says if the best state is taken."""
+        """Return the result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
         after = next(each for each in self.curve if each.step == (self.best if gained.accepted else 0))
@@ -99,7 +99,7 @@ class Training:
     progress: Progress
 
     def run(self) -> State:
-        """All steps, or as many as there are until it ends early."""
+        """Return all steps, or as many as there are until it ends early."""
         self.progress.start("distill", self.engine.options.steps)
         state = self._kept()
         ranks().assert_same_on_all(state and state.step, f"training in {self.place}")
@@ -138,7 +138,7 @@ class Training:
         return state
 
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
-        """Figures of the model now, and the KL of each sequence; all processes measure together."""
+        """Return the figures of the model now, and the KL of each sequence; all processes measure together."""
         figures = self.engine.evaluated(self.evaluator)
         means = figures.means
         evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts)

@@ -152,7 +152,7 @@ def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
-    """The labels [E] of least cost, the first of equal ones."""
+    """Return the labels [E] of least cost, the first of equal ones."""
     return candidates[stable_argmin(cost(distances, labels) for labels in candidates)]
 
 

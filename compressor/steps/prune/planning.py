@@ -180,7 +180,7 @@ class Planner:
 
 
 def fit_batches(calibration: Calibration) -> Calibration:
-    """The calibration without what is held out, which nothing that decides a plan may see."""
+    """Return the calibration without what is held out, which nothing that decides a plan may see."""
     return Calibration(
         tuple(calibration.batches[number] for number in calibration.fit),
         calibration.identity,
@@ -192,7 +192,7 @@ def fit_batches(calibration: Calibration) -> Calibration:
 def _layer_plan(
     stats: LayerStatistics, spec: PruneSpec, protected: Protected | None, rank_changes: Mapping[str, Tensor]
 ) -> LayerPlan:
-    """The layer as the strategy plans it; a third party's may not heed protected experts."""
+    """Return the layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
     if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
@@ -242,7 +242,7 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
 
 
 def planner_of(state: State) -> Planner:
-    """The planner of the stage's model, whose routing attribution is run once for all steps."""
+    """Return the planner of the stage's model, whose routing attribution is run once for all steps."""
     key = f"planner {state.stage[0]}"
     if key not in state.shared:
         calibration = None if state.text is None else state.text.fit

@@ -55,7 +55,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
 
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
-    """The same, a file's list in place of its name, so that the options of a run do not depend on the file."""
+    """Return the same, a file's list in place of its name, so that the options of a run do not depend on the file."""
     if protector_of(protect) is not None:
         return protect
     entries = list[dict[str, Any]]()
@@ -67,7 +67,7 @@ def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
 def given_protected(
     protect: str | Path | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
-    """The experts that a list, or a file with one, names; none without a list.
+    """Return the experts that a list, or a file with one, names; none without a list.
 
     Refuses entries that fit no expert, and more experts than the `keep` that stay leave places for.
     """
@@ -81,7 +81,7 @@ def given_protected(
 
 
 def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, Sequence[int]]:
-    """The layer and the expert that an entry of the list means; of a split one its parts."""
+    """Return the layer and the expert that an entry of the list means; of a split one its parts."""
     inside = [layer for layer in layers if layer.index == entry.layer and entry.module in (None, layer.name)]
     if not inside:
         known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")

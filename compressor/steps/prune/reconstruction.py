@@ -128,7 +128,10 @@ class SmallerRouter:
 
 
 def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: Tensor) -> Tensor:
-    """Rows of a table that whole numbers among the arguments name, ascending; all where none are whole numbers."""
+    """Return the rows of a table that whole numbers among the arguments name, ascending.
+
+    All where none are whole numbers.
+    """
     tensors = [value for _, value in arguments if isinstance(value, Tensor) and value.dtype == torch.long]
     if not tensors:
         return torch.arange(len(table), device=table.device)

@@ -48,7 +48,7 @@ class Matrix:
         return next((f"{parent}.{others[0]}" for others in FUSED if leaf in others), self.module)
 
     def of(self, model: nn.Module) -> Tensor:
-        """The matrix [rows, columns] in a live model: a view, which can be written into."""
+        """Return the matrix [rows, columns] in a live model: a view, which can be written into."""
         if self.expert is None:
             return getattr(*parent_and_name(model, self.key))  # type: ignore[no-any-return]
         experts = model.get_submodule(self.owner)
@@ -71,7 +71,7 @@ class Matrices:
 
 
 def find_matrices(model: OpenModel, targets: str) -> Matrices:
-    """The routed experts' matrices, or with `ALL` those of attention and dense layers, too; from headers alone.
+    """Return the routed experts' matrices, or with `ALL` those of attention and dense layers, too; from headers alone.
 
     Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
     """
@@ -125,7 +125,7 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
 
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
-    """The matrices of all routed experts of a live model, under names that need not be those that are stored."""
+    """Return the matrices of all routed experts of a live model, under names that need not be those that are stored."""
     return list(_of_experts(model, _experts_keys(model, layers), {}))
 
 
@@ -158,7 +158,7 @@ def _as_it_lies(partial: Any, key: str) -> bool:
 def _names_of_experts(
     partial: Any, keys: KeyMap, in_experts: Mapping[str, MoeLayer]
 ) -> dict[tuple[str, int, str], str]:
-    """Names under which matrices of single experts are stored, by (key, expert, part)."""
+    """Return the names under which matrices of single experts are stored, by (key, expert, part)."""
     families: dict[tuple[str, str], list[str]] = {}
     for name, key in keys.targets.items():
         pattern = keys.patterns[name]
@@ -178,7 +178,7 @@ def _names_of_experts(
 
 
 def _parts_of(key: str) -> tuple[str, ...]:
-    """The projections that a weight of fused experts holds."""
+    """Return the projections that a weight of fused experts holds."""
     return {"down_proj": ("down",), "up_proj": ("up",)}.get(key.rpartition(".")[2], ("gate", "up"))
 
 
@@ -195,7 +195,7 @@ def _of_experts(
 
 
 def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) -> Iterator[Matrix]:
-    """The weights of dense layers in decoder layers, where they are stored by themselves."""
+    """Yield the weights of dense layers in decoder layers, where they are stored by themselves."""
     routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
     modules = dict(model.partial.model.named_modules())
     for name, key in keys.targets.items():

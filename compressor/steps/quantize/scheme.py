@@ -74,7 +74,7 @@ class Scheme:
         return QuantizationScheme(targets=["Linear"], weights=weights, format=self.format)
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json, without the modules to `ignore`."""
+        """Return the `quantization_config` of config.json, without the modules to `ignore`."""
         from compressed_tensors.quantization import QuantizationConfig
 
         config = QuantizationConfig(
@@ -106,11 +106,11 @@ class Scheme:
         }
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Bytes of a stored matrix."""
+        """Return the bytes of a stored matrix."""
         return sum(tensor_bytes(*stored) for stored in self.stored(rows, columns, dtype).values())
 
     def nearest(self, value: Tensor) -> Tensor:
-        """The nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
+        """Return the nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
         if self.name == "fp8":
             return _nearest_float(value.clamp(-FP8_MAX, FP8_MAX), 3, -6)
         if self.name in FP4:
@@ -119,11 +119,11 @@ class Scheme:
         return value.round().clamp_(-most, most - 1)
 
     def codes(self, weight: Tensor, scales: Scales) -> Tensor:
-        """Numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
+        """Return the numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
         return self.nearest(self._grouped(weight) / scales.effective[..., None]).flatten(-2)
 
     def values(self, codes: Tensor, scales: Scales) -> Tensor:
-        """The values that are loaded of stored numbers [B, O, I], in float32."""
+        """Return the values that are loaded of stored numbers [B, O, I], in float32."""
         value = (self._grouped(codes) * scales.effective[..., None]).flatten(-2)
         return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
 
@@ -206,7 +206,7 @@ class Scheme:
         }
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """One stored matrix [O, I] as it is loaded."""
+        """Return one stored matrix [O, I] as it is loaded."""
         from compressed_tensors.compressors import BaseCompressor
 
         compressor = BaseCompressor.get_value_from_registry(self.format)
@@ -239,7 +239,7 @@ def _pack_fp4(codes: Tensor) -> Tensor:
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:
-    """The scheme for matrices of these numbers of columns; where no group size is named, the largest usual one.
+    """Return the scheme for matrices of these numbers of columns; where no group size is named, the largest usual one.
 
     Raises `CompressionError` naming the sizes that divide all of them.
     """

@@ -57,7 +57,7 @@ def _add_products(total: Tensor, inputs: Tensor) -> None:
 
 
 def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
-    """The sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
+    """Return the sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
     total = ranks().all_reduce(hessian)
     if not bool(total.isfinite().all()):
         raise CompressionError(

@@ -29,7 +29,7 @@ class QuantizeStep(Step[Quantize]):
         return Requirements(text=reads, passes=int(reads))
 
     def _chosen(self, model: OpenModel) -> tuple[Matrices, Scheme]:
-        """A model's matrices, and the scheme with the group size for them."""
+        """Return a model's matrices, and the scheme with the group size for them."""
         matrices = find_matrices(model, self.options.targets)
         columns = (matrix.columns for matrix in matrices.every)
         return matrices, scheme_for(self.options.scheme, self.options.group_size, columns)

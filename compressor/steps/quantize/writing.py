@@ -165,7 +165,7 @@ class Writer:
                 yield name, pieces
 
     def _rounded(self, decoder_layer: str) -> Iterator[tuple[Matrix, Tensors, int]]:
-        """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
+        """Yield a layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
         if not self.matrices.stored:
             self.partial.load(self.partial.keys_under(decoder_layer))
         matrices = self.matrices.of(decoder_layer)
@@ -179,7 +179,7 @@ class Writer:
                 yield matrix, tensors, total
 
     def _read(self, matrix: Matrix) -> Tensor:
-        """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
+        """Return a matrix of the stage before: of its stored tensor, or of the loaded layer."""
         if not self.matrices.stored:
             return matrix.of(self.partial.model)
         checkpoint = self.model.checkpoint

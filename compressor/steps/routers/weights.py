@@ -65,7 +65,7 @@ class Round:
 
     @classmethod
     def of(cls, before: Figures, trial: Trial) -> "Round":
-        """The step of a trial, if its gain is accepted; else one of zero."""
+        """Return the step of a trial, if its gain is accepted; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
         return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if gained.accepted else cls()
 
@@ -175,7 +175,7 @@ class Moments:
 
 
 def ridged(square: Tensor, ridge: float) -> Tensor:
-    """A matrix of moments with that share of its mean diagonal added to the diagonal."""
+    """Return a matrix of moments with that share of its mean diagonal added to the diagonal."""
     added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     return square + added * torch.eye(len(square), dtype=square.dtype)
 
@@ -243,7 +243,10 @@ def line_search(
     steps: Sequence[float],
     largest: float,
 ) -> Trial:
-    """The `moved(ridge, step)` of least KL on held-out text; a largest step that wins is doubled up to `largest`."""
+    """Return the `moved(ridge, step)` of least KL on held-out text.
+
+    A largest step that wins is doubled up to `largest`.
+    """
 
     def best(choices: Sequence[tuple[float, float]], *known: Trial) -> Trial:
         weights = [moved(*choice) for choice in choices]
@@ -290,7 +293,7 @@ class BiasPlace:
     deviation: float = 0.0
 
     def moved(self, tensor: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
-        """The tensor with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
+        """Return the tensor with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
         if self.direction is not None:
             change = torch.outer(as_float64(logits).cpu(), self.direction.cpu())
         else:
@@ -358,7 +361,7 @@ def calibrate_bias(
     evaluator: Evaluator,
     progress: Progress,
 ) -> Calibrated:
-    """The late layers' tensors with the average pathway in them, at the scale of least KL, if it is accepted."""
+    """Return the late layers' tensors with the average pathway in them, at the scale of least KL, if it is accepted."""
     progress.start("try the biases", 1)
     late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
 

@@ -50,7 +50,7 @@ class Cut:
     says_shape: bool = False  # two numbers: the shape of the packed weight
 
     def shape(self, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-        """The shape of a part's tensor."""
+        """Return the shape of a part's tensor."""
         if not self.neurons:
             return shape
         return (*shape[: self.axis], shape[self.axis] // parts, *shape[self.axis + 1 :])
@@ -86,7 +86,7 @@ class StoredParts:
     cuts: Mapping[str, Cut]
 
     def cut(self, model: OpenModel, plan: ExpertPlan) -> list[OutputTensor]:
-        """The output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
+        """Return the output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
         roles = model.layout.roles
         plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
         layers = {layer.name: layer for layer in model.architecture.layers}
@@ -108,7 +108,7 @@ class StoredParts:
         return in_order_of(model.architecture.decoder_layers, outputs)
 
     def _beside(self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan) -> OutputTensor:
-        """A router's tensor, or a table of expert ids, for the parts that stay."""
+        """Return a router's tensor, or a table of expert ids, for the parts that stay."""
         role = model.layout.roles[output.name]
         shape = list(output.shape)
         if role.kind == "table":
@@ -128,7 +128,7 @@ class StoredParts:
         return replace(output, shape=tuple(shape), content=content)
 
     def _of_single_experts(self, model: OpenModel, layer: MoeLayer, plan: LayerPlan) -> Iterator[OutputTensor]:
-        """The parts that stay of experts whose tensors are their own; a family has one of each expert."""
+        """Yield the parts that stay of experts whose tensors are their own; a family has one of each expert."""
         roles = model.layout.roles
         families = dict[str, dict[int, str]]()  # names by expert
         for name, role in roles.items():
@@ -145,7 +145,7 @@ class StoredParts:
                 yield OutputTensor(renamed, stored.dtype, shape, layer.decoder_layer, content, stored.each)
 
     def _parts(self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-        """The bytes of parts, each from a stored tensor by the part's number."""
+        """Yield the bytes of parts, each from a stored tensor by the part's number."""
         assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
         order = model.partial.orders[role.layer].long()
         read = dict[str, Tensor]()
@@ -203,7 +203,7 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
 
 
 def _block_sizes(node: Any) -> Iterator[int]:
-    """Numbers along a dimension that share a scale, as a quantisation's JSON says anywhere in it."""
+    """Yield the numbers along a dimension that share a scale, as a quantisation's JSON says anywhere in it."""
     if isinstance(node, list):
         for value in node:
             yield from _block_sizes(value)

@@ -74,7 +74,7 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
 
 
 def widths(model: nn.Module) -> dict[str, int]:
-    """Neurons of each expert, by experts module."""
+    """Return the neurons of each expert, by experts module."""
     return {name: width_of(module) for name, module in experts_modules(model)}
 
 
@@ -88,7 +88,7 @@ def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _each(value: Any, change: Callable[[int], int]) -> Any:
-    """A config's number, or all numbers of its list, changed."""
+    """Return a config's number, or all numbers of its list, changed."""
     return [change(number) for number in value] if isinstance(value, list) else change(value)
 
 
@@ -104,7 +104,7 @@ def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any])
 def top_k_fields(
     config: Any, architecture: Architecture, wanted: Mapping[str, int], change: Callable[[int], int]
 ) -> tuple[Fields, Architecture]:
-    """The field that sets top-k, at the value that `change` makes of it, and the architecture that comes of it.
+    """Return the field that sets top-k, at the value that `change` makes of it, and the architecture that comes of it.
 
     `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each layer. Raises
     `CompressionError` where no field does.
@@ -165,7 +165,10 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
 
 @torch.no_grad()
 def _factors(architecture: Architecture, parts: int, fields: Fields, width_field: str) -> Factors:
-    """The parts' output factor: S where they share an expert's weight, 1 where not; refuses what neither fits."""
+    """Return the parts' output factor: S where they share an expert's weight, 1 where not.
+
+    Refuses what neither fits.
+    """
     config = architecture.config
     width = attrgetter(width_field)(config)
     narrow = {width_field: _each(width, lambda _: PART * parts)}

@@ -107,7 +107,10 @@ def _add_energy(energy: Tensor, experts: Any, hidden: Tensor, index: Tensor, wei
 
 
 def measured(model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, seed: int = 0) -> Tensors:
-    """The energies [E, I] of every MoE layer's neurons, a layer in memory at a time; without text, of weights alone."""
+    """Return the energies [E, I] of every MoE layer's neurons, a layer in memory at a time.
+
+    Without text, of weights alone.
+    """
     if batches is not None:
         metering = Metering()
         Pass(model, batches, progress, "measure neurons", seed).run(metering)
@@ -135,7 +138,7 @@ def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
 
 
 def parts_of(order: Tensor, parts: int) -> Tensor:
-    """The part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
+    """Return the part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
     run = torch.arange(order.shape[1]) // (order.shape[1] // parts)
     return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
 
@@ -181,7 +184,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
 
 
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
-    """The model whose smaller versions route a token to `top_k` experts, or to fewer where a layer does now."""
+    """Return the model whose smaller versions route a token to `top_k` experts, or to fewer where a layer does now."""
     if top_k is None:
         return model
     architecture = model.architecture
@@ -196,7 +199,7 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
 
 
 def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, str]:
-    """The number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
+    """Return the number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
 
     It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server does worse. Without
     the strategy `auto`, which alone gains by sub-experts, there is nothing to choose, and no reason.
@@ -271,13 +274,16 @@ def partitioned(
 
 
 def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
-    """The parts of each expert, and what they change in the config, as it is stored."""
+    """Return the parts of each expert, and what they change in the config, as it is stored."""
     served = served_model(whole)
     return {"parts": parts, "experts": served.experts, "top_k": served.top_k, "width": served.width}
 
 
 def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
-    """The split model; where its parts cannot be cut from a quantised checkpoint as it is, a warning says why."""
+    """Return the split model.
+
+    Where its parts cannot be cut from a quantised checkpoint as it is, a warning says why.
+    """
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
     reason = "what changes experts needs one" if changed else model.found[PLAIN]
@@ -286,7 +292,10 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
 
 
 def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
-    """The split model with the order [E, I] of each layer's neurons, by its name; `facts` join the plan's entry."""
+    """Return the split model with the order [E, I] of each layer's neurons, by its name.
+
+    `facts` join the plan's entry.
+    """
     assert isinstance(model.partial, SplitModel) and model.whole is not None
     factors = model.partial.factors
     parts = factors.parts
@@ -299,7 +308,7 @@ def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> Ope
 
 
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
-    """The model split as a plan's entry says, and with this top-k; refuses a split that does not fit."""
+    """Return the model split as a plan's entry says, and with this top-k; refuses a split that does not fit."""
     if (model.split, model.top_k) == (split, top_k):
         return model
     stored = model.whole or model
@@ -320,7 +329,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
 
 
 def packed(parts_of_neurons: Tensor, parts: int) -> str:
-    """The part of each neuron, [E, I] below `parts`, as text."""
+    """Return the part of each neuron, [E, I] below `parts`, as text."""
     places = np.arange((parts - 1).bit_length())
     bits = (parts_of_neurons.flatten().numpy()[:, None] >> places) & 1
     data = np.packbits(bits.astype(np.uint8)).tobytes()
@@ -328,7 +337,7 @@ def packed(parts_of_neurons: Tensor, parts: int) -> str:
 
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
-    """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
+    """Return the part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
     count = experts * width
     bits = (parts - 1).bit_length()
     try:
