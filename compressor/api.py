@@ -245,7 +245,7 @@ def compare(
     seed: int = 0,
     **computing: Unpack[Computing],
 ) -> Comparison:
-    """What each strategy costs on this model and data.
+    """Compare what each strategy costs on this model and data.
 
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
     by default each strategy's own beside none. With several `splits` and `top_ks` there is a row for each of them;
@@ -389,7 +389,7 @@ def attribute(
     seed: int = 0,
     **computing: Unpack[Computing],
 ) -> Attribution:
-    """How every component shapes the routing of later layers.
+    """Measure how every component shapes the routing of later layers.
 
     On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
     `edges_kept` strongest edges to single experts' scores are kept.
@@ -484,7 +484,7 @@ def evaluate(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Behaviour:
-    """How a smaller model behaves beside its base: what both write to the same prompts, and how it reads.
+    """Compare a smaller model with its base: the answers of both to the same prompts, and the loss on text.
 
     Answers are kept in the folder `cache`, so that no model is asked twice. `announce` gets what so many answers can
     show, before any model is loaded. A model that `servers` name writes there, `batch_size` answers at once; of its
@@ -535,7 +535,7 @@ def traces(
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSummary:
-    """What a reference set holds, and where it was written."""
+    """The content of a reference set, and its files."""
 
     facts: ReferenceFacts
     kept: int  # items that the model answers right

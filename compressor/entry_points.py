@@ -1,4 +1,4 @@
-"""What packages offer through entry points, and its options: third parties' on equal terms with what is built in."""
+"""Plugins that packages announce by entry points, and their options; built-in ones are found in the same way."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ def packages() -> list[str]:
 
 
 def load(group: str, name: str, place: str = "") -> Any:
-    """What stands behind a name; raises `CompressionError` for one that is unknown, offered twice or broken."""
+    """Return the object that an entry point names; refuses an unknown, ambiguous or broken one."""
     kind = KINDS[group]
     offers = {entry.value: entry for entry in entry_points(group=group) if entry.name == name}
     if not offers:
@@ -69,7 +69,7 @@ def takes(function: Any, count: int) -> bool:
 
 
 def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
-    """What can be loaded of a group, by name; anything else is named in a warning and left out."""
+    """Yield every plugin of a group that can be loaded; the others are named in a warning and left out."""
     for name in names(group):
         try:
             yield load(name)

@@ -85,7 +85,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException, most: int = 300) -> str:
-    """What another library's exception says, on one line and not too long."""
+    """Return the message of another library's exception, on one line and not too long."""
     text = " ".join(without_tokens(str(error)).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]} ..."
 

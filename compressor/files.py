@@ -1,4 +1,4 @@
-"""Files and folders that are there complete or not at all, made by one run at a time, and what may replace which.
+"""Files and folders that are complete or absent, written by one run at a time, and the rules of overwriting.
 
 A run holds a hidden folder beside its output until it ends or is killed, or inside an empty folder or a mount point, to
 which the content then moves. --overwrite replaces what this tool wrote, by its records, or nothing but a checkpoint.
@@ -71,7 +71,7 @@ def wrap_full_disk(place: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, fresh: Path) -> Iterator[Path]:
-    """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
+    """Yield `fresh` to write to; the file there becomes `path` at the end, or is removed if anything fails."""
     with wrap_full_disk(path.parent):
         try:
             if fresh.is_symlink():
@@ -131,7 +131,7 @@ def _work_name(folder: Path) -> str:
 
 
 def _content(folder: Path) -> list[Path]:
-    """What lies in a folder beside its work folder, in the order in which it comes there: config.json is the last."""
+    """Return the content of a folder but its work folder, in the order in which it moves: config.json is the last."""
     content = [path for path in folder.iterdir() if path.name not in (_work_name(folder), LOST)]
     return sorted(content, key=lambda path: (path.name == "config.json", path.suffix == ".json", path.name))
 
@@ -210,7 +210,7 @@ def check_parent(out: Path, what: str = "output folder") -> None:
 
 @contextmanager
 def lock_output(out: Path) -> Iterator[Path]:
-    """The `work_folder` of `out`, held by this run alone, which may ask for it again while it does.
+    """Yield the `work_folder` of `out`, locked by this run, which may lock it again within the block.
 
     What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
     away comes back, and what one killed after the last rename left is cleared. Raises `CompressionError` while another
@@ -332,7 +332,7 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
 
 
 def default_folder() -> Path:
-    """Where results are kept: $MOE_COMPRESSOR_CACHE, or the user's cache folder."""
+    """Return the folder of stored results: $MOE_COMPRESSOR_CACHE, or the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("MOE_COMPRESSOR_CACHE") or f"{caches}/{TOOL}/gate").expanduser()
 

@@ -1,4 +1,4 @@
-"""What a run knew and its output does not record: folders, times, memory and the command, kept in the user's cache.
+"""Facts of a run that its output does not record: folders, times, memory and the command, in the user's cache.
 
 compression.json holds none of them, so that equal runs write equal bytes. The record is found again by the SHA-256 of
 that file; only its owner can read it, and without it a report merely says less of the run.

@@ -66,7 +66,7 @@ LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: `begin` and `end` are absolute byte offsets in its file.
+    """The position of one tensor: `begin` and `end` are absolute byte offsets in its file.
 
     `each` is how many of the model's weights an element stands for: 1, but of packed weights and of their scales.
     """
@@ -116,7 +116,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def header_bytes(path: Path) -> int:
-    """How many bytes of a safetensors file, which has been checked, come before its tensors."""
+    """Return the number of bytes before the tensors of a safetensors file that has been checked."""
     with path.open("rb") as stream:
         return 8 + int.from_bytes(stream.read(8), "little")
 
@@ -233,7 +233,7 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
-    """How a checkpoint's weights are quantised, by config.json or by modelopt's own file; empty if neither says it."""
+    """Return the quantisation that config.json or modelopt's own file declares; empty if neither does."""
     for node in (raw_config, *raw_config.values()):
         if isinstance(node, dict) and node.get("quantization_config"):
             return dict(node["quantization_config"])

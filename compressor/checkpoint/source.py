@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, or a Hub id that is downloaded (or of which only headers are).
+"""Sources of models: a local folder, or a Hub id of which files, or headers alone, are downloaded.
 
 Downloads go into the Hub's own cache: small files first, then only the shards that the index names.
 """

@@ -114,7 +114,7 @@ def sequence_of(
     where: str,
     left_out: LeftOut | None = None,
 ) -> Inputs:
-    """What the processor makes of a row, cut to `length` tokens; its files lie in `folder`.
+    """Return the processed row, cut to `length` tokens; its files lie in `folder`.
 
     Raises `ItemError` for a picture that cannot be read, messages that the template cannot take, or a row whose
     pictures alone need more tokens.
@@ -220,7 +220,7 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
 
 
 def _processed(processor: Any, messages: list[Message], conversation: Conversation, where: str) -> Mapping[str, Any]:
-    """What the processor makes of the messages; without a chat template, of placeholders and the text after them."""
+    """Return the processed messages; without a chat template, placeholders with the text after them."""
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
@@ -269,7 +269,7 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
 
 
 def divided(available: int, wanted: Sequence[int], source: str) -> list[int]:
-    """How many of the sequences go to each purpose: those that are wanted, or fewer of each, but one at the least."""
+    """Return the number of sequences for each purpose: as many as wanted, or fewer of each, but at least one."""
     if available >= sum(wanted):
         return list(wanted)
     needed = [count for count in wanted if count]

@@ -53,7 +53,7 @@ class SourceSpec:
 
 
 def _shown(value: Any) -> str:
-    """What stands for a value that JSON has no form of, such as a picture: a digest of its content."""
+    """Return text in place of a value that JSON cannot hold, such as a picture: a digest of its content."""
     return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
@@ -109,7 +109,7 @@ class TextPart:
 
 
 def sources_or_texts(given: Any) -> Any:
-    """What Python gave as calibration: names of sources as they are, and a list of texts as `GivenTexts`.
+    """Return the calibration given in Python: names of sources as they are, a list of texts as `GivenTexts`.
 
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """

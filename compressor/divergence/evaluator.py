@@ -1,4 +1,4 @@
-"""How far variants of a model are from their base on held-out text: KL, loss and flipped greedy tokens per sequence.
+"""Divergence of a model's variants from their base on held-out text: KL, loss and flipped tokens per sequence.
 
 KL(base || variant) is that of next-token distributions over the full vocabulary. Kept of the base is what enters its
 head (small), not its logits (large): beside a variant's head, the base's computes both sets of logits, and whatever
@@ -96,7 +96,7 @@ class Figures:
 
 
 def accepts(before: Figures, after: Figures) -> bool:
-    """The one rule for a change: its mean gain in KL over eight or more sequences is above its standard error."""
+    """Return True if the mean gain in KL over eight or more sequences is above its standard error: the one rule."""
     return Difference.of(before.kl, after.kl).accepted
 
 

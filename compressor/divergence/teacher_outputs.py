@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """Of one batch [B, L]: ids and log probabilities [B, L, K] of the top tokens, and the log of all others' mass."""
+    """Ids and log probabilities [B, L, K] of a batch's top tokens, and the log of the other tokens' mass [B, L]."""
 
     tokens: Tensor
     logs: Tensor
@@ -39,12 +39,12 @@ class Distributions:
     hidden: Tensor | None = None  # [B, L, H] of the last decoder layer, where it was wanted
 
     def rows(self, chosen: slice) -> "Distributions":
-        """Those of some sequences of the batch."""
+        """Return the distributions of some sequences of the batch."""
         return Distributions(**{name: value[chosen] for name, value in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The tensors that are not None, by field name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -112,7 +112,7 @@ def read_base(
 
 
 class _Answer:
-    """What is kept on disk of a model's answer to one batch, with all that decides it."""
+    """The stored answer of a model to one batch, with all that decides it."""
 
     def __init__(self, model: OpenModel, path: Path, batch: Tensor, hidden: bool) -> None:
         self.path, self.batch, self.hidden = path, batch, hidden

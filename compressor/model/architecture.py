@@ -30,7 +30,7 @@ from compressor.records import read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
-    """Where it says how many experts a token is routed to, the likeliest first: owner, attribute, number."""
+    """Yield the owner, attribute and value of each number that may be the top-k, the likeliest first."""
     text = config.get_text_config()
     fields = product((getattr(router, "config", text), text), ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):

@@ -77,7 +77,7 @@ class _Slices:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """One expert in canonical layout: gate and up [I, H] (gate is None where there is none), down [H, I]."""
+    """One expert in canonical layout: gate and up [I, H] (no gate: None), down [H, I]."""
 
     gate: Tensor | None
     up: Tensor
@@ -104,7 +104,7 @@ def projections(experts: Any, expert: int) -> Projections:
 def routed(
     weights: Tensor, index: Tensor, among: Collection[int] | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each expert that got a token, by gate weights and choices [n, K]: its number, and the choices' places [m].
+    """Yield each expert that gate weights and choices [n, K] name, with the rows and slots [m] of its choices.
 
     Experts that are not `among` those given are left out.
     """

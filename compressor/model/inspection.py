@@ -79,7 +79,7 @@ def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int)
 
 
 def _parts(model: OpenModel) -> dict[str, str]:
-    """Which of `PARTS` each stored tensor belongs to."""
+    """Return the one of `PARTS` that each stored tensor belongs to."""
     stock, targets = model.partial.model, model.partial.plain_keys.targets
     ends = [stock.get_input_embeddings(), stock.get_output_embeddings()]
     embeddings = {name for name, module in stock.named_modules() if module in ends}

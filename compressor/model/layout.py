@@ -1,4 +1,4 @@
-"""How a checkpoint stores its experts: one tensor each, or fused along a dimension; found by asking the loader."""
+"""The layout of stored experts: one tensor each, or fused along a dimension; found by asking the loader."""
 
 import copy
 from collections.abc import Mapping
@@ -161,7 +161,7 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
-    """For per-expert storage: the name that an expert's tensors share, up to and including its number."""
+    """Return by expert the prefix of its tensors' names, up to its number, if experts are stored one by one."""
     prefixes = {}
     for name, role in layout.roles.items():
         if role.kind == "expert" and role.layer == layer.name:

@@ -151,7 +151,7 @@ class ReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """Which model tensor each checkpoint tensor goes to, and by which conversion pattern (None: a plain rename)."""
+    """The model tensor that each checkpoint tensor fills, and its conversion pattern (None: a plain rename)."""
 
     targets: dict[str, str]  # checkpoint name -> state-dict name (the first one, where a conversion makes several)
     patterns: dict[str, str | None]

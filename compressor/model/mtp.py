@@ -111,7 +111,7 @@ class Head:
 
 
 def find_heads(model: OpenModel) -> tuple[Head, ...]:
-    """Return the heads of a model, in the order in which they predict; none where the checkpoint has none.
+    """Return the heads of a model, in the order in which they predict; an empty tuple if the checkpoint has none.
 
     Raises `CompressionError` saying why the tensors of a head are not understood.
     """
@@ -122,7 +122,7 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
-    """Return the heads among the tensors that the stock model does not load; none where no name speaks of one.
+    """Return the heads among the tensors that the stock model does not load; an empty tuple if no name speaks of one.
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
     """
@@ -218,7 +218,7 @@ def written_heads(folder: Path) -> tuple[str, ...]:
 
 
 def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
-    """How the names of a decoder layer's stored tensors begin, up to and with its number."""
+    """Return the prefix of the names of a decoder layer's stored tensors, up to and with its number."""
     number = f".{layer_number(decoder_layer)}."
     names = [name for name, role in model.layout.roles.items() if role.decoder_layer == decoder_layer]
     starts = {name[: name.index(number) + len(number)] for name in names if number in name}
@@ -228,7 +228,7 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
 
 
 def _experts_of(model: OpenModel, names: HeadNames) -> int:
-    """How many experts a head's stored tensors are of, which other tools may have left beside a smaller trunk."""
+    """Return the number of experts in a head's stored tensors; other tools may have cut the trunk alone."""
     if numbers := {match[1] for match in map(ONE_EXPERT.search, names.block) if match}:
         return len(numbers)
     shapes = (model.checkpoint.tensors[names.prefix + name].shape for name in names.block if "experts." in name)

@@ -1,4 +1,4 @@
-"""Which servers run a model at full speed and which do not, and the nearest number of experts that all of them do.
+"""Advice on servers: which run a model at full speed, and the nearest number of experts that suits all of them.
 
 Every rule stands with the place in the server's source it is from.
 E is the number of routed experts in a layer, K the top-k, I the width of an expert (its neurons), n_group and
@@ -390,7 +390,7 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How servers run a number of experts; `nearest` is the nearest that suits all of them, None for none.
+    """Advice on a number of experts; `nearest` is the nearest one that suits all servers, if any does.
 
     It is the number itself where that suits, by the rules on numbers of experts; width and head are another matter.
     """
@@ -426,7 +426,7 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
 
 
 def server_line(advice: Advice) -> str:
-    """In a line: the servers that run a model at full speed, and those that do not, by the worst that they do."""
+    """Return one line on the servers that run a model at full speed, and on the others by their worst effect."""
     by_effect: dict[Effect, list[str]] = {}
     known = set[str]()
     for effect in IN_WORDS:

@@ -1,8 +1,8 @@
-"""Lockstep streaming: every batch runs the stock forward, all stand still before each layer until it is loaded.
+"""Lockstep streaming: every batch runs the stock forward, and all pause before each layer until it is loaded.
 
 Each batch's ordinary `model(input_ids)` runs inside its own greenlet; every decoder layer's forward first switches
 back to the driver, which loads that layer, lets every batch pass it, shows it to the visitors and empties it again.
-Masks, position embeddings and per-layer arguments stay the stock code's business.
+Masks, position embeddings and per-layer arguments are left to the stock code.
 """
 
 import copy
@@ -78,7 +78,7 @@ class ActivationOffload:
                 self.total += value.nbytes
 
     def forget(self, place: Hashable) -> None:
-        """Nothing waits there any more."""
+        """Stop counting what waited at a place."""
         self.total -= self.held.pop(place, 0)
 
     @staticmethod
@@ -87,7 +87,7 @@ class ActivationOffload:
 
 
 def token_dim(value: Any, tokens: int) -> int | None:
-    """The dimension of a router's argument that counts tokens: 0 of [T, ...], 1 of [B, L, ...], None of another."""
+    """Return the dimension of a router's argument that counts tokens: 0 of [T, ...], 1 of [B, L, ...], or None."""
     if isinstance(value, Tensor):
         if value.dim() >= 1 and len(value) == tokens:
             return 0
@@ -118,15 +118,15 @@ def picked(value: Tensor, rows: Tensor) -> Tensor:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Return the hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
+    """Return the hidden states, [B, L, H] or several a token, in the output of a decoder layer."""
     return _tensors(output)[0]
 
 
 def stream_weights(hidden: Tensor, tokens: int) -> Tensor:
-    """How much an error counts behind a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
+    """Return the weight of an error behind a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
 
-    Later layers see a hidden state divided by its size. Experts that see other tokens than the layer puts out, so many
-    of them, have the mean for all.
+    Later layers see a hidden state divided by its size. Experts that see other tokens than the layer outputs
+    get the mean for all of them.
     """
     states = as_float64(hidden.detach().flatten(0, 1).flatten(1))
     weights = 1 / states.square().sum(-1).clamp(min=TINY)
@@ -142,7 +142,7 @@ Replay = Callable[[Iterable[int]], None]
 
 @dataclass(slots=True)
 class PassPosition:
-    """Where a pass is; all its visitors share one."""
+    """The position of a pass, shared by all its visitors."""
 
     model: Any  # the live modules, of which one decoder layer is loaded
     by_layer: Mapping[str, Sequence[MoeLayer]]  # the MoE layers of each decoder layer that has any

@@ -45,7 +45,7 @@ class PreparedGate:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides a verdict beside models and tasks; streaming does not, nor where results are kept."""
+        """The settings that decide a verdict beside models and tasks."""
         request, judging = self.request, self.request.judging
         facts = asdict(replace(request, options=replace(request.options, stream=None)))
         del facts["cache"], facts["inconclusive"]
@@ -101,7 +101,7 @@ def gate_request(
 
 
 def answering_of(options: BehaviourOptions, limit: int | None) -> Answering | None:
-    """Return which answers are written, with the prompts read; None where none are named."""
+    """Return which answers are written, with the prompts read; None if none are named."""
     if not options.prompts:
         return None
     named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict"})
@@ -111,7 +111,7 @@ def answering_of(options: BehaviourOptions, limit: int | None) -> Answering | No
 def judging_of(
     options: BehaviourOptions, max_flips: float | None = None, max_loss_rise: float | None = None
 ) -> Judging | None:
-    """Return what both models read; None where nothing is named."""
+    """Return the text that both models read; None if none is named."""
     if options.teacher_forced and not options.prompts:
         raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
     if not (options.text or options.answers or options.teacher_forced):

@@ -1,4 +1,4 @@
-"""What came of a run: the one record in an output folder, as it is written and read.
+"""The outcome of a run: the one record in an output folder, as it is written and read.
 
 Terminal summary, `--json`, report and model card are made of it.
 """
@@ -42,7 +42,7 @@ Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction h
 
 
 class SizeRow(NamedTuple):
-    """What got smaller, exactly and for people."""
+    """A size before and after, exactly and for people."""
 
     name: str
     before: int
@@ -52,7 +52,7 @@ class SizeRow(NamedTuple):
 
     @property
     def left(self) -> str:
-        """What is left, in percent."""
+        """The share that is left, in percent."""
         return share(self.after, self.before)
 
 
@@ -67,14 +67,14 @@ def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeR
 
 
 def size_table(title: str, rows: Sequence[SizeRow]) -> Table:
-    """What got smaller, for people."""
+    """Return the table of sizes before and after."""
     cells = [(row.name, row.shown_before, row.shown_after, "" if row is rows[0] else row.left) for row in rows]
     return Table(title, ("", "before", "after", "left"), tuple(cells))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did, for a person or a script."""
+    """The outcome of a run, for a person or a script."""
 
     out: str
     plan: Plan = field(repr=False)
@@ -101,12 +101,12 @@ class Outcome:
 
     @property
     def expert_plan(self) -> ExpertPlan:
-        """What became of the source's experts."""
+        """The plan of the source's experts."""
         return self.plan.expert_plan
 
     @property
     def strategy(self) -> str:
-        """How experts were chosen."""
+        """The strategy that chose experts."""
         return self.plan.strategy
 
     @property
@@ -131,7 +131,7 @@ class Outcome:
         return entries[-1] if entries and self.packed else None
 
     def sizes(self) -> list[SizeRow]:
-        """What got smaller."""
+        """The sizes before and after."""
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
     def before_and_after(self) -> dict[str, dict[str, int]]:
@@ -228,7 +228,7 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
 
 
 def servers_of(model: OpenModel, plan: ExpertPlan) -> Advice | None:
-    """Which servers run what a plan makes of a model; None with constants, which vLLM alone serves."""
+    """Return the advice on servers for a planned model; None with constants, which vLLM alone serves."""
     if plan.has_constants:
         return None
     layers = model.architecture.layers
@@ -236,13 +236,13 @@ def servers_of(model: OpenModel, plan: ExpertPlan) -> Advice | None:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a folder holds a quantised checkpoint, and not only what an exporter made of one."""
+    """Return True if a folder holds a quantised checkpoint, and not only an exporter's output."""
     config = folder / "config.json"
     return config.is_file() and bool(quantization_of(folder, read_object(config)))
 
 
 def fault_of(folder: Path) -> str | None:
-    """What stock transformers does wrong with a checkpoint's quantised experts; None if nothing is known."""
+    """Return the fault of stock transformers with a checkpoint's quantised experts; None if none is known."""
     if is_packed(folder):
         with suppress(CompressionError):  # as for constants
             return stock_fault(open_model(ModelSource(str(folder), None, folder), device="cpu"))
@@ -267,7 +267,7 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
 
 
 def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome:
-    """What an output folder says of itself, with what this machine knows of the run.
+    """Return the outcome in an output folder, with this machine's record of the run.
 
     `gate` is by default the result beside the weights; one about other files is refused. Raises `CompressionError`
     where the folder has no record or a damaged one.

@@ -60,7 +60,7 @@ class Session:
 
 
 class Computing(TypedDict, total=False):
-    """Which version of a model is read, and where and how it computes; as for `open_run`."""
+    """The revision, device and dtype of a model; as for `open_run`."""
 
     revision: str | None
     dtype: str
@@ -272,7 +272,7 @@ def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
 def _requirements(
     steps: Sequence[Step[Any]], model: OpenModel, plan: Plan | None
 ) -> tuple[list[Requirements], OpenModel]:
-    """What each step reads and takes, and the model as the first layerwise stage sees it.
+    """Return the requirements of each step, and the model as the first layerwise stage sees it.
 
     Steps of later layerwise stages are checked on the model that is there then.
     """
@@ -316,7 +316,7 @@ def text_spec(resolved: ResolvedRecipe, options: TextOptions, parts: Mapping[int
 
 
 def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
-    """What of the text is emphasised, by the model's own tokens; refuses tokens that it does not have."""
+    """Return the emphasised tokens of the model; refuses those that it does not have."""
     wanted = {} if options.emphasis is None else options.emphasis.model_dump(exclude_none=True)
     if not wanted:
         return PLAIN

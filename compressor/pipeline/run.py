@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where an output goes, how it is made, and what it has to pass."""
+    """The output's folder and options, and the gate that it has to pass."""
 
     out: Path
     overwrite: bool = False
@@ -293,7 +293,7 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
 
 
 def _judged(resolved: ResolvedRecipe, state: State, folder: Path) -> Judged | None:
-    """How far the output is from the base on held-out text; None where no text is read, or without evaluation.
+    """Return the divergence of the output from the base on held-out text; None without text or evaluation.
 
     What cannot be compared ends no run: a warning says why.
     """
@@ -412,7 +412,7 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         changing = [step for step in steps if type(step).apply_layer is not Step.apply_layer]
 
         def change(name: str, tensors: Tensors) -> Tensors:
-            """What steps that only change tensors do to a decoder layer, one after the other."""
+            """Return a decoder layer's tensors after the steps that only change tensors, in order."""
             moe_layers = [layer for layer in state.model.architecture.layers if layer.decoder_layer == name]
             current = dict(tensors)
             for step in changing:

@@ -1,4 +1,4 @@
-"""What the layerwise steps of a stage do to every expert: which stay, merge or go.
+"""Plans of layerwise steps: which experts stay, merge or go.
 
 Plans check themselves on creation, before any weight is read.
 """
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What happens to one MoE layer; experts in no group are dropped. Slot n of the output holds group n."""
+    """The plan of one MoE layer: slot n of the output holds group n, and experts in no group are dropped."""
 
     module: str  # the experts module's full name
     layer: int  # the decoder layer's number
@@ -182,7 +182,7 @@ class Source:
 
     @classmethod
     def of(cls, model: "OpenModel") -> Self:
-        """That of an opened model."""
+        """Return the source of an opened model."""
         return cls(model.source.name, model.source.revision, model.fingerprint)
 
     @property
@@ -278,7 +278,7 @@ def check_split(split: Mapping[str, Any]) -> None:
 
 
 def describe_split(split: Mapping[str, Any]) -> str:
-    """What was done to every expert, in words."""
+    """Return a sentence on the split of every expert."""
     how = "by what they do on text" if split.get("calibration") else "by the norms of their weights"
     neurons = f", neurons dealt out {how}" if "calibration" in split else ""
     return f"each of {split.get('experts')} experts into {split.get('parts')} parts{neurons}"

@@ -79,7 +79,7 @@ def separated(value: Any) -> Any:
 
 
 class BehaviourOptions(Options):
-    """What is asked of two models to compare how they behave."""
+    """Options for comparing the behaviour of two models."""
 
     prompts: tuple[str, ...] = ()
     """Prompts that both models answer: a text, JSONL or parquet file, a data set or 'demo', as SOURCE or SOURCE=DOMAIN.
@@ -115,7 +115,7 @@ class BehaviourOptions(Options):
 
 
 class GateOptions(BehaviourOptions):
-    """What the output has to show before it is put in place."""
+    """Options of the gate that the output must pass before it is put in place."""
 
     tasks: tuple[str, ...] = ()
     """lm-eval tasks to pass, comma-separated."""
@@ -159,7 +159,7 @@ class GateOptions(BehaviourOptions):
 
 
 class OutputOptions(Options):
-    """What is written, and where it is published."""
+    """Options of the output: its formats, and where it is published."""
 
     formats: tuple[str, ...] = Field(("safetensors",), min_length=1)
     """safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the subfolder onnx. mone
@@ -183,12 +183,12 @@ class OutputOptions(Options):
 
 
 class ModelOptions(Options):
-    """Which version of a model is read, and how it computes."""
+    """Options of the model: its revision, device and dtype."""
 
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     dtype: str = "auto"
-    """For computing: auto (the checkpoint's), float32, bfloat16 or float16."""
+    """Computing dtype: auto (the checkpoint's), float32, bfloat16 or float16."""
 
 
 Resident = Annotated[  # of YAML's yes and no, which are true and false there

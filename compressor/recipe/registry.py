@@ -1,4 +1,4 @@
-"""What strategies and exporters are to the compressor: the contract that each plugin is held to."""
+"""The contract of strategies and exporters, to which every plugin is held."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ class EmphasisOptions(Options):
 
 
 class TextOptions(Options):
-    """Which text is read, and how much of it."""
+    """Options of the text: its sources and size."""
 
     data: tuple[Source, ...] | None = Field(None, max_length=MOST_SOURCES)
     """Text, JSONL or parquet file, data set or 'demo' (default: C4). Rows may have pictures. A data set is ID, if need
@@ -99,7 +99,7 @@ class TextOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a step reads, and the memory and disk space that it takes."""
+    """The text, memory and disk space that a step needs."""
 
     text: bool = False  # calibration text
     heldout: int = 0  # sequences of it that are held out, at the least

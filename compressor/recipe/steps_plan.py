@@ -62,7 +62,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was or shall be done to a source checkpoint, step by step, with its provenance."""
+    """The steps done, or to be done, to a source checkpoint, with its provenance."""
 
     source: Source
     steps: tuple[PlannedStep, ...]
@@ -90,7 +90,7 @@ class Plan:
 
     @cached_property
     def expert_plan(self) -> ExpertPlan:
-        """What becomes of the source's experts over all stages together, for those who show it."""
+        """The source's experts in the output, over all stages together, for display."""
         plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
         if plans:
             return reduce(_composed, plans)
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """How the last such step chose experts."""
+        """The strategy of the last step that chose experts."""
         return KEPT_WHOLE if self.pruning is None else str(self.pruning.options.get("strategy", self.pruning.name))
 
     @property
@@ -119,13 +119,13 @@ class Plan:
 
     @property
     def split(self) -> dict[str, Any] | None:
-        """How each of the source's experts became several; None where they stayed whole."""
+        """The split of the source's experts; None if they stayed whole."""
         decided = [dict(step.decision) for step in self.of(SPLIT) if isinstance(step.decision, Mapping)]
         return next((split for split in decided if split.get("parts") != 1), None)
 
     @property
     def correction(self) -> dict[str, Any] | None:
-        """How experts were refitted where they were decided on; None if they were not."""
+        """The correction in the step that decided on experts; None if there was none."""
         pruning = self.pruning
         refits = [step for step in self.of(CORRECT) if pruning is not None and step.stage == pruning.stage]
         if not refits:
@@ -280,7 +280,7 @@ def layer_from_dict(entry: Any) -> LayerPlan:
 
 
 def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
-    """What two stages do one after the other, in terms of the first one's experts."""
+    """Return the plan of two stages in turn, in terms of the first one's experts."""
     before, layers = {layer.module: layer for layer in first.layers}, list[LayerPlan]()
     for layer in second.layers:
         earlier = before.get(layer.module)

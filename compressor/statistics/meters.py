@@ -47,7 +47,7 @@ class RouterArguments:
 
 @dataclass(frozen=True, slots=True)
 class Observed(LayerWeights):
-    """The layer that is observed; `smaller_router` is None where weights are not wanted."""
+    """The layer that is observed; `smaller_router` is None if weights are not needed."""
 
     layer: MoeLayer
     config: Any

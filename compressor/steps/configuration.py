@@ -49,7 +49,7 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
 
 
 def announces_head(field: str) -> bool:
-    """Whether a config field of this name counts the layers of a multi-token-prediction head."""
+    """Return True if a config field of this name counts the layers of a multi-token-prediction head."""
     return HEADS.fullmatch(field) is not None
 
 
@@ -96,7 +96,7 @@ def _has(config: Any, path: str) -> bool:
 
 
 def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan) -> dict[str, str | None]:
-    """For experts stored by themselves: what an expert's name becomes; None for a dropped one's."""
+    """Return the new name of each expert that is stored by itself; None for a dropped one."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     renames: dict[str, str | None] = {}
     for layer in architecture.layers:
@@ -109,7 +109,7 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan)
 def all_renames(
     architecture: Architecture, layout: Layout, plan: ExpertPlan, head_renames: Renames
 ) -> dict[str, str | None]:
-    """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
+    """Return the new names of experts in a quantisation; those of kept heads are `head_renames`."""
     if architecture.layers[0].parts > 1:  # no name in a quantisation speaks of a split's experts
         return dict(head_renames)
     return {**expert_renames(architecture, layout, plan), **head_renames}

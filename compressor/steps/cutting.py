@@ -177,7 +177,7 @@ class CutFiles:
     folder: Path
 
     def of_head(self, number: int) -> "CutFiles":
-        """Those of the multi-token-prediction head of this number."""
+        """Return the files of the multi-token-prediction head of this number."""
         return CutFiles(self.folder / f"head-{number}")
 
     def _path(self, layer: MoeLayer) -> Path:
@@ -198,13 +198,13 @@ class CutFiles:
 
 
 def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
-    """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
+    """Return True if the output is made through the model, as stored tensors cannot be picked or mixed."""
     stored_as_is = layout.regular and not plan.reorders and not refitted
     return not stored_as_is or (layout.quantized and not plan.is_drop)
 
 
 def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
-    """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
+    """Return a loaded layer's cut tensors by state-dict key; from `files` if it was cut already."""
     if files is None:
         return cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
     kept = files.tensors(layer)

@@ -76,7 +76,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
-    """What is written beside the weights: what the source carries, and this config."""
+    """Return the files beside the weights: those of the source, and this config."""
     return {**carried_files(model.source.folder), "config.json": json_bytes(config)}
 
 

@@ -1,4 +1,4 @@
-"""What a run hands from step to step: the model as it is now, its base, the text, the plan so far, the work folder."""
+"""The state between steps: the model as it is now, its base, the text, the plan so far and the work folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,16 +86,16 @@ class State:
         return self.options_of(Correct) is not None
 
     def expert_plan(self) -> ExpertPlan:
-        """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
+        """The plan of this stage for every expert; all stay unless a step has decided otherwise."""
         decided = None if self.deciding is None else self.plan.steps[self.deciding].expert_plan
         return untouched(self.model) if decided is None else decided
 
     def kept(self, name: str) -> Path | None:
-        """Where this step keeps what a run that goes on need not make again; None where nothing is written."""
+        """Return the path of work that a resumed run need not repeat; None if nothing is written."""
         return None if self.work is None else self.work.kept(self.number, name)
 
     def cut(self) -> CutFiles:
-        """Where refitted layers of this stage wait to be written."""
+        """Return the files of this stage's refitted layers, which wait to be written."""
         assert self.work is not None
         return CutFiles(self.work.kept(self.stage[0], "layers"))
 

@@ -255,7 +255,7 @@ def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
 
 
 def equal_before(value: Tensor, dim: int, experts: int) -> Tensor:
-    """For each of the first `experts` rows along a dimension the number of rows before it that are equal.
+    """Return for each of the first `experts` rows along a dimension the number of equal rows before it.
 
     No row of a bias has any, nor one of a tensor on meta.
     """

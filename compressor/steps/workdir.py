@@ -99,7 +99,7 @@ class Workdir:
             shutil.rmtree(stage, ignore_errors=True)
 
     def kept(self, number: int, name: str) -> Path:
-        """Where step `number` keeps what a run that goes on need not make again."""
+        """Return the path of work of step `number` that a resumed run need not repeat."""
         return self.folder / "kept" / f"{number}-{name}"
 
     def stage(self, number: int) -> Path:

@@ -50,14 +50,14 @@ ConstantsByLayer = Mapping[str, Substitutes]  # by experts module; a layer that 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerConstants:
-    """Of each expert of a layer its best constant, `values` [E, H] in float32, and what that misses, `missed` [E]."""
+    """Best constants of a layer's experts, `values` [E, H] in float32, and their errors, `missed` [E]."""
 
     values: Tensor
     missed: Tensor  # in float64: sum over the expert's tokens of g^2 ||o - c||^2
 
     @classmethod
     def of(cls, stats: LayerStatistics) -> "LayerConstants":
-        """Of a layer whose statistics hold `NEEDS`; all 0 for an expert no token reached."""
+        """Compute them from statistics that hold `NEEDS`; all 0 for an expert no token reached."""
         share = stats.squared_gate_sum.double().clamp(min=torch.finfo(torch.float64).tiny)
         output = stats.squared_gate_output_sum.double()
         values = output / share[:, None]
@@ -68,7 +68,7 @@ class LayerConstants:
 def replaceable(
     layers: Sequence[MoeLayer], constants: Mapping[str, LayerConstants], protected: Protected
 ) -> list[list[int]]:
-    """Of each layer the experts that can become constants, those that miss least first; of equals the higher number.
+    """Return each layer's experts that can become constants, least error first; of equals the higher number.
 
     Every layer keeps its top-k and its protected experts.
     """
@@ -135,7 +135,7 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
 
 
 def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
-    """As many from every layer, as far as `removed` divides and each can spare them; the last layers give the rest."""
+    """Divide `removed` equally over layers, as far as each can spare experts; the last layers give the rest."""
     numbers = [0] * len(most)
     while left := removed - sum(numbers):
         for place in [place for place, number in enumerate(numbers) if number < most[place]][-left:]:
@@ -144,7 +144,7 @@ def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
 
 
 def cheapest_numbers(curves: Sequence[Curve], removed: int) -> list[int]:
-    """How many of each layer, `removed` in all, at the least sum of costs: exact, by dynamic programming.
+    """Return the number for each layer, `removed` in all, of least total cost: exact, by dynamic programming.
 
     Ties break towards fewer from the earlier layers.
     """

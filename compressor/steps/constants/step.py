@@ -71,7 +71,7 @@ class ConstantsStep(Step[Constants]):
 
     @property
     def budget(self) -> str:
-        """How the experts that stay are divided over layers."""
+        """The way in which the remaining experts are divided over layers."""
         return self.options.budget or (EVEN if self.options.experts_total is None else UNEVEN)
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:

@@ -147,7 +147,7 @@ class Recording:
 
     @property
     def weights(self) -> Tensor:
-        """How much each token's error counts: [T]."""
+        """The weight of each token's error: [T]."""
         return self._weights.value.flatten()
 
     @property

@@ -54,7 +54,7 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
 
 
 def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
-    """What a plan says of a model's heads; None where it has none that are understood."""
+    """Return a plan's entry on a model's heads; None if it has none that are understood."""
     if heads:
         return "keep"
     try:

@@ -27,7 +27,7 @@ class Correct(StepOptions):
     tokens: int = Field(2048, ge=1, le=10**6)
     """Tokens of each of them."""
     toward: float | None = Field(None, ge=0, le=1)
-    """How much of the way from the base's output on the smaller model's hidden states to the base's own hidden states
+    """Share of the way from the base's output on the smaller model's hidden states to the base's own hidden states that
     is fitted. Above 0, calibration text also passes the base. The default is 0.5, or 0 where that is not known: beside
     constants, in multi-token-prediction heads, and where experts' outputs pass a norm."""
     rate: float = Field(0.3, gt=0, lt=1)

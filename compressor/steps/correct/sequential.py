@@ -434,7 +434,7 @@ def keep_the_better(
 
 
 def read_difference(files: CutFiles) -> Difference | None:
-    """What an earlier run measured of these cut layers; None if it is not there, or cannot be read."""
+    """Return the difference that an earlier run measured; None if it is not there, or cannot be read."""
     try:
         return read_as(Difference, read_object(files.folder / EVALUATED))
     except (OSError, CompressionError):

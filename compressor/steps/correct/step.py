@@ -24,7 +24,7 @@ class CorrectStep(Step[Correct]):
     """Refit the remaining experts, layer by layer, toward the base's output on the same input."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return the step with the strategy's own method for `auto`; None where nothing is refitted."""
+        """Return the step with the strategy's own method for `auto`; None if nothing is refitted."""
         method: str = self.options.method
         if method == "auto":
             suggested = [options.step().suggested_correction for options in stage if options is not self.options]

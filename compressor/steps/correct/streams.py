@@ -52,7 +52,7 @@ class BaseStream(LayerVisitor):
             self.offload.keep(self.at.batch, hidden_of(output))
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """What a batch has passed already, where it has."""
+        """Return the finished output of a batch that has passed the layer already."""
         if self.at.batch not in self.outputs:
             return layer_forward
         self.offload.forget(self.at.batch)

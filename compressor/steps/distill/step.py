@@ -26,7 +26,7 @@ class DistillStep(Step[Distill]):
     """Train toward the base; the loss is the sum of its parts, each times its weight."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return None where nothing is trained."""
+        """Return the step; None if nothing is trained."""
         return None if self.options.train == "none" else self
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:

@@ -122,7 +122,7 @@ def _solve(distances: Tensor, count: int) -> Tensor:
 
 
 def cost(distances: Tensor, labels: Tensor) -> float:
-    """Within-group sum over unordered pairs: [E, E], [E] -> scalar."""
+    """Return the sum of distances within groups, over unordered pairs: [E, E], [E] -> scalar."""
     return float((distances * (labels[:, None] == labels)).sum()) / 2
 
 

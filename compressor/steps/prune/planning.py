@@ -68,7 +68,7 @@ class Planner:
     _measured: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, measure: Callable[[Calibration], Any]) -> Any:
-        """What `measure` returns for the text without what is held out, kept under `name`; by all ranks together.
+        """Return the result of `measure` on the text that is not held out, kept under `name`; all ranks take part.
 
         Raises `CompressionError` where there is no text.
         """
@@ -153,7 +153,7 @@ class Planner:
 
     @property
     def _modalities(self) -> frozenset[str]:
-        """What tells tokens of text from others, of a model that sees others."""
+        """Return the statistics that tell text from media, if the model sees media."""
         wanted = self.calibration is not None and sees_media(self.model.config)
         return frozenset({MODALITIES} if wanted else ())
 

@@ -32,7 +32,7 @@ class Entry:
 
 
 def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[Entry]:
-    """Those of a list, or of a JSON file of one such as `moe-compress attribute` writes, whose further fields go.
+    """Return the entries of a list, or of a JSON file as `moe-compress attribute` writes it, without other fields.
 
     None of them for None, and for the name of a protector.
     """
@@ -108,14 +108,14 @@ def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[M
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
-    """As plans have it: the experts of each module in ascending order, without modules that have none."""
+    """Return the experts of each module in ascending order, as plans hold them, without modules that have none."""
     return {name: tuple(sorted(experts)) for name, experts in (protected or {}).items() if experts}
 
 
 def strongest_that_fit(
     experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, protect: str
 ) -> Protected:
-    """Of (module, expert) that `protect` finds, the strongest first, as many in each layer and group as stay there."""
+    """Return the strongest (module, expert) that `protect` finds, as many in each layer and group as stay there."""
     protected: dict[str, frozenset[int]] = {}
     for layer in layers:
         places = keep // layer.routing_groups

@@ -1,4 +1,4 @@
-"""Which experts stay by a score, and how a group of experts becomes one: max, uniform, by frequency, or learned.
+"""Selection by a score, and merging of a group of experts: max, uniform, by frequency, or learned.
 
 Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Learned are coefficients and scales that bring the layer's
 output back: the merged expert n is lambda_n * sum_i alpha_i theta_i with alpha = softmax(logits), its router row
@@ -49,7 +49,7 @@ def merge_option(default: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """How a group of experts becomes one; the options of a merging strategy derive from it."""
+    """Options of merging a group of experts into one; those of a merging strategy derive from them."""
 
     merge: str = merge_option("uniform")
     merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")

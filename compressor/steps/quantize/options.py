@@ -26,8 +26,8 @@ class Quantize(StepOptions):
     """Columns that share a scale, -1 for a whole row (default: the format's own; of integers the largest of 128, 64 and
     32 that divides all matrices, else -1)."""
     targets: Literal["experts", "all"] = "experts"
-    """What is quantised: routed experts, or all of attention and dense layers, too; never routers, norms, embeddings or
-    the head."""
+    """Quantise the routed experts, or all: attention and dense layers, too. Routers, norms, embeddings and the head
+    stay as they are."""
     method: Literal["rtn", "gptq"] = "rtn"
     """rtn rounds to the nearest number and needs no text; gptq searches for the best range and makes up for errors on
     calibration text."""

@@ -24,7 +24,7 @@ class Routers(StepOptions):
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6)
     """Tokens in each sequence."""
     optimizer: Literal["own", "mode", "kernel", "ngd"] = "own"
-    """How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd."""
+    """Optimiser of the pathways that a bias averages: own (each answer), mode, kernel or ngd."""
     reference: str | None = None
     """Reference set of the checkpoint, whose optimised pathways a bias averages."""
 

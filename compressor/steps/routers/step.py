@@ -36,7 +36,7 @@ class RoutersStep(Step[Routers]):
     """Move the routers toward the base on text, as far as held-out text is nearer to it."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return None where nothing is moved."""
+        """Return the step; None if nothing is moved."""
         return None if self.options.method == "none" else self
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:

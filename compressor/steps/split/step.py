@@ -25,7 +25,7 @@ class SplitStep(Step[Split]):
         return int(self.options.parts)
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return the step with the number of parts that `auto` comes to; None where nothing is split."""
+        """Return the step with the number of parts that `auto` comes to; None if nothing is split."""
         if self.options.parts != "auto":
             return None if self.parts == 1 else self
         parts, why = chosen_parts(model, stage)
