@@ -113,11 +113,11 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
         raise CompressionError(f"{what} does not take these options: {reason_of(error)}") from error
 
 
-def read_option(text: str, fault: str) -> tuple[str, Any]:
+def read_option(text: str, message: str) -> tuple[str, Any]:
     """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with `fault`."""
     name, separator, value = text.partition("=")
     if not separator:
-        raise CompressionError(fault)
+        raise CompressionError(message)
     try:
         return name.replace("-", "_"), json.loads(value)
     except ValueError:

@@ -20,14 +20,14 @@ PATIENCE = 1_000  # items with a fault before the first one without
 
 
 class CompressionError(Exception):
-    """A fault a user can mend, told in one sentence, of which no name that it quotes can hide or turn the rest."""
+    """An error that a user can mend, in one sentence. Names that it quotes cannot hide or reverse the rest."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(plain(sentence))
 
 
 class ItemError(CompressionError):
-    """A fault of one row, document or item of many; the others can do without it."""
+    """An error in one row, document or item of many, which can be left out."""
 
 
 @dataclass(slots=True)
@@ -105,8 +105,8 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
             raise
         if isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY):
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
-        remedy = "check its files" if isinstance(error, OSError) else otherwise
-        raise CompressionError(f"{what}: {reason_of(error)}; {remedy}") from error
+        hint = "check its files" if isinstance(error, OSError) else otherwise
+        raise CompressionError(f"{what}: {reason_of(error)}; {hint}") from error
 
 
 def without_tokens(text: str) -> str:

@@ -26,14 +26,14 @@ from compressor.errors import CompressionError
 
 AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
+REPORTED = ("rows", "senders")  # fields of comparison.json and attribution.json; other files name their format
 LOCK = "lock"
-OUTPUT = "output"  # what is made
+OUTPUT = "output"  # the new output
 REPLACED = "replaced"  # where an older output lies between the two renames that put a new one in its place
 ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
-RECORDS = ("compression.json", "onnx_export.json")  # what an output of this tool tells of itself
+RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a picture
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
@@ -286,17 +286,17 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
     if not overwrite:
         raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
     first = folder / names[0]
-    remedy = "so --overwrite will not replace it; name a new folder for the reports"
+    hint = "so --overwrite will not replace it; name a new folder for the reports"
     if first.suffix == ".json":
         content = json_object(first)
         is_report = any(name in content for name in REPORTED) or _is_of_tool(content)
     else:
         is_report = first.is_file() and first.read_bytes().startswith(PNG)
     if folder.is_symlink() or not is_report:
-        raise CompressionError(f"{folder} holds no {names[0]}, {remedy}")
+        raise CompressionError(f"{folder} holds no {names[0]}, {hint}")
     for path in _content(folder):
         if path.name not in names or not path.is_file():
-            raise CompressionError(f"{folder} holds {path.name} beside {names[0]}, {remedy} or move that")
+            raise CompressionError(f"{folder} holds {path.name} beside {names[0]}, {hint} or move that")
 
 
 def _is_of_tool(content: Mapping[str, Any]) -> bool:
@@ -352,25 +352,25 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def is_page(path: Path, made_by: str) -> bool:
-    """Return True if a file is a page that says at its end by what it was made, as the pages of this tool do."""
+    """Return True if a file ends with the name of its maker, as the pages of this tool do."""
     return path.is_file() and made_by.encode() in path.read_bytes()[-PAGE_END:]
 
 
 def refuse_replacing(out: Path) -> None:
     """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a checkpoint's files."""
-    remedy = "so --overwrite will not replace it"
+    hint = "so --overwrite will not replace it"
     if out.is_symlink() or not out.is_dir():
-        raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
+        raise CompressionError(f"{out} is not a checkpoint folder, {hint}; name another folder")
     entries = _content(out)
     is_checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
     if entries and not is_checkpoint and not _records(out):
-        raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
+        raise CompressionError(f"{out} is not a checkpoint folder, {hint}; name another folder")
     strays = _strays(out)
     if strays:
         more = f" and {len(strays) - MOST_NAMED} more" if len(strays) > MOST_NAMED else ""
         names = f"{', '.join(strays[:MOST_NAMED])}{more}"
         raise CompressionError(
-            f"{out} holds {names}, no part of a checkpoint, {remedy}; move what you need or name another folder"
+            f"{out} holds {names}, no part of a checkpoint, {hint}; move what you need or name another folder"
         )
 
 

@@ -85,7 +85,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, *fault: object) -> None:
+    def __exit__(self, *message: object) -> None:
         self._stop.set()
         self._thread.join()
         self.anonymous = max(self.anonymous, resident())

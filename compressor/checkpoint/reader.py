@@ -25,7 +25,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.files import TEMPLATES
 from compressor.records import read_object
 
-warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to views of files
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
 
 
 def refuse_links(folder: Path) -> None:
@@ -150,7 +150,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MODELOPT = "hf_quant_config.json"  # what NVIDIA's modelopt says of its quantisation, not always in config.json, too
+MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, which config.json may lack
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 

@@ -38,9 +38,9 @@ from compressor.progress import Progress, Silent
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
 
 
-def hub_fault(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
+def hub_error(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
     """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
-    not_here = isinstance(error, errors.LocalEntryNotFoundError)  # says no more than that; what led to it does
+    not_here = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says more
     reason = reason_of(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
         message = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
@@ -122,7 +122,7 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         refused = status < 500 and status not in PASSING  # otherwise the Hub was not reached, or is in trouble itself
         cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)  # as it was last seen
         if not isinstance(cached, str):
-            raise hub_fault(model, revision, error) from error
+            raise hub_error(model, revision, error) from error
         folder = Path(cached).parent
         names = {path.name for path in folder.iterdir()}
         head = named_head(names, json_object(folder / CONFIG)) or SINGLE_NAME
@@ -230,7 +230,7 @@ def _fetch(
             return Path(hf_hub_download(model, name, revision=revision, tqdm_class=Bar, force_download=again))
         except Exception as error:
             if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
-                raise hub_fault(model, revision, error, name) from error
+                raise hub_error(model, revision, error, name) from error
             time.sleep(PAUSE_SECONDS)
     raise AssertionError
 
@@ -314,7 +314,7 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
         with ThreadPoolExecutor(REQUESTS) as pool:
             headers = [*pool.map(read, files)]
     except Exception as error:
-        raise hub_fault(model, revision, error) from error
+        raise hub_error(model, revision, error) from error
     tensors = dict[str, TensorInfo]()
     for file, header in zip(files, headers, strict=True):
         for name, info in header.tensors.items():

@@ -50,12 +50,12 @@ def load_processor(folder: Path) -> Any:
     """Return the checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
     try:
         processor = load_stock("AutoProcessor", folder)
-        fault = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
+        message = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
     except Exception as error:  # processors raise what they like
-        fault = reason_of(error)
-    if fault:
+        message = reason_of(error)
+    if message:
         raise CompressionError(
-            f"{folder} has no usable processor for pictures ({fault}); install Pillow and torchvision, copy the "
+            f"{folder} has no usable processor for pictures ({message}); install Pillow and torchvision, copy the "
             "original model's processor there, or calibrate on its text alone (SOURCE#column)"
         )
     return processor
@@ -195,8 +195,8 @@ def _file(value: Any, folder: Path, where: str) -> str:
         path = realpath(Path(root) / value)
         if isfile(path) and Path(path).is_relative_to(root):
             return path
-    remedy = f"put a copy there, or name its folder in {MEDIA_VARIABLE}"
-    raise ItemError(f"{where}: {value} is no file in the folder of the data; {remedy}")
+    hint = f"put a copy there, or name its folder in {MEDIA_VARIABLE}"
+    raise ItemError(f"{where}: {value} is no file in the folder of the data; {hint}")
 
 
 def _picture(value: Any, folder: Path, where: str) -> Any:

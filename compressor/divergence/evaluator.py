@@ -100,12 +100,12 @@ def accepts(before: Figures, after: Figures) -> bool:
     return Difference.of(before.kl, after.kl).accepted
 
 
-def require_enough(sequences: int, step: str, remedy: str = "give more text, or shorter sequences") -> None:
+def require_enough(sequences: int, step: str, hint: str = "give more text, or shorter sequences") -> None:
     """Refuse held-out text on which no change could ever be accepted."""
     if sequences < FEWEST:
         raise CompressionError(
             f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the text leaves {sequences}; "
-            f"{remedy}"
+            f"{hint}"
         )
 
 

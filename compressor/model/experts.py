@@ -108,7 +108,7 @@ def routed(
 
     Experts that are not `among` those given are left out.
     """
-    used = weights.detach() != 0  # a skip expert is handed on as index 0 with weight 0
+    used = weights.detach() != 0  # a skip expert comes as index 0 with weight 0
     for expert in index[used].unique().tolist():
         if among is not None and expert not in among:
             continue
@@ -154,7 +154,7 @@ class MoeHooks:
     on_expert_output: Observe | None = None
     on_output: Callable[[Tensor, Tensor], None] | None = None
     on_block: Called | None = None
-    computing: bool = True  # False: the experts put out zeros, where nobody uses what comes after them
+    computing: bool = True  # False: the experts output zeros, as nothing after them is used
     _changes: ExitStack = field(default_factory=ExitStack)  # to the modules, undone when it is closed
 
     def attach(self) -> Self:

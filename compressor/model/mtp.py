@@ -177,9 +177,9 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     for head in heads:
         stored = head.layer.experts
         if stored < experts or (stored > experts and not cut):
-            remedy = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
+            hint = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
             text = "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s"
-            logger.warning(text, head.names.decoder_layer, stored, experts, remedy)
+            logger.warning(text, head.names.decoder_layer, stored, experts, hint)
             return ()
     return heads
 
@@ -453,7 +453,7 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
-    """[agreed, positions]: at how many of so many positions a head's argmax token is the trunk's; both have run."""
+    """Return [agreed, positions]: the positions at which the argmax tokens of head and trunk agree, and all."""
     agreed = positions = 0
     for batch, chosen in head.choices.items():
         agreed += int((trunk.choices[batch][:, -chosen.shape[1] :] == chosen).sum())

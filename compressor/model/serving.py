@@ -71,7 +71,7 @@ class Rule:
     evidence: Evidence = "read"
 
 
-def said(rule: Rule, model: Served) -> str:
+def breach_text(rule: Rule, model: Served) -> str:
     """Return what the server does with a model that does not keep the rule."""
     dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
     even = f" (over {dividing} it can)" if dividing else ""
@@ -411,7 +411,7 @@ def broken(model: Served) -> tuple[Rule, ...]:
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     """Return how servers run a model; `counts` are the other numbers of experts that it could have."""
     breaches = tuple(
-        Breach(rule.server, rule.effect, said(rule, model), rule.needs.words, rule.version, rule.source)
+        Breach(rule.server, rule.effect, breach_text(rule, model), rule.needs.words, rule.version, rule.source)
         for rule in broken(model)
     )
     servers = {breach.server for breach in breaches}

@@ -156,20 +156,20 @@ class PassPosition:
 
 
 class LayerVisitor:
-    """Does something along a streamed pass; each method does nothing unless a visitor has its own.
+    """Base of what acts along a streamed pass; every method does nothing by default.
 
-    Of several visitors of one pass, each method is called in their order. Layers go by name, batches by number. `at`,
-    which the pass sets, says where it is.
+    Each method is called on all visitors of a pass in their order, with layers' names and batches' numbers. The pass
+    sets `at` to its position.
     """
 
     at: PassPosition
-    repeatable: ClassVar[bool] = False  # if a layer may come several times, as it does in some models
+    repeatable: ClassVar[bool] = False  # may see a layer several times, as some models run it
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
-        """A layer has been loaded, and every batch has come as far as it."""
+        """Act when a layer has been loaded and every batch has reached it."""
 
     def before_layer(self, decoder_layer: str, replay: Replay) -> None:
-        """All visitors have seen the layer loaded, and no batch has passed it yet.
+        """Act when all visitors have seen the layer loaded, and no batch has passed it yet.
 
         `replay(numbers)` runs these batches through the layer and leaves them where they are.
         """
@@ -182,16 +182,16 @@ class LayerVisitor:
         return layer_forward
 
     def on_batch_start(self, batch: int) -> None:
-        """A batch is about to run: to the first layer, through a layer to the next one, in a replay, to the output."""
+        """Act before a batch runs: to the first layer, through a layer to the next, in a replay, or to the output."""
 
     def on_layer_output(self, output: Any) -> None:
-        """The layer's own forward, or what replaced it, has put this out for a batch, in replays too (`hidden_of`)."""
+        """Act on a batch's output of the layer's forward, or of its replacement, in replays too (`hidden_of`)."""
 
     def on_layer_end(self, decoder_layer: str) -> None:
-        """Every batch has passed the layer, which is still loaded."""
+        """Act when every batch has passed the layer, which is still loaded."""
 
     def on_batch_end(self, batch: int, output: Any) -> None:
-        """A batch that goes to the end has reached the model's output."""
+        """Act when a batch has reached the model's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Pass:
     wanted: Collection[str] | None = None  # decoder layers
     shared: bool = False
     share: Collection[int] | None = None
-    gradients: bool = False  # whether the stock code around the layers runs with gradients
+    gradients: bool = False  # run the stock code around the layers with gradients
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
     @property
@@ -259,7 +259,7 @@ def _warn_beyond_positions(length: int, positions: int | None) -> None:
 
 
 class _Lockstep:
-    """One pass: the batches, each in a greenlet of its own, and what has them stand still before every layer."""
+    """One pass: the batches, each in its own greenlet, and the forwards that pause them before every layer."""
 
     def __init__(self, run: Pass, visitors: Sequence[LayerVisitor]) -> None:
         self.run, self.visitors, self.driver = run, visitors, getcurrent()
@@ -423,7 +423,7 @@ class _Lockstep:
 
     def _after(self, decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
         if self.waiting <= {decoder_layer}:
-            self.driver.switch(None)  # no batch need go on, least of all through the head
+            self.driver.switch(None)  # the pass is done: skip the rest, above all the head
 
 
 def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[str, list[str]]:
@@ -461,20 +461,20 @@ Loss = Callable[[int, Any], Tensor]  # (batch, the model's output) -> its share 
 
 
 class ReverseVisitor(LayerVisitor):
-    """Does something along a reverse pass, on the way forward and on the way back.
+    """Base of what acts along a reverse pass, on the way forward and on the way back.
 
     `on_layer_loaded` is called on both ways, so that weights changed there are changed for both; parameters ask for no
     gradients unless a visitor has them do so there.
     """
 
     def replaying(self, decoder_layer: str, batch: int) -> None:
-        """A batch is about to pass the layer once more, with gradients."""
+        """Act before a batch passes the layer once more, with gradients."""
 
     def returned(self, decoder_layer: str, batch: int) -> None:
-        """The gradient of the loss has come back through the layer for a batch; `.grad` of what asked for it is set."""
+        """Act when the loss's gradient has come back through the layer for a batch; requested `.grad` are set."""
 
     def done(self, decoder_layer: str) -> None:
-        """All batches have come back through the layer, which is still loaded."""
+        """Act when all batches have come back through the layer, which is still loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,26 +25,26 @@ MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut
 LONGEST = 96  # letters of a token, but in texts of blanks, marks or the unknown
 
 
-def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
+def load_tokenizer(folder: Path, hint: str = "copy those of the original model there") -> Any:
     """Return the checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
     try:
         tokenizer = load_stock("AutoTokenizer", folder)
         tokenizer.name_or_path = str(folder)
     except Exception as error:  # tokenizer classes raise what they like
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}") from error
     files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
     if files == VOCABULARIES:
         files.append("tokenizer_config.json")  # which names a class that needs no vocabulary
     if not any(path.is_file() for name in files for path in folder.glob(name)):
         reason = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {remedy}")
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     try:
         tokens = set(tokenizer.get_vocab().values())
     except NotImplementedError:  # which the base class of slow tokenizers raises
         return tokenizer
     if tokens <= set(getattr(tokenizer, "all_special_ids", ())):
         reason = "its vocabulary holds nothing but special tokens"
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {remedy}")
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     return tokenizer
 
 

@@ -74,8 +74,8 @@ def gate_request(
             loop_rise = MAX_LOOP_RISE
         answering = replace(answering, max_loop_rise=loop_rise, max_missed_rise=missed_rise)
     elif loop_rise is not None or missed_rise is not None:
-        remedy = "leave out --teacher-forced" if gate.teacher_forced else "name --prompts"
-        raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
+        hint = "leave out --teacher-forced" if gate.teacher_forced else "name --prompts"
+        raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {hint}")
     limits_readings = gate.max_flips is not None or gate.max_loss_rise is not None
     if limits_readings != (judging is not None):
         raise CompressionError("--text and --answers are judged by --max-flips or --max-loss-rise; give one of each")

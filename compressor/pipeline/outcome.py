@@ -259,10 +259,10 @@ def read_plan(path: Path) -> Plan:
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
     """Return the record of an output folder, and the plan in it."""
-    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
-    content = read_json(path, remedy, remedy)
+    path, hint = folder / COMPRESSION, "name a folder that moe-compress has written"
+    content = read_json(path, hint, hint)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
-        raise CompressionError(f"{path} holds no plan; {remedy}")
+        raise CompressionError(f"{path} holds no plan; {hint}")
     return content, Plan.from_dict(content["plan"], f"{path}: plan")
 
 

@@ -334,8 +334,8 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
     }
     for name in wanted:
         if not tokens[name]:
-            fault = f"{model.source.label} has {missing[name]}"
-            raise CompressionError(f"emphasis.{name}: {fault}; leave it out, or mend the model's files")
+            message = f"{model.source.label} has {missing[name]}"
+            raise CompressionError(f"emphasis.{name}: {message}; leave it out, or mend the model's files")
     return Emphasis({name: Marked(weight, tokens[name]) for name, weight in wanted.items()})
 
 

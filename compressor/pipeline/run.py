@@ -174,12 +174,12 @@ def earlier_plan(model: OpenModel) -> Plan | None:
 
 def refuse_places(delivery: Delivery, models: Sequence[OpenModel]) -> None:
     """Refuse an output inside a checkpoint that is read, or one that would replace it."""
-    target, remedy = delivery.out.resolve(), "name another output folder"
+    target, hint = delivery.out.resolve(), "name another output folder"
     for folder in (model.source.folder for model in models):
         if target == folder or folder in target.parents:
-            raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {remedy}")
+            raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {hint}")
         if target in folder.parents and (delivery.overwrite or not target.is_dir()):
-            raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {remedy}")
+            raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {hint}")
 
 
 def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: PeakMemory) -> Outcome | None:
@@ -306,8 +306,8 @@ def _judged(resolved: ResolvedRecipe, state: State, folder: Path) -> Judged | No
             return None
         evaluator = Evaluator(state.base, text.evaluation)
         if evaluator.sequences < FEWEST:
-            fault = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
-            raise CompressionError(f"{fault}; give more text, or lower --samples or --sequence-length")
+            message = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
+            raise CompressionError(f"{message}; give more text, or lower --samples or --sequence-length")
         settings, variant = (state.base.dtype_name, str(state.base.partial.device)), AS_IT_IS
         if not state.plan.expert_plan.has_constants:
             output = open_model(ModelSource(str(folder), None, folder), *settings)
@@ -418,8 +418,8 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
             for step in changing:
                 for key, value in (step.apply_layer(DecoderLayer(name, moe_layers, current), state) or {}).items():
                     if key not in current or value.shape != current[key].shape:
-                        fault = f"gives {key} of {name}, which is no tensor of that shape"
-                        raise CompressionError(f"step {step.name} {fault}; mend its apply_layer()")
+                        message = f"gives {key} of {name}, which is no tensor of that shape"
+                        raise CompressionError(f"step {step.name} {message}; mend its apply_layer()")
                     current[key] = value
             return {key: value for key, value in current.items() if value is not tensors[key]}
 

@@ -84,8 +84,8 @@ class LayerPlan:
     constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
 
     def __post_init__(self) -> None:
-        if fault := next(self._faults(), ""):
-            raise CompressionError(f"{self.module}: {fault}")
+        if message := next(self._faults(), ""):
+            raise CompressionError(f"{self.module}: {message}")
 
     def _faults(self) -> Iterator[str]:
         seen = set[int]()
@@ -103,8 +103,8 @@ class LayerPlan:
                 gone = list(self.dropped)
                 yield f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
             if not self.is_drop:
-                remedy = "give every expert that is kept an untouched group of its own"
-                yield f"constants stand beside merged experts; {remedy}"
+                hint = "give every expert that is kept an untouched group of its own"
+                yield f"constants stand beside merged experts; {hint}"
             if len(self.groups) < self.top_k:
                 yield f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
             return
@@ -216,8 +216,8 @@ class ExpertPlan:
                 yield f"{layer.module} appears twice in the plan; keep one entry for each layer"
             if self.format is not None:
                 if layer.dropped and not layer.constants:
-                    remedy = "name them in 'constants'"
-                    yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
+                    hint = "name them in 'constants'"
+                    yield f"{layer.module} drops experts without constants, which this format cannot; {hint}"
                 continue
             if layer.constants:
                 yield f"{layer.module} has constants, but the plan is not of that format; restore 'format'"
@@ -241,8 +241,8 @@ class ExpertPlan:
                 most = owner.experts - 1
                 yield f"{module}: protected expert {missing[0]} does not exist; experts are numbered 0 to {most}"
             elif changed:
-                remedy = "give it an untouched group of its own, or take it out of 'protected'"
-                yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {remedy}"
+                hint = "give it an untouched group of its own, or take it out of 'protected'"
+                yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
 
     @property
     def has_constants(self) -> bool:
@@ -303,7 +303,7 @@ def check_layers(plan: ExpertPlan, layers: "Sequence[MoeLayer]") -> None:
             raise CompressionError(f"the plan speaks of {planned.module}, which this model does not have; plan again")
         for fact in LAYER_FACTS:
             if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
-                fault = f"the plan says {fact} {stated}, the model has {actual}"
-                raise CompressionError(f"{layer.name}: {fault}; restore it")
+                message = f"the plan says {fact} {stated}, the model has {actual}"
+                raise CompressionError(f"{layer.name}: {message}; restore it")
     if missing := sorted(known):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")

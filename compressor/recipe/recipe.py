@@ -122,7 +122,7 @@ class GateOptions(BehaviourOptions):
     max_loop_rise: float | None = Field(None, ge=0, le=1)
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
-    """The same of answers that do not end by themselves (default: as of loops)."""
+    """The same for answers that do not end by themselves (default: as for loops)."""
     max_flips: float | None = Field(None, gt=0, le=1)
     """Share of tokens with another argmax than the base's that passes, in each domain."""
     max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -400,8 +400,8 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
         ("base", recipe.base, recipe.base_revision),
     ):
         if isinstance(name, str) and revision is None and "/" not in name and not os.path.exists(name):
-            remedy = f"add --set {what}=FOLDER"
-            raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
+            hint = f"add --set {what}=FOLDER"
+            raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {hint}")
     for source in map(str, recipe.calibration.data or ()):
         names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
         texts = [name for name in names if has_text_suffix(name)]

@@ -262,7 +262,7 @@ def layer_from_dict(entry: Any) -> LayerPlan:
         raise CompressionError(f"{module}: {content['experts']} experts are more than any layer has; restore it")
     dropped = content.pop("dropped", None) or ()
     for group in content.get("groups") or ():
-        if isinstance(group, dict):  # routers merge like weights unless the plan says otherwise
+        if isinstance(group, dict):  # routers merge like weights by default
             group.setdefault("router_coefficients", group.get("coefficients"))
     try:
         plan = read_as(LayerPlan, content, closed=True)
@@ -271,11 +271,11 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     grouped = plan.slots()
     for expert in dropped:
         if expert in grouped:
-            fault = "is in a group and in 'dropped'; take it out of one of them"
-            raise CompressionError(f"{module}: expert {expert} {fault}")
+            message = "is in a group and in 'dropped'; take it out of one of them"
+            raise CompressionError(f"{module}: expert {expert} {message}")
         if expert not in range(plan.experts):
-            fault = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
-            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {fault}")
+            message = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
+            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {message}")
     return plan
 
 

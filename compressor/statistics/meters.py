@@ -1,4 +1,4 @@
-"""Meters: what is seen of one MoE layer while batches pass it becomes the value of a statistic.
+"""Meters: each turns what passes one MoE layer into the value of a statistic.
 
 T tokens of a batch, S sampled ones, E experts, K top-k, H hidden.
 """
@@ -86,10 +86,10 @@ class Meter:
         self.observed = observed
 
     def experts_called(self, call: ExpertsCall) -> None:
-        """A batch is about to pass the experts."""
+        """Observe a batch before it passes the experts."""
 
     def router_called(self, call: RouterCall) -> None:
-        """A batch has passed the router."""
+        """Observe a batch that has passed the router."""
 
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         """For the tokens `rows` [n] an expert returned `outputs` [n, H], in the computing dtype.
@@ -98,7 +98,7 @@ class Meter:
         """
 
     def on_layer_output(self, hidden: Tensor) -> None:
-        """The batch's hidden states [B, L, H] have come out of the decoder layer."""
+        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
 
     def absorb(self, other: Self, scale: float) -> None:
         """Take in what another meter of the same layer has seen, its sums times `scale`."""
@@ -437,7 +437,7 @@ def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
 
 
 class Weights(Meter):
-    """The live modules, for which nothing need be seen."""
+    """The live modules, which no batch is needed for."""
 
     def finish(self) -> LayerWeights:
         return self.observed

@@ -189,7 +189,7 @@ RECONSTRUCTION = frozenset(
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
-    """Refuse a need that nobody can measure, before anything is read."""
+    """Refuse a need that no meter measures, before anything is read."""
     if unknown := sorted(needs - ALL):
         raise CompressionError(
             f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
@@ -277,7 +277,7 @@ class Collector:
             meter.expert_ran(expert, rows, weights, norms, outputs)
 
     def on_layer_output(self, hidden: Tensor) -> None:
-        """The decoder layer has put out the batch's hidden states [B, L, H]."""
+        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
         for meter in self.meters.values():
             meter.on_layer_output(hidden)
 
@@ -368,7 +368,7 @@ class Observers:
             self.observing.enter(tokens.numel(), self.rows[batch], batch, tokens)
 
     def on_layer_output(self, hidden: Tensor) -> None:
-        """The decoder layer has put out the batch's hidden states [B, L, H]."""
+        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
         if self.observing is not None:
             self.observing.on_layer_output(hidden)
 
@@ -402,8 +402,8 @@ def collect(
 ) -> Iterator[LayerStatistics]:
     """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
 
-    Needs that are met by weights alone load the experts and run nothing. For the sake of a visitor `end` the batches go
-    on to the model's output.
+    Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the batches go on to the
+    model's output.
     """
     routers = smaller_routers(model.architecture)
     if calibration is None:

@@ -107,7 +107,7 @@ class Workdir:
         return self.folder / f"stage-{number}"
 
     def drop_kept(self, number: int) -> None:
-        """Remove what step `number` has kept, which nobody needs any more."""
+        """Remove the kept work of step `number`, which is no longer needed."""
         for path in (self.folder / "kept").glob(f"{number}-*") if ranks().is_first else ():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 

@@ -1,7 +1,7 @@
-"""One MoE layer as it was recorded, and as it was cut: what is to come back, and the float32 tensors to refit for it.
+"""One MoE layer as it was recorded and as it was cut: the target output, and the float32 tensors to refit.
 
-T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. What is recorded stays in the computing
-dtype; past a budget it lies in unlinked mapped files. Each of several ranks has its own batches' tokens.
+T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Recordings stay in the computing dtype,
+and past a budget in unlinked mapped files. Each of several ranks records its own batches' tokens.
 """
 
 from collections.abc import Collection, Iterator, Sequence

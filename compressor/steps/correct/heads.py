@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on what it really gets."""
+"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on its actual input."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 
-Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
+Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, heldout
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
@@ -53,7 +53,7 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
     return heads
 
 
-def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
+def mtp_choice(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
     """Return a plan's entry on a model's heads; None if it has none that are understood."""
     if heads:
         return "keep"

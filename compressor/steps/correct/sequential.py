@@ -1,11 +1,11 @@
-"""Layers in order, each on what the compressed earlier layers make of the calibration text.
+"""Layers in order, each on the calibration text as the compressed earlier layers output it.
 
-For each layer: run the base on the batches that have come as far as it, plan it (or take the plan that there is), cut
-it, correct it toward the base's output, and let the batches pass the smaller layer. One pass, one layer in memory.
+For each layer: run the base on the batches that have reached it, plan it (or take an existing plan), cut it, correct it
+toward the base's output, and let the batches pass the smaller layer. One pass, one layer in memory.
 
-Each layer's own guard lowers that layer's error, and all together can still take the model further from its base. So
-corrected and uncorrected layers, side by side, are compared at the model's output: the corrected ones are the default,
-and undoing them is the change that must be a gain.
+A guard lowers each layer's error, and all corrections together can still take the model further from its base. So
+layers with and without corrections are compared side by side at the model's output. Corrected ones are the default;
+undoing them must be a gain.
 """
 
 import json
@@ -76,21 +76,21 @@ class LayerWork:
         return replace(
             self,
             decide=lambda stats: self.decide(replace(stats, layer=head.named)),
-            correction=self.correction.model_copy(update={"toward": 0.0}),  # there are no hidden states of the base's
+            correction=self.correction.model_copy(update={"toward": 0.0}),  # a head has no hidden states of the base
         )
 
 
 @dataclass(slots=True)
 class _InOrder(LayerVisitor):
-    """Records the batches of a pass in each layer, and has them pass the layer that it has planned and refitted."""
+    """Plans and refits each layer on the recorded batches of a pass, then lets them pass the smaller layer."""
 
     model: OpenModel
-    calibration: Calibration  # maybe without any batches
+    calibration: Calibration  # possibly without batches
     work: LayerWork
     files: CutFiles | None
     base_stream: BaseStream | None = None
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    active: list[Observers | Recording] = field(default_factory=list)  # what watches a replay's batches
+    active: list[Observers | Recording] = field(default_factory=list)  # observers of a replay's batches
     smaller: SmallerModel = field(init=False)
     routers: Routers = field(init=False)
 
@@ -307,7 +307,7 @@ def _compress_model(
         activation_budget=budget,
     )
     text_pass.run(*visitors)
-    ranks().barrier()  # until all layers are kept
+    ranks().barrier()  # until all layers are saved
     return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
 
 
@@ -429,7 +429,7 @@ def keep_the_better(
             for layer in layers:
                 files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
             model.partial.release(decoder_layer)
-    ranks().barrier()  # until all layers are kept
+    ranks().barrier()  # until all layers are saved
     return tuple(undone[plan.module] for plan in plans)
 
 

@@ -44,7 +44,7 @@ class CorrectStep(Step[Correct]):
         return Requirements(text=True, heldout=1, passes=1, hidden_copies=copies, waits_on_disk=True)
 
     def refit(self, state: State) -> ExpertPlan | None:
-        """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
+        """Refit all layers in order, and keep them; the figures go to the layers of the step that pruned them."""
         plan = state.expert_plan()
         text = state.text
         if plan.has_constants:  # which refit their own

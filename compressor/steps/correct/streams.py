@@ -32,7 +32,7 @@ class BaseStream(LayerVisitor):
     model: OpenModel
     count: int
     offload: ActivationOffload
-    toward: float | None  # share of the way to them that is asked for; None: the default where it can be told
+    toward: float | None  # requested share of the way to them; None: the default, if it is defined
     outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
     passing: bool = False
     last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
@@ -98,8 +98,8 @@ class BaseStream(LayerVisitor):
         unknown = bent > BENT**2 * moved
         if unknown and self.toward is not None:
             raise CompressionError(
-                f"{layer.name}: what its experts put out is changed before it joins the hidden states, so there is no "
-                "telling what would bring those back; leave out correct.toward"
+                f"{layer.name}: its experts' output is changed before it joins the hidden states, so the target for "
+                "those is unknown; leave out correct.toward"
             )
         wanted = TOWARD if self.toward is None else self.toward
         self.share = 0.0 if unknown else wanted

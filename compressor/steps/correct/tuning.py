@@ -72,7 +72,7 @@ def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
 def tune(
     layer: CutLayer, rows: Tensor, router: Sequence[Tensor], steps: int, tokens: int, rate: float, seed: int = 0
 ) -> None:
-    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on so many tokens a step.
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens a step.
 
     The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
     and all end with the same values.

@@ -87,7 +87,7 @@ class Prune(StepOptions):
 
     @property
     def is_sized(self) -> bool:
-        """True if it says how many experts stay."""
+        """Return True if it says how many experts stay."""
         return self.experts is not None or self.ratio is not None
 
     def count(self, layers: Sequence[MoeLayer], parts: int = 1) -> int:

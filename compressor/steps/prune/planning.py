@@ -21,7 +21,7 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
-from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
+from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, mtp_choice, statistics_with_heads
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import COMPRESSED, UNCORRECTED, LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
@@ -175,7 +175,7 @@ class Planner:
                 experts,
                 100 * unreached / experts,
             )
-        heads = said_of_heads(model, spec.heads)
+        heads = mtp_choice(model, spec.heads)
         return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)
 
 

@@ -254,8 +254,8 @@ def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Sch
     size = fixed or group_size or usual
     if size == ROW or common % size == 0:
         return Scheme(name, size)
-    remedy = "choose int4 or fp8"
+    hint = "choose int4 or fp8"
     if fixed is None:
-        remedy = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}"
+        hint = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}"
     shown = ", ".join(map(str, widths))
-    raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {remedy}")
+    raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {hint}")

@@ -72,7 +72,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """New router tensors, the figures on held-out text before and after, and what else is to be said of them."""
+    """New router tensors, with figures on held-out text before and after, and other facts."""
 
     weights: Weights
     before: Figures

@@ -27,7 +27,7 @@ from compressor.memory import give_back
 from compressor.model.experts import MoeHooks, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
-from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
+from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, breach_text, broken
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
@@ -239,7 +239,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
         if worse is None:
             chosen = parts
             break
-        worse_in.setdefault(worse, f"with {parts} parts {worse.server} {said(worse, served)}")
+        worse_in.setdefault(worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}")
     reasons = [
         f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
         for width, numbers in uneven.items()
