@@ -7,7 +7,7 @@ python -m scripts.write_serving_rules --write    # put it into docs/reference/se
 import argparse
 from pathlib import Path
 
-from compressor.model.serving import RULES, Served, said
+from compressor.model.serving import RULES, Served, breach_text
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "servers.md"
 BEGIN, END = "<!-- rules: begin -->", "<!-- rules: end -->"
@@ -23,7 +23,7 @@ def table() -> str:
     for rule in RULES:
         source = f"`{rule.source}`" if ";" not in rule.source and " " not in rule.source else rule.source
         seen = {"read": "", "run": "; seen when run", "reported": "; reported, not seen"}[rule.evidence]
-        example = said(rule, EXAMPLE)
+        example = breach_text(rule, EXAMPLE)
         rows.append(
             f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | {rule.effect} | "
             f"{source}, {rule.version}{seen} |"

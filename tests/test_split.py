@@ -287,7 +287,7 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     for edit, fault in (
         ({"parts": 3}, "do not divide into 3|neurons go is damaged"),
         ({"parts": "two"}, "should be a whole number"),
-        ({"neurons": {**own["neurons"], name: told[:-8]}}, "where its neurons go is damaged"),
+        ({"neurons": {**own["neurons"], name: told[:-8]}}, "record of its neurons' parts is damaged"),
         ({"neurons": {name: 5}}, "should say for each module"),
     ):
         steps = [{**made["steps"][0], "plan": {**own, **edit}}, *made["steps"][1:]]

@@ -212,7 +212,7 @@ class Recipe(ModelOptions):
     """Branch, tag or commit of the base."""
     calibration: TextOptions = TextOptions()
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of everything that is drawn, such as calibration text."""
+    """Seed of all random draws, such as calibration text."""
     resident: Resident = RESIDENT
     steps: tuple[StepOptions, ...] = ()
     gate: GateOptions | None = None

@@ -19,14 +19,14 @@ SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]  # (statistics, opt
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, and what it needs measured."""
+    """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, with its needs."""
 
     name: str
     plan: Callable[..., LayerPlan]
     needs: frozenset[str]
     options: Any = None
     summary: str = ""
-    correction: str = "none"  # what it is corrected by unless the user says otherwise
+    correction: str = "none"  # the default correction of its plans
     similarity: SimilarityFunction | None = None
     similarity_needs: frozenset[str] = frozenset()
 
@@ -39,7 +39,7 @@ class Strategy:
             plan = self.plan(*arguments)
         except CompressionError:
             raise
-        except Exception as error:  # a plugin does what it likes
+        except Exception as error:  # plugins raise any exception
             message = f"strategy {self.name!r} failed: {type(error).__name__}: {reason_of(error)}"
             raise CompressionError(f"{layer.name}: {message}; mend its plan() or choose another strategy") from error
         is_plan = isinstance(plan, LayerPlan) and (plan.module, plan.experts) == (layer.name, layer.experts)

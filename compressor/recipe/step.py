@@ -79,7 +79,7 @@ class TextOptions(Options):
     emphasis: EmphasisOptions | None = None
     """Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as
     end=8,think_end=8."""
-    strict: bool = Field(False, exclude=True)  # which changes no output, so that no record holds it
+    strict: bool = Field(False, exclude=True)  # no effect on the output, so no record holds it
     """End at a row of text that cannot be read, instead of leaving it out."""
 
     @field_validator("emphasis", mode="before")
@@ -220,7 +220,7 @@ class Step(Generic[StepOptionsT]):
         return model
 
     def requirements(self, model: "OpenModel", steps: "Sequence[StepOptions]", planned: bool) -> Requirements:
-        """Return what it reads and takes; raise `CompressionError` for what cannot be done, before a weight is read.
+        """Return its needs; raise `CompressionError` for what cannot be done, before a weight is read.
 
         `steps` are those of its stage, or of a step on the whole model those before it; `planned`: its decisions are
         there already.

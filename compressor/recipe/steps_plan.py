@@ -1,4 +1,4 @@
-"""The plan: the recipe's steps with what each decided and, after the run, what came of it; JSON to read and edit.
+"""The plan: the recipe's steps with the decision of each and, after the run, its result; JSON to read and edit.
 
 A plan and its source checkpoint are enough to rebuild the output bit for bit.
 """
@@ -26,7 +26,7 @@ Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step as the plan has it: its options, what it decided, what came of it. None: not yet."""
+    """A step in a plan: its options, decision and result; None before they exist."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Plan:
     seed: int = 0
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
-    base: Source | None = None  # what the result is compared with and trained toward, where that is not the source
+    base: Source | None = None  # the model to compare with and train toward, if that is not the source
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
@@ -168,7 +168,7 @@ class Plan:
         return readable_json(self.to_dict())
 
     def digest(self) -> str:
-        """SHA-256 of what decides the output: source, text, and each step's options and decisions."""
+        """SHA-256 of all that decides the output: source, text, and each step's options and decisions."""
         steps = []
         for step in self.steps:
             content = {} if step.decision is None else decision_to_dict(step.decision)

@@ -1,4 +1,4 @@
-"""The output's config.json: the base's, with the number of experts and what hangs on it rewritten."""
+"""The output's config.json: the base's, with the number of experts and all that depends on it rewritten."""
 
 import copy
 import logging
@@ -23,7 +23,7 @@ WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
 
-Renames = Mapping[str, str | None]  # what names of experts become; None for a dropped one
+Renames = Mapping[str, str | None]  # new names of experts; None for a dropped one
 Fields = Mapping[str, Any]  # of a config, or values at dotted paths
 NONE: Renames = {}
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
-    """Set a field of `config` in its JSON, by whatever name it stands there; in a list, where its value stood."""
+    """Set a field of `config` in its JSON, by the name that it has there; in a list, in place of its value."""
     *parents, name = path.split(".")
     node = raw
     for parent in parents:
@@ -54,7 +54,7 @@ def announces_head(field: str) -> bool:
 
 
 def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names of the fields that count heads, and what they say."""
+    """Return the dotted names of the fields that count heads, with their values."""
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from _announcing(value, f"{prefix}{key}.")
@@ -110,7 +110,7 @@ def all_renames(
     architecture: Architecture, layout: Layout, plan: ExpertPlan, head_renames: Renames
 ) -> dict[str, str | None]:
     """Return the new names of experts in a quantisation; those of kept heads are `head_renames`."""
-    if architecture.layers[0].parts > 1:  # no name in a quantisation speaks of a split's experts
+    if architecture.layers[0].parts > 1:  # a quantisation names no experts of a split
         return dict(head_renames)
     return {**expert_renames(architecture, layout, plan), **head_renames}
 
@@ -177,7 +177,7 @@ def config_with(
     """
     config = without_code(fields_set(raw, architecture.config, fields))
     config.pop(WEIGHTS, None)  # the output's have the usual names
-    for node, field in kernel_fields(config):  # not obeyed here, it would fetch code elsewhere
+    for node, field in kernel_fields(config):  # ignored here, it would fetch code elsewhere
         del node[field]
     return _with_heads(config, architecture.config, heads)
 

@@ -111,7 +111,7 @@ def merged_parameters(experts: Any, group: Group) -> Parameters:
 
 
 def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
-    """A router's tensor cut by the plan, its equal rows told apart where a token may be routed to some of them only.
+    """Return a router's tensor cut by the plan, with equal rows made distinct where a token may get some of them only.
 
     It may where some of an expert's parts go, or where the top-k is no multiple of them.
     """
@@ -143,7 +143,7 @@ def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters
 
 @torch.no_grad()
 def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> Parameters:
-    """New tensors, by state-dict key, of what the plans change in these loaded layers of `model`."""
+    """Return the tensors that the plans change in these loaded layers of `model`, by state-dict key."""
     state, cut = model.state_dict(), Parameters()
     for layer in layers:
         plan = plans[layer.name]
@@ -219,7 +219,7 @@ def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: Moe
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Output made by loading unit after unit of `partial`: a decoder layer, or "" for the rest.
+    """Output made by loading `partial` decoder layer by decoder layer; "" is the rest of the model.
 
     Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`.
     """
@@ -244,7 +244,7 @@ class Conversion:
         return outputs
 
     def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, decoder_layer: str) -> Named:
-        """Load a unit, put in what is `cut` of its MoE layers and then `change` of the unit, and yield all of it."""
+        """Load a decoder layer, apply `cut` to its MoE layers and then `change` to all of it, and yield the result."""
         keys = self._keys_of(decoder_layer)
         self.partial.load(keys)
         state = self.partial.model.state_dict()

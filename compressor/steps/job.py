@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json"),
-    # what says of another model how it was made and judged, or is made anew; params.json is of consolidated weights
+    # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
     *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
 )
 
@@ -133,7 +133,7 @@ def left_out_of(model: OpenModel, plan: ExpertPlan) -> tuple[str, ...]:
     return tuple(name for name in model.layout.left_out if name not in kept)
 
 
-Conversions = dict[str, Callable[[], Named]]  # by unit: the names and bytes of what is made at once
+Conversions = dict[str, Callable[[], Named]]  # by decoder layer: names and bytes of tensors that are made at once
 
 
 def _cut(
@@ -261,7 +261,7 @@ def make_job(
 
 
 def plain_job(state: State) -> OutputJob:
-    """Return the job that writes a stage's checkpoint as the steps before have left it."""
+    """Return the job that writes a stage's checkpoint as the earlier steps have left it."""
     return make_job(state.model, state.expert_plan())
 
 

@@ -27,21 +27,21 @@ Texts = tuple[Text | None, Mapping[int, Text]]
 
 @dataclass(slots=True)
 class State:
-    """The run as the step `number` finds it."""
+    """The state of a run before the step `number`."""
 
     source: OpenModel  # the run's input, as it is stored
-    base: OpenModel  # what the result is compared with: the source, unless another one is named
-    model: OpenModel  # as the step sees it: split, with another top-k, or what earlier stages have made
+    base: OpenModel  # the result is compared with it: the source, unless another one is named
+    model: OpenModel  # the step's input: split, with another top-k, or the checkpoint of earlier stages
     steps: tuple[Step[Any], ...]
     plan: Plan
     progress: Progress
     clock: Clock
     texts: Texts
-    work: Workdir | None = None  # None where nothing is written
+    work: Workdir | None = None  # None if nothing is written
     number: int = 0
     first: int = 0  # number of the first of these steps in the plan: earlier ones were done by earlier runs
     parts: int = 1  # sub-experts of each of the source's experts
-    shared: dict[str, Any] = field(default_factory=dict)  # what steps make once for all
+    shared: dict[str, Any] = field(default_factory=dict)  # values that steps compute once
 
     @property
     def text(self) -> Text | None:
@@ -55,13 +55,13 @@ class State:
 
     @property
     def own_text(self) -> Mapping[str, Any] | None:
-        """Identity of the step's own text; None where it reads that of the run."""
+        """Identity of the step's own text; None if it reads that of the run."""
         own = self.step_at(self.number).options.calibration is not None
         return self.text.identity if own and self.text is not None else None
 
     @property
     def seed(self) -> int:
-        """The seed of everything that is drawn."""
+        """The seed of all random draws."""
         return self.plan.seed
 
     @property
@@ -150,7 +150,7 @@ def untouched(model: OpenModel) -> ExpertPlan:
     return replace(whole, layers=(*whole.layers, *heads))
 
 
-OWN = "own"  # the part of a text that one step alone has, wherever it stands
+OWN = "own"  # the part of a text that one step alone reads, wherever it lies
 
 
 def part_name(number: int) -> str:

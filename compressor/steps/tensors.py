@@ -1,4 +1,4 @@
-"""From a plan to the output's tensors: which bytes are copied, which rows are picked, which are mixed.
+"""The output's tensors of a plan: bytes that are copied, rows that are picked, rows that are mixed.
 
 Nothing here is read before it is written: the `content` of an `OutputTensor` yields its bytes.
 Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are linear; a quantised
@@ -32,7 +32,7 @@ Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their byt
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit.
+    """One tensor of the output. `content` yields its bytes in order; None: they are made with its decoder layer.
 
     `each` is how many of the model's weights an element stands for.
     """
@@ -65,7 +65,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputJob:
-    """One checkpoint to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
+    """One checkpoint to write. `produce` yields the names and bytes of a decoder layer's tensors."""
 
     outputs: tuple[OutputTensor, ...]
     decoder_layers: tuple[str, ...]  # in order; "" is the rest of the model
@@ -81,7 +81,7 @@ class OutputJob:
 
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
-    """(member, coefficient) of what a group's merged expert, or its router row, is the sum of; none of them is 0."""
+    """Return the (member, coefficient) pairs of a group's merged expert, or of its router row, without zeros."""
     coefficients = group.router_coefficients
     if not router:
         coefficients = tuple(share * group.scale for share in group.coefficients)
@@ -178,7 +178,7 @@ def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
 
 
 def stored_decoder_layer(outputs: Iterable[OutputTensor], decoder_layer: str) -> Named:
-    """Return the names and bytes of those tensors of a unit that have contents of their own."""
+    """Return the names and bytes of a decoder layer's tensors that have their own contents."""
     for output in outputs:
         if output.decoder_layer == decoder_layer and output.content is not None:
             yield output.name, output.content()

@@ -1,4 +1,4 @@
-"""A run's work folder: the output lies there until it is whole, and a run that was killed is resumed from it.
+"""A run's work folder: it holds the output until that is complete, and a killed run is resumed from it.
 
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
     lock            held by the run
@@ -57,12 +57,12 @@ JOURNAL = "journal.json"
 SMALL = 2**25  # bytes of a layer's file that is joined with others, which writes it a second time
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 Advance = Callable[[str], None]
-WRITERS = 2  # tensors in work at once: checking one for NaN and copying another keep two cores busy
+WRITERS = 2  # tensors processed at once: checking one for NaN and copying another keep two cores busy
 STEPS = "steps"  # in a header's metadata: names of the steps that made the file
 
 
 class Workdir:
-    """The work folder of `out`, held by this run and its other processes."""
+    """The work folder of `out`, locked by this run and its other processes."""
 
     def __init__(self, out: Path, folder: Path) -> None:
         self.out, self.folder = Path(os.path.abspath(out)), folder
@@ -94,7 +94,7 @@ class Workdir:
             write_whole(self.folder / JOURNAL, json.dumps(content))
 
     def drop(self, stage: Path) -> None:
-        """Remove a stage that a later one was made of."""
+        """Remove a stage that a later one has replaced."""
         if ranks().is_first:
             shutil.rmtree(stage, ignore_errors=True)
 
@@ -259,8 +259,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def publish(work: Workdir, overwrite: bool) -> None:
-    """Rename the finished output into its place; what it replaces is deleted only afterwards, the work folder too."""
-    check_target(work.out, overwrite)  # making takes a while, and the place may have been taken meanwhile
+    """Rename the finished output into place; what it replaces, and the work folder, are deleted only afterwards."""
+    check_target(work.out, overwrite)  # something may have been put there since the run began
     replaced = work.folder / REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
     replace_folder(work.output, work.out, replaced)
@@ -323,7 +323,7 @@ class LayerWriter:
     def write(
         self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], made: Named, steps: Sequence[str]
     ) -> None:
-        """Write the `outputs`, exactly these, from what is `made`."""
+        """Write exactly these `outputs` from the tensors in `made`."""
         header, places = header_of(outputs, steps)
         sizes = {output.name: output.nbytes for output in outputs}
         fresh = path.with_name(f"{path.name}.new")
@@ -355,7 +355,7 @@ class LayerWriter:
             raise
         before = self._flushed
         self._flushed = self._flusher.submit(flush)
-        if before is not None:  # one file at most waits for the disk
+        if before is not None:  # at most one file waits for the disk
             before.result()
 
 
@@ -393,7 +393,7 @@ def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[l
 
 
 def write_index(folder: Path, places: Mapping[TensorInfo | OutputTensor, str]) -> None:
-    """Write the index file, which tells loaders which file holds a tensor."""
+    """Write the index file, which maps tensors to files for loaders."""
     metadata = {
         "total_parameters": sum(output.parameters for output in places),
         "total_size": sum(output.nbytes for output in places),

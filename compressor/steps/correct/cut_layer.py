@@ -24,7 +24,7 @@ CHUNK = 4096  # tokens computed at once
 
 @dataclass(slots=True)
 class Rows:
-    """Rows appended batch by batch to one buffer whose final length is foreseen."""
+    """Rows appended batch by batch to one buffer of an expected final length."""
 
     expected: int
     buffer: Tensor | None = None
@@ -62,7 +62,7 @@ class Recording:
     def __init__(
         self, layer: MoeLayer, expected: int, heldout: Collection[int] = (), emphasis: Sequence[Tensor] = ()
     ) -> None:
-        """Foresee `expected` tokens; `heldout` are numbers of batches.
+        """Prepare for `expected` tokens; `heldout` are numbers of batches.
 
         `emphasis` has weights [B, L] of the batches' tokens; none if all count alike.
         """
@@ -198,7 +198,7 @@ class RefittedConstants:
 
 
 class CutLayer:
-    """A smaller layer's experts, one set of float32 parameters each, and its live router, beside what was recorded."""
+    """A smaller layer's experts, one set of float32 parameters each, its live router, and the recording."""
 
     def __init__(
         self, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None

@@ -76,7 +76,7 @@ def acceptance_of(
     calibration: Calibration | None,
     changed: bool,
 ) -> Accepted:
-    """The acceptance of kept heads before and after: what the plan tells, and where text was read the rest, measured.
+    """Return the acceptance of kept heads before and after: the plan's figures, and measured ones if text was read.
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """

@@ -62,7 +62,7 @@ class TrainedLayer:
         """Masters that leave the layer's `stored` tensors as they are."""
         masters = {key: stored[key].detach().to(torch.float32, copy=True) for key in self.whole}
         for key in self.factored:
-            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()  # no factor hangs on which others there are
+            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()  # a factor is independent of the others
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
             factors = begin_factors(tuple(stored[key].shape), rank, generator)
             for name, factor in zip(_names(key), factors, strict=True):
@@ -102,7 +102,7 @@ def _names(key: str) -> tuple[str, str]:
 
 
 def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
-    """List what the method trains, in the order of the decoder layers; those of which nothing is trained are left out.
+    """List the trained tensors in the order of the decoder layers; layers without any are left out.
 
     `experts`: the experts' tensors and the routers' parameters; `router`: those of the routers alone; `lora`: factors
     of every linear layer and of the experts' matrices, and the routers' parameters whole; `all`: every floating-point
@@ -196,7 +196,7 @@ def _stored(model: OpenModel, tensors: Tensors) -> tuple[dict[str, str], list[tu
         return direct, []
     try:
         return direct, list(saved_names(model.partial.model, others))
-    except Exception as error:  # a conversion that takes more than these raises what it likes
+    except Exception as error:  # conversions raise any exception
         raise _unknown_storage(next(iter(others))) from error
 
 
@@ -221,7 +221,7 @@ def _unknown_storage(key: str) -> CompressionError:
 
 @dataclass(slots=True)
 class LayerState:
-    """A decoder layer's masters, and what the optimiser remembers of each."""
+    """A decoder layer's masters, and the optimiser's state of each."""
 
     masters: Masters
     moments: Moments = field(default_factory=dict)
@@ -278,7 +278,7 @@ def kept_state(folder: Path, decoder_layer: str, device: torch.device, moments: 
 
 
 class _Engine:
-    """The part of both ways of training that deals with a loaded layer."""
+    """Base of both engines: the handling of a loaded layer."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)
@@ -290,7 +290,7 @@ class _Engine:
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
     def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors, train: bool) -> None:
-        """Have a loaded layer compute with its masters: asking for gradients, or rounded as they would be stored."""
+        """Put a layer's masters into the loaded layer: with gradients, or rounded as they would be stored."""
         partial = self.model.partial
         for key, value in layer.values(stored, masters).items():
             if not train:

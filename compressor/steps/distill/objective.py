@@ -113,7 +113,7 @@ class Objective(ReverseVisitor):
 
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel) -> None:
         self.options = options
-        rows = slice(ranks().rank, None, ranks().size)  # this rank's sequences, maybe none
+        rows = slice(ranks().rank, None, ranks().size)  # this rank's sequences, possibly none
         self.batches = [Batch(batch.tokens[rows], batch.base.rows(rows), batch.weights[rows]) for batch in batches]
         self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
         self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
@@ -134,7 +134,7 @@ class Objective(ReverseVisitor):
             following = batch.tokens[:, 1:].to(logits.device)
             losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), following, reduction="none")
             loss = loss + self._part("cross_entropy", (losses * weights[:, :-1]).sum() / self.predicted)
-        nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
+        nothing: Tensor = 0.0 * logits.float().sum()  # carries the gradients of parts that layers add
         return loss if loss.requires_grad else nothing
 
     def _part(self, name: str, value: Tensor) -> Tensor:

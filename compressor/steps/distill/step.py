@@ -54,7 +54,7 @@ class DistillStep(Step[Distill]):
         return self.options.hidden_states > 0
 
     def apply_model(self, state: State) -> Result:
-        """Train, evaluate on held-out text, and take the best state if it is nearer to the base."""
+        """Train, evaluate on held-out text, and take the best state if its KL from the base is lower."""
         return distill(self.options, state)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:

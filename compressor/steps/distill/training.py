@@ -32,7 +32,7 @@ from compressor.steps.distill.options import Distill
 from compressor.steps.state import State as Run
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
-FIGURES = "figures.safetensors"  # there once all new stored tensors are
+FIGURES = "figures.safetensors"  # written after all new stored tensors
 STATE = "state.safetensors"
 DIVERGED = 2.0  # times the KL from the base before the first step
 NOT_A_NUMBER = "a loss was no number"
@@ -90,7 +90,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Trains what the engine holds, or goes on where a killed run has stopped; the best state is left in `place`."""
+    """Trains the engine's layers, or resumes a killed run; the best state is left in `place`."""
 
     engine: Engine
     text: Text
@@ -114,7 +114,7 @@ class Training:
             self.progress.advance("step")
         while state.ended is None:
             state = self._next(state)
-            if ranks().is_first:  # write how far it has come, then remove the states that are of no more use
+            if ranks().is_first:  # write the progress, then remove the states that are no longer needed
                 save_tensors(self.place / STATE, {}, asdict(state))
                 needed = (self.folder(state.best), self.folder(state.step))
                 for folder in self.place.glob("step-*"):
@@ -178,7 +178,7 @@ class Training:
 
 
 def distill(options: Distill, run: Run) -> Result:
-    """Train toward the base, and give the stored tensors of the best state if held-out text is nearer to the base.
+    """Train toward the base, and return the stored tensors of the best state if its KL on held-out text is lower.
 
     Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
     `CompressionError` for tensors that cannot be trained as they are stored, for fewer than eight held-out sequences,
@@ -197,7 +197,7 @@ def distill(options: Distill, run: Run) -> Result:
 
 
 def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, Any]:
-    """Train, and leave what is to be stored of each layer in the folder `trained`; nothing if it is not accepted."""
+    """Train, and write each layer's tensors to the folder `trained`; none if the result is not accepted."""
     batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None

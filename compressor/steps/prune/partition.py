@@ -27,7 +27,7 @@ Changes = list[tuple[int, int]]  # (expert, its new group)
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A partition of the experts, with what it costs.
+    """A partition of the experts, with its cost.
 
     groups: every expert once, members ascending, groups ordered by their smallest member; without those of a block
         in which protected experts take all the groups.

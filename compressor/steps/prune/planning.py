@@ -1,4 +1,4 @@
-"""From the options of `prune` to a plan of every layer, which is planned as a pass over the model shows it."""
+"""Plan every layer by the options of `prune`, in one pass over the model."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 
 @dataclass(frozen=True, slots=True)
 class PruneSpec:
-    """One plan to make, checked as far as that needs no data."""
+    """A requested plan, checked as far as that needs no data."""
 
     strategy: Strategy
     experts: int  # to keep in every layer
@@ -55,7 +55,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans a model on text. What protectors and statistics of the whole model measure is measured once for all plans.
+    """Plans a model on text. Measurements of protectors and of the whole model are made once for all plans.
 
     It is that of the base on the calibration's tokens, without what is held out, all counting alike; it stands for
     every plan: those made in order, and those of each source alone. Ranks share its batches.
@@ -92,7 +92,7 @@ class Planner:
         return ranks().broadcast(lambda: changes)
 
     def plans(self, specs: Sequence[PruneSpec], protected: Protected | None = None) -> list[Planned]:
-        """Several plans from one pass over the layers, one for each spec; nothing is written.
+        """Return a plan for each spec from one pass over the layers; nothing is written.
 
         `protected` experts, by layer name, stay as they are. The specs' heads, which are the same in all, are planned
         after the model's own layers.
@@ -114,7 +114,7 @@ class Planner:
         run = (self.calibration, self.progress, self.seed, accepted)
         for stats in statistics_with_heads(self.model, specs[0].heads, needs, *run):
             by_layer.append(ranks().broadcast(partial(decide, stats)))
-            del stats  # samples need not outlive the layer
+            del stats  # free the samples with the layer
         planned = list[Planned]()
         for number, spec in enumerate(specs):
             layers = list[LayerPlan]()

@@ -117,7 +117,7 @@ def merge_groups(
 
 
 class _Merge:
-    """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
+    """A plan's merged layer with learned logits of each group's coefficients and the logarithm of its scale."""
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
         self.inputs = stats.inputs

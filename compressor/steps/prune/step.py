@@ -26,7 +26,7 @@ class PruneStep(Step[Prune]):
 
     @property
     def suggested_correction(self) -> str:
-        """The strategy's own."""
+        """The strategy's own correction."""
         return load_strategy(self.options.strategy, self.options.options).correction
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:

@@ -58,13 +58,13 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """All matrices to quantise in the order of the layers, and what holds them now."""
+    """All matrices to quantise in the order of the layers, and the tensors that hold them now."""
 
     every: tuple[Matrix, ...]
     replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
     ignored: tuple[str, ...]  # names of linear modules and routers that stay as they are
-    names: Mapping[str, str]  # under which tensors are stored that are stored as they are, by key
-    stored: bool  # whether they can be read from stored tensors, without loading the layer
+    names: Mapping[str, str]  # stored names of tensors that stay as they are, by key
+    stored: bool  # True if they can be read from stored tensors, without loading the layer
 
     def of(self, decoder_layer: str) -> list[Matrix]:
         return [matrix for matrix in self.every if matrix.decoder_layer == decoder_layer]

@@ -1,4 +1,4 @@
-"""Layers in order, each quantised by GPTQ on what the quantised earlier layers make of the calibration text.
+"""Layers in order, each quantised by GPTQ on the quantised earlier layers' outputs for the calibration text.
 
 Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, one after the other, on
 the tokens that are routed to them: gate and up, and then down on what the rounded gate and up give it. Tokens wait as
@@ -34,13 +34,13 @@ CHUNK = 4096  # tokens whose outer products are added up at once
 
 @dataclass(slots=True)
 class Routed:
-    """Hidden states [T, H] that came to a layer's experts, and which [T, K] each went to; -1 for a choice unused."""
+    """Hidden states [T, H] at a layer's experts, and the chosen experts [T, K]; -1 for an unused choice."""
 
     hidden: Rows
     index: Rows
 
     def called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Note a call of the experts."""
+        """Record a call of the experts."""
         self.hidden.append(hidden)
         self.index.append(index.masked_fill(weights == 0, -1))
 
@@ -91,7 +91,7 @@ class Quantizing(LayerVisitor):
             matrix.of(live).copy_(scheme.unpack(stored))
 
     def _quantize(self, decoder_layer: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
-        """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
+        """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
         self.sums = dict[str, int]()
@@ -104,7 +104,7 @@ class Quantizing(LayerVisitor):
         tokens = self.calibration.tokens
         routed = {layer.name: Routed(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
-            for layer in layers:  # one alone need not compute what nothing reads
+            for layer in layers:  # a single layer's output is not read
                 watch = MoeHooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
                 stack.enter_context(watch)
             run()

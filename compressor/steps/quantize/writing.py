@@ -192,7 +192,7 @@ class Writer:
         return matrix_of(experts, matrix.key.rpartition(".")[2], weight, matrix.part)
 
     def _verify(self, inner: OutputJob, folder: Path) -> None:
-        """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
+        """Load the written folder layer by layer; raises `CompressionError` for a matrix that differs."""
         inner.verify(folder)
         source = ModelSource(str(folder), None, folder)
         written = open_model(source, str(self.dtype).removeprefix("torch."), "cpu")

@@ -9,7 +9,7 @@ from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, StepOptio
 
 
 class Routers(StepOptions):
-    """Move the routers toward the base on text, as far as held-out text is nearer to it."""
+    """Move the routers toward the base on text, as far as that lowers the KL on held-out text."""
 
     name: ClassVar[str] = "routers"
     implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"

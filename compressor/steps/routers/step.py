@@ -33,7 +33,7 @@ PLACES = ("layer", "place", "mean", "deviation")
 
 @dataclass(frozen=True)
 class RoutersStep(Step[Routers]):
-    """Move the routers toward the base on text, as far as held-out text is nearer to it."""
+    """Move the routers toward the base on text, as far as that lowers the KL on held-out text."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
         """Return the step; None if nothing is moved."""
@@ -57,7 +57,7 @@ class RoutersStep(Step[Routers]):
         return batches[:PLACED] if self.options.method == "bias" else batches
 
     def apply_model(self, state: State) -> Result:
-        """Move the routers as far as held-out text is nearer to the base; new ones are kept until they are in place.
+        """Move the routers as far as that lowers the KL on held-out text; new ones are kept until they are in place.
 
         Raises `CompressionError` for fewer than eight held-out sequences.
         """

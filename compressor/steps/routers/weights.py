@@ -82,7 +82,7 @@ class Calibrated:
 
 
 class _WithWeights(ReverseVisitor):
-    """Has a model compute with these router tensors, in the dtype of those that it has."""
+    """Substitutes these router tensors in a model, in the dtype of its own."""
 
     def __init__(self, model: OpenModel, weights: Weights) -> None:
         self.model, self.weights = model.partial.model, weights
@@ -138,7 +138,7 @@ def calibrate_weights(
 
 @dataclass(slots=True)
 class Moments:
-    """X'X [H, H], X'G [H, E] and G'G [E, E] of what enters a router, X [T, H], and its logits' gradients, G [T, E]."""
+    """X'X [H, H], X'G [H, E] and G'G [E, E] of a router's inputs X [T, H] and its logits' gradients G [T, E]."""
 
     inputs: Tensor
     both: Tensor
@@ -147,7 +147,7 @@ class Moments:
 
     @classmethod
     def empty(cls, width: int, rows: int) -> "Moments":
-        """Moments of no token yet, in float64."""
+        """Return the moments before any token, in float64."""
         sizes = ((width, width), (width, rows), (rows, rows))
         inputs, both, gradients = (torch.zeros(size, dtype=torch.float64) for size in sizes)
         return cls(inputs, both, gradients)
@@ -196,7 +196,7 @@ class RouterGradients(ReverseVisitor):
 
     def _note(self, key: str, product: Product) -> Tensor:
         logits = product.logits
-        if not logits.requires_grad:  # in the first layer nothing before it asks for gradients
+        if not logits.requires_grad:  # in the first layer, nothing before it needs gradients
             logits = logits.detach().requires_grad_()
         logits.retain_grad()
         self._seen.append((key, Product(product.inputs, logits, product.weight)))
@@ -207,7 +207,7 @@ class RouterGradients(ReverseVisitor):
         for key, product in self._seen:
             gradient = product.logits.grad
             if gradient is None:
-                continue  # nothing hangs on the scores of the experts that were chosen
+                continue  # the chosen experts' scores have no effect
             x = as_float64(product.inputs.detach())
             g = as_float64(gradient.reshape(len(x), -1))
             self.found.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
@@ -304,7 +304,7 @@ class BiasPlace:
 
 @dataclass(slots=True)
 class _Inputs(LayerVisitor):
-    """X'X and X'1 of what each layer's router is given, and the layers whose product adds a bias."""
+    """X'X and X'1 of each router's inputs, and the layers whose product adds a bias."""
 
     layers: Sequence[MoeLayer]
     found: dict[str, Moments] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from compressor.steps.tensors import OutputTensor, Piece, in_order_of, refuse_ov
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
-GLOBAL = (".weight_scale_2", ".weight_global_scale")  # by which all scales are multiplied, or are divided
+GLOBAL = (".weight_scale_2", ".weight_global_scale")  # multiplies or divides all scales
 COMPANIONS = (*SCALES, *GLOBAL, ".weight_packed", ".weight_zero_point", ".input_scale", ".input_global_scale")
 EXPONENTS = ("F8_E8M0", "U8")
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
@@ -41,12 +41,12 @@ FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The way in which one expert's stored tensor is shared out to its parts."""
+    """The way in which one expert's stored tensor is divided among its parts."""
 
     axis: int = 0  # the dimension that counts neurons
     neurons: int = 0  # under one entry along it; 0: every part has the whole tensor
     paired: bool = False  # the gate and up rows of a neuron stand beside each other
-    factor: float = 1.0  # what plain numbers, scales and exponents are multiplied by
+    factor: float = 1.0  # multiplies plain numbers, scales and exponents
     says_shape: bool = False  # two numbers: the shape of the packed weight
 
     def shape(self, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def _block_sizes(node: Any) -> Iterator[int]:
 
 
 def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
-    """Refuse a quantisation that speaks of single experts, which become several."""
+    """Refuse a quantisation that names single experts, which become several."""
     renames = dict[str, str | None]()
     for expert, old in expert_prefixes(whole.layout, layer).items():
         renames[old] = f"{old.rpartition('.')[0]}.{expert * parts + 1}"
@@ -228,7 +228,7 @@ def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: 
 def _cut_of_one(
     info: TensorInfo, role: Role, width: int, factor: float, suffixes: Mapping[str, set[str]]
 ) -> Cut | None:
-    """Find how to cut a tensor of one expert alone; None where it is not known how it counts neurons."""
+    """Find how to cut a tensor of one expert alone; None if its neurons' dimension is unknown."""
     family, _, suffix = role.family.rpartition("|")
     axis = int(".down_proj" in family)
     if suffix == ".weight_shape" and info.shape == (2,):

@@ -34,14 +34,14 @@ from compressor.steps.split.tensors import Factors, keys_beside, split_beside, s
 
 TOKENS = 512
 PART = 8  # neurons of a part: enough for kernels that ask for aligned rows
-ROUNDING = 1e-5  # of the largest output: what sums of the same float32 numbers in another order may differ by
+ROUNDING = 1e-5  # of the largest output: reordering float32 sums may differ by as much
 
 Fields = dict[str, Any]  # of a config, by dotted path
 
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """The split model as its config alone decides it. `fields` are the changed ones by dotted path, in order."""
+    """The split model that the config alone defines; `fields` are the changed ones by dotted path, in order."""
 
     fields: Fields
     architecture: Architecture

@@ -90,7 +90,7 @@ class SplitModel(PartialModel):
         orders: Tensors | None = None,
     ) -> None:
         """`layers` are those of the `stored` model, and `config` that of the split one."""
-        vars(self).update(vars(stored))  # what follows is its own
+        vars(self).update(vars(stored))  # the fields below are its own
         self.stored = stored
         self.layers = {layer.name: layer for layer in layers}
         self.config = config
@@ -105,7 +105,7 @@ class SplitModel(PartialModel):
         self._fill_constant_buffers()
 
     def stream(self) -> None:
-        """Have the stored model kept no more; its parts are cut again in each pass."""
+        """Stop keeping the stored model in memory; its parts are cut again in each pass."""
         self.stored.stream()
 
     def ordered(self, orders: Tensors) -> "SplitModel":

@@ -1,4 +1,4 @@
-"""A model seen as it is to be compressed: its experts split, neurons in order, and with the top-k that is written.
+"""A model's view for compression: experts split, neurons in order, and the output's top-k.
 
 E experts, I neurons of each, H hidden, S parts, n tokens that were sent to an expert. An order [I] is S runs of equal
 length. The first run holds what matters most, so that pruning experts afterwards takes the last ones. Within a run
@@ -39,10 +39,10 @@ from compressor.steps.split.quantized import stored_parts
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.tensors import SplitModel
 
-PARTS = (2, 3, 4)  # that are tried in this order where the number is left open
+PARTS = (2, 3, 4)  # tried in this order if the number is left open
 WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
 GGUF = "gguf"  # the format that llama.cpp reads
-PLAIN = "plain because"  # why parts are not cut from quantised tensors, among what is found of a model
+PLAIN = "plain because"  # in a model's facts: why parts are not cut from quantised tensors
 REMEDY = "restore the plan or make it anew"
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     if not 1 <= parts <= MOST_PARTS:
         raise CompressionError(f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts")
     known = f"split in {parts}"
-    if known not in model.found:  # once, for blocks are run for that
+    if known not in model.found:  # once, as it runs blocks
         model.found[known] = split_shape(model.architecture, parts)
     shape: SplitShape = model.found[known]
     stored = copy.copy(model.checkpoint)
@@ -344,6 +344,6 @@ def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Ten
         data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
         flags = np.unpackbits(data)[: count * bits].reshape(count, bits)
     except (TypeError, ValueError) as error:
-        raise CompressionError(f"{where}: what says where its neurons go is damaged; {REMEDY}") from error
+        raise CompressionError(f"{where}: the record of its neurons' parts is damaged; {REMEDY}") from error
     numbers = flags.astype(np.int32) << np.arange(bits, dtype=np.int32)
     return torch.from_numpy(numbers.sum(1)).int().view(experts, width)
