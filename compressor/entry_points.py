@@ -36,10 +36,10 @@ def names(group: str) -> list[str]:
 
 def packages() -> list[str]:
     """Top-level packages of all installed plugins, the built-in ones included."""
-    found = set[str]()
+    top_level = set[str]()
     for group in KINDS:
-        found.update(re.split(r"[.:]", entry.value)[0] for entry in entry_points(group=group))
-    return sorted(found)
+        top_level.update(re.split(r"[.:]", entry.value)[0] for entry in entry_points(group=group))
+    return sorted(top_level)
 
 
 def load(group: str, name: str, place: str = "") -> Any:

@@ -123,7 +123,7 @@ def tokens_in_use() -> list[str]:
     """
     from huggingface_hub import constants
 
-    found = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}
+    tokens = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}
     with suppress(OSError, ValueError):  # nobody has logged in, or what lies there is no text
-        found.add(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip())
-    return sorted((token for token in found if len(token) >= SHORTEST_TOKEN), key=len, reverse=True)
+        tokens.add(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip())
+    return sorted((token for token in tokens if len(token) >= SHORTEST_TOKEN), key=len, reverse=True)

@@ -91,29 +91,29 @@ def write_whole(path: Path, text: str) -> None:
         stream.write(text)
 
 
-def replace_folder(made: Path, target: Path, old: Path) -> None:
+def replace_folder(finished: Path, target: Path, old: Path) -> None:
     """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails.
 
     Where the file system can, both change places in one step, so that `target` is there at every moment. Of a folder
     that was made inside `target`, the content moves.
     """
-    if target in made.parents:
+    if target in finished.parents:
         try:
             _move_content(target, old)
-            made.replace(made.with_name(ARRIVING))
-            _move_content(made.with_name(ARRIVING), target)
+            finished.replace(finished.with_name(ARRIVING))
+            _move_content(finished.with_name(ARRIVING), target)
         except BaseException:
-            _undo_move(made.parent, target)
+            _undo_move(finished.parent, target)
             raise
         return
     if target.exists():
-        made.replace(old)
+        finished.replace(old)
         if _exchanged(old, target):
             return
-        old.replace(made)
+        old.replace(finished)
         target.replace(old)
     try:
-        made.replace(target)
+        finished.replace(target)
     except BaseException:
         if old.exists():
             old.replace(target)

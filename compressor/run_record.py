@@ -46,13 +46,13 @@ class RunRecord:
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Return the version of each package, or that it is not installed."""
-    found = {}
+    by_package = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            by_package[package] = "not installed"
+    return by_package
 
 
 def cache_folder(name: str) -> Path:

@@ -262,7 +262,7 @@ def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int
 def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int) -> _SourceText:
     """Read a source, and cut off the calibration's, the reserved and the evaluation's sequences."""
     length = spec.sequence_length
-    sizes = [math.prod(each) for each in demand.values()]
+    sizes = [math.prod(size) for size in demand.values()]
     try:
         stream = read_tokens(source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict)
     except HasMediaError:

@@ -310,12 +310,12 @@ class HeldoutProbe(LayerVisitor):
     def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
         own_numbers = ranks().share(self.evaluator.batches)
-        share = [place for place, (_, number) in enumerate(self.entries) if number in own_numbers]
+        share = [position for position, (_, number) in enumerate(self.entries) if number in own_numbers]
         Pass(model, self.batches, progress, phase, to_end=True, share=share).run(self, *visitors)
 
     def on_batch_start(self, batch: int) -> None:
-        place = batch - self.first
-        self._running = self.entries[place] if 0 <= place < len(self.entries) else None
+        position = batch - self.first
+        self._running = self.entries[position] if 0 <= position < len(self.entries) else None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of another form stay."""

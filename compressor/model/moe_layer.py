@@ -55,19 +55,19 @@ class Router(Protocol):
 def check_count(layer: Router, count: int, where: str) -> None:
     """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
     groups, chosen, top_k, needed = layer.routing_groups, layer.chosen_groups, layer.top_k, layer.experts_per_group
-    each = count // groups
+    per_group = count // groups
     if count > layer.experts:
         message = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
     elif count < top_k:
         message = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
     elif count % groups:
         message = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
-    elif each < needed:
-        reach = f"leave {each} in each of its {groups} routing groups"
+    elif per_group < needed:
+        reach = f"leave {per_group} in each of its {groups} routing groups"
         message = f"{reach}, its router needs {needed}; keep at least {groups * needed}"
-    elif chosen * each < top_k:
+    elif chosen * per_group < top_k:
         least = math.ceil(top_k / chosen) * groups
-        reach = f"leave {chosen * each} within a token's {chosen} routing groups"
+        reach = f"leave {chosen * per_group} within a token's {chosen} routing groups"
         message = f"{reach}, fewer than the top-k of {top_k}; keep at least {least}"
     else:
         return

@@ -327,10 +327,10 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: 
 def _one_layer(config: Any, count: int, like: str) -> Any:
     """The config of a model of `count` layers made one whose only layer is built like `like`, with an untied head."""
     config = copy.deepcopy(config)
-    text, place = config.get_text_config(), layer_number(like)
+    text, index = config.get_text_config(), layer_number(like)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count and ("layer" in name or "type" in name):
-            setattr(text, name, [value[place]])
+            setattr(text, name, [value[index]])
     for name in FIRST_DENSE:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, 0)

@@ -67,19 +67,19 @@ class ActivationOffload:
         self.held: dict[Hashable, int] = {}  # bytes in memory, by what waits: a batch, or a batch's call of a layer
         self.total = 0
 
-    def keep(self, place: Hashable, value: Any) -> None:
+    def keep(self, key: Hashable, value: Any) -> None:
         """Count what waits at a place, if it is a floating-point tensor, and move what is too much, in place."""
         if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
-            self.forget(place)
+            self.forget(key)
             if value.numel() and self.total + value.nbytes > self.budget:
                 self._to_file(value)
             else:
-                self.held[place] = value.nbytes
+                self.held[key] = value.nbytes
                 self.total += value.nbytes
 
-    def forget(self, place: Hashable) -> None:
+    def forget(self, key: Hashable) -> None:
         """Stop counting what waited at a place."""
-        self.total -= self.held.pop(place, 0)
+        self.total -= self.held.pop(key, 0)
 
     @staticmethod
     def _to_file(value: Tensor) -> None:
@@ -265,11 +265,11 @@ class _Lockstep:
         self.run, self.visitors, self.driver = run, visitors, getcurrent()
         architecture, self.partial = run.model.architecture, run.model.partial
         self.model, self.decoder_layers = self.partial.model, architecture.decoder_layers
-        self.place = PassPosition(self.model, layers_by_decoder_layer(architecture.layers))
+        self.position = PassPosition(self.model, layers_by_decoder_layer(architecture.layers))
         for visitor in visitors:
-            visitor.at = self.place
+            visitor.at = self.position
         self.batches = [*run.batches, *run.evaluation]
-        everything = self.decoder_layers if run.finishing else self.place.by_layer
+        everything = self.decoder_layers if run.finishing else self.position.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
         self.offload = ActivationOffload(run.activation_budget)
         self.share = ranks().share(run.batches, run.evaluation) if run.shared else run.share
@@ -321,7 +321,7 @@ class _Lockstep:
                 raise self._another_run(decoder_layer)
             passed.add(decoder_layer)
             self.partial.load(self.partial.keys_under(decoder_layer))
-            self.place.layer = decoder_layer
+            self.position.layer = decoder_layer
             if self.waiting - {decoder_layer} and (successor := following.get(decoder_layer)):
                 self.partial.read_ahead(self.partial.keys_under(successor))
             for visitor in self.visitors:
@@ -337,7 +337,7 @@ class _Lockstep:
             self.waiting.discard(decoder_layer)
             if not self.waiting:
                 break
-        self.place.layer = ""
+        self.position.layer = ""
         for number in self.run.finishing:
             if number in self.runs:
                 output = self._resume(number)
@@ -377,7 +377,7 @@ class _Lockstep:
 
     def _resume(self, number: int, *values: Any) -> Any:
         """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
-        self.place.batch = number
+        self.position.batch = number
         for visitor in self.visitors:
             visitor.on_batch_start(number)
         with torch.set_grad_enabled(self.run.gradients):
@@ -390,7 +390,7 @@ class _Lockstep:
     def _offload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Have the hidden states that a layer or block is called with wait on disk, where they are too much."""
         hidden = next(iter((*args, *kwargs.values())), None)
-        self.offload.keep(self.place.batch, hidden)
+        self.offload.keep(self.position.batch, hidden)
 
     def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Return the forward of a tower's block: wait until it is loaded.

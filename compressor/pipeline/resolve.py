@@ -150,13 +150,13 @@ class ResolvedRecipe:
         most, before = 0, 0
         numbers = stage_numbers(self.options)
         for number in dict.fromkeys(numbers):
-            places = [place for place, stage in enumerate(numbers) if stage == number]
-            steps = [self.steps[place] for place in places]
+            places = [position for position, stage in enumerate(numbers) if stage == number]
+            steps = [self.steps[position] for position in places]
             if before and steps[0].options.order is None:
                 continue
             written = self.output_size(steps, self.counts[0])
             waiting = written.waiting
-            if any(self.requirements[place].waits_on_disk for place in places):
+            if any(self.requirements[position].waits_on_disk for position in places):
                 waiting += written.size.bytes
             most = max(most, before + written.size.bytes + waiting)
             before = written.size.bytes
@@ -347,11 +347,11 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
     evaluated = EVALUATED if resolved.recipe.output.evaluate else 0
     shared = dict[int, str]()  # names of the parts of the run's text
     wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, resolved.recipe.calibration, shared)]
-    for place, step in enumerate(resolved.options):
+    for position, step in enumerate(resolved.options):
         if step.calibration is None:
-            shared[place] = part_name(place)
+            shared[position] = part_name(position)
         else:
-            wanted.append((place, step.calibration, {place: OWN}))
+            wanted.append((position, step.calibration, {position: OWN}))
     for number, options, parts in wanted:
         if (spec := text_spec(resolved, options, parts)) is not None:
             yield number, replace(spec, evaluation=evaluated)

@@ -243,21 +243,21 @@ class Recipe(ModelOptions):
         return validated(cls, content, where, f"{where} has no field")
 
 
-def step_class(name: str, place: str = "") -> type[StepOptions]:
+def step_class(name: str, location: str = "") -> type[StepOptions]:
     """Return the options of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
-    kind = load(STEPS, name, place)
+    kind = load(STEPS, name, location)
     if not (isinstance(kind, type) and issubclass(kind, StepOptions)) or getattr(kind, "name", None) != name:
         message = f"its entry point should be a StepOptions whose `name` is {name!r}"
         raise CompressionError(f"step {name!r} is no plugin: {message}")
     return kind
 
 
-def make_step(name: str, options: Mapping[str, Any], place: str = "") -> StepOptions:
+def make_step(name: str, options: Mapping[str, Any], location: str = "") -> StepOptions:
     """Return a step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
     if name == "prune" and options.keys() & UNEVEN_OPTIONS:
-        raise CompressionError(f"{place or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
-    where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
-    return validated(step_class(name, place), options, where, f"step {name} has no option", at)
+        raise CompressionError(f"{location or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
+    where, at = (f"{location}: {name}", f" at {location}") if location else (name, "")
+    return validated(step_class(name, location), options, where, f"step {name} has no option", at)
 
 
 def validated(
@@ -273,26 +273,26 @@ def validated(
         first = error.errors(include_url=False)[0]
         message, cause = first["msg"].removeprefix("Value error, "), first.get("ctx", {}).get("error")
         inner = ("function-", "tuple", "constrained")
-        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
+        location = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
         if first["type"] == "extra_forbidden":
-            message = f"{place} is not known"
+            message = f"{location} is not known"
         elif first["type"] != "value_error":
-            message = f"{place} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"
+            message = f"{location} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"
         raise CompressionError(f"{where}: {cause if isinstance(cause, CompressionError) else message}") from error
 
 
 def _step(entry: Any, number: int) -> StepOptions:
     if isinstance(entry, StepOptions):
         return entry
-    place = f"steps[{number}]"
+    location = f"steps[{number}]"
     if isinstance(entry, str):
-        return make_step(entry, {}, place)
+        return make_step(entry, {}, location)
     if isinstance(entry, Mapping) and len(entry) == 1:
         ((name, options),) = entry.items()
         if isinstance(name, str) and isinstance(options, Mapping | None):
-            return make_step(name, options or {}, place)
+            return make_step(name, options or {}, location)
     shown = reprlib.repr(entry)
-    raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
+    raise CompressionError(f"{location} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
 
 
 def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
@@ -323,15 +323,15 @@ def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
 
 def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]) -> list[StepOptions]:
     """Return the steps with these options of one of them, which is put in its usual place if it is missing."""
-    places = [place for place, step in enumerate(steps) if step.name == name]
+    places = [location for location, step in enumerate(steps) if step.name == name]
     if len(places) > 1:
         raise CompressionError(f"the recipe has {len(places)} steps {name}; change the one that is meant in the file")
     if places:
-        (place,) = places
-        return [*steps[:place], make_step(name, {**steps[place].model_dump(), **options}), *steps[place + 1 :]]
+        (location,) = places
+        return [*steps[:location], make_step(name, {**steps[location].model_dump(), **options}), *steps[location + 1 :]]
     later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
-    place = next((place for place, step in enumerate(steps) if step.name in later), len(steps))
-    return [*steps[:place], make_step(name, options), *steps[place:]]
+    location = next((location for location, step in enumerate(steps) if step.name in later), len(steps))
+    return [*steps[:location], make_step(name, options), *steps[location:]]
 
 
 def recipe_yaml(recipe: Recipe) -> bytes:
@@ -385,9 +385,9 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
 
     located = dict(content)
-    for field, place in (("model", record.source), ("base", record.base)):
-        if place is not None and os.path.isdir(place) and content.get(field) == Path(place).name:
-            located[field] = place
+    for field, location in (("model", record.source), ("base", record.base)):
+        if location is not None and os.path.isdir(location) and content.get(field) == Path(location).name:
+            located[field] = location
     if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
         located["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
     return located
@@ -424,7 +424,7 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
     sizes = asked if isinstance(asked, Mapping) else {}
     given = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
     if isinstance(marked := calibration.get("emphasis"), Mapping):
-        given["emphasis"] = {name: each.get("weight") for name, each in marked.items()}
+        given["emphasis"] = {name: entry.get("weight") for name, entry in marked.items()}
     return TextOptions(data=tuple(sources), **given)
 
 

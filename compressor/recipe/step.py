@@ -92,8 +92,8 @@ class TextOptions(Options):
     def _several(cls, value: Any) -> Any:
         if isinstance(value, str | PathLike | GivenTexts):
             value = (value,)
-        if isinstance(value, list | tuple) and not any(isinstance(each, Mapping) for each in value):
-            return tuple(fspath(each) if isinstance(each, PathLike) else each for each in value)
+        if isinstance(value, list | tuple) and not any(isinstance(item, Mapping) for item in value):
+            return tuple(fspath(item) if isinstance(item, PathLike) else item for item in value)
         return (GivenTexts.of(value),) if isinstance(value, Iterable) else value
 
 

@@ -72,7 +72,7 @@ class State:
     def options_of(self, kind: type[StepOptionsT]) -> StepOptionsT | None:
         """Options of this kind in this stage; None if it has no such step."""
         options = [self.step_at(number).options for number in self.stage]
-        return next((each for each in options if isinstance(each, kind)), None)
+        return next((option for option in options if isinstance(option, kind)), None)
 
     @property
     def deciding(self) -> int | None:

@@ -212,17 +212,17 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
         yield tensor_bytes_view(mixed(info.name, slices))
 
 
-def refuse_overflow(name: str, made: Tensor) -> Tensor:
+def refuse_overflow(name: str, computed: Tensor) -> Tensor:
     """Return a tensor that was computed, in the dtype it is written in.
 
     Raises `CompressionError` if it holds Inf or NaN.
     """
-    if not is_finite(made):
-        dtype = str(made.dtype).removeprefix("torch.")
+    if not is_finite(computed):
+        dtype = str(computed.dtype).removeprefix("torch.")
         raise CompressionError(
             f"tensor {name!r} overflows {dtype} when its experts are merged; plan with another merge or a smaller scale"
         )
-    return made
+    return computed
 
 
 def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:

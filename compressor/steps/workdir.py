@@ -149,11 +149,11 @@ def check_target(out: Path, overwrite: bool) -> None:
 def check_space(out: Path, nbytes: int) -> None:
     """Refuse a disk that cannot hold the output beside what is already there."""
     work = work_folder(out)
-    place = work.parent
+    parent = work.parent
     reusable = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file())
-    free = shutil.disk_usage(place).free + reusable
+    free = shutil.disk_usage(parent).free + reusable
     if free < nbytes + SPARE_BYTES:
-        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free"
+        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB free"
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
@@ -291,7 +291,7 @@ def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + place for name, place in places.items()}
+    return header, {name: len(header) + parent for name, parent in places.items()}
 
 
 def made_by(path: Path) -> tuple[str, ...] | None:
@@ -321,9 +321,9 @@ class LayerWriter:
             self._flusher.shutdown(cancel_futures=True)
 
     def write(
-        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], made: Named, steps: Sequence[str]
+        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], produced: Named, steps: Sequence[str]
     ) -> None:
-        """Write exactly these `outputs` from the tensors in `made`."""
+        """Write exactly these `outputs` from the tensors `produced`."""
         header, places = header_of(outputs, steps)
         sizes = {output.name: output.nbytes for output in outputs}
         fresh = path.with_name(f"{path.name}.new")
@@ -340,7 +340,7 @@ class LayerWriter:
             os.pwrite(file, header, 0)
             with ThreadPoolExecutor(WRITERS) as pool:
                 running = deque[Future[None]]()
-                for name, content in made:
+                for name, content in produced:
                     assert name in places, f"tensor {name!r} was made and has no place in the output"
                     offset = places.pop(name)
                     running.append(pool.submit(_write_tensor, content, file, offset, sizes[name], name))

@@ -172,7 +172,9 @@ class ConstantsStep(Step[Constants]):
         files = None if state.options_of(Correct) is None else state.cut()
         if files is None:
             stored = pick_dtype("auto", model.config, model.checkpoint)
-            planned = {name: replace(each, values=each.values.to(stored)) for name, each in planned.items()}
+            planned = {
+                name: replace(constants, values=constants.values.to(stored)) for name, constants in planned.items()
+            }
             written = Substitution(constants=planned)
         else:
             written = refitted_substitution(model, state.expert_plan().layers, files)

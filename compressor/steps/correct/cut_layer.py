@@ -268,8 +268,8 @@ class CutLayer:
         for chunk in self.recording.chunks(rows):
             targets = self.targets(chunk)
             weights = as_float64(self.token_weights(chunk))
-            for place, value in enumerate((self.gap(chunk, targets), targets)):
-                sums[place] += float(weights @ as_float64(value).square().sum(-1))
+            for position, value in enumerate((self.gap(chunk, targets), targets)):
+                sums[position] += float(weights @ as_float64(value).square().sum(-1))
         off, size = ranks().all_reduce(sums).tolist()
         return off / size if size else 0.0
 

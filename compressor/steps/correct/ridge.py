@@ -82,8 +82,8 @@ class _Block:
     def columns(self, expert: int) -> slice:
         """Return the columns of the features that are an expert's neurons."""
         width = self.neurons.stop - self.neurons.start
-        place = expert - self.experts.start
-        return slice(place * width, (place + 1) * width)
+        index = expert - self.experts.start
+        return slice(index * width, (index + 1) * width)
 
     @property
     def width(self) -> int:

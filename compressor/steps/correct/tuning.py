@@ -88,8 +88,8 @@ def tune(
     def update(values: Iterable[Tensor]) -> None:
         for value in values:
             if not ranks().is_alone:
-                own = torch.zeros_like(value) if value.grad is None else value.grad
-                value.grad = ranks().all_reduce(own)
+                gradient = torch.zeros_like(value) if value.grad is None else value.grad
+                value.grad = ranks().all_reduce(gradient)
             if value.grad is not None:
                 optimizers[value].step()
                 value.grad = None  # no two gradients need be in memory at once

@@ -50,12 +50,12 @@ class Text:
 
     def of_step(self, step: int, sequences: int, seed: int) -> list[Batch]:
         """Return the batches of a step: passes over shuffled sequences, without a remainder's short step."""
-        epoch, place = divmod(step, len(self.fit) // sequences)
+        epoch, position = divmod(step, len(self.fit) // sequences)
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
         plain = list[tuple[Batch, int]]()
         alone = list[Batch]()
-        for number in order[place * sequences : (place + 1) * sequences]:
+        for number in order[position * sequences : (position + 1) * sequences]:
             batch, row = self.fit[number]
             if isinstance(self.batches[batch].tokens, Inputs):
                 alone.append(self.batches[batch])

@@ -70,7 +70,9 @@ class State:
         """Return the result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
-        after = next(each for each in self.curve if each.step == (self.best if gained.accepted else 0))
+        after = next(
+            evaluation for evaluation in self.curve if evaluation.step == (self.best if gained.accepted else 0)
+        )
         return {
             "changed": gained.accepted,
             "before": before.kl,

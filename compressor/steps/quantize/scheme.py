@@ -232,9 +232,9 @@ def _pack_fp4(codes: Tensor) -> Tensor:
     doubled = (codes * 2).to(torch.int8).abs_()  # 0, 1, 2, 3, 4, 6, 8, 12
     beyond_two = (doubled - 4).clamp_(min=0).bitwise_right_shift_(1)
     beyond_four = (doubled - 8).clamp_(min=0).bitwise_right_shift_(2)
-    place = doubled.sub_(beyond_two).sub_(beyond_four)
-    place.add_((codes.view(torch.int32) < 0).view(torch.int8), alpha=8)
-    pairs = place.view(torch.int16)
+    code = doubled.sub_(beyond_two).sub_(beyond_four)
+    code.add_((codes.view(torch.int32) < 0).view(torch.int8), alpha=8)
+    pairs = code.view(torch.int16)
     return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 

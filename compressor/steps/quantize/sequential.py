@@ -109,8 +109,8 @@ class Quantizing(LayerVisitor):
                 stack.enter_context(watch)
             run()
         for layer in layers:
-            own = [matrix for matrix in matrices if matrix.owner == layer.name]
-            self._quantize_experts(layer, routed[layer.name], own)
+            layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
+            self._quantize_experts(layer, routed[layer.name], layer_matrices)
         if ranks().is_first:
             save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.sums)
         ranks().barrier()

@@ -184,7 +184,7 @@ class RouterGradients(ReverseVisitor):
     """Moments of every router that gradients reach, by its weight's state-dict key, added up over ranks."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Moments] = {}  # of the present layer's routers, on this rank's batches
+        self.moments: dict[str, Moments] = {}  # of the present layer's routers, on this rank's batches
         self._watching = ExitStack()
         self._seen = list[tuple[str, Product]]()
 
@@ -210,18 +210,18 @@ class RouterGradients(ReverseVisitor):
                 continue  # the chosen experts' scores have no effect
             x = as_float64(product.inputs.detach())
             g = as_float64(gradient.reshape(len(x), -1))
-            self.found.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+            self.moments.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
     def done(self, decoder_layer: str) -> None:
         """Add up the moments of the layer's routers over all ranks."""
         for layer in self.at.moe_layers:
             key = router_weight(layer)
             rows, width = self.at.model.get_parameter(key).shape
-            moments = self.found.pop(key, Moments.empty(width, rows))
+            moments = self.moments.pop(key, Moments.empty(width, rows))
             inputs, both, gradients = map(ranks().all_reduce, (moments.inputs, moments.both, moments.gradients))
             tokens = int(ranks().all_reduce(torch.tensor(moments.tokens)))
             if tokens:
-                self.found[key] = Moments(inputs, both, gradients, tokens)
+                self.moments[key] = Moments(inputs, both, gradients, tokens)
 
 
 def _moments(model: OpenModel, weights: Weights, text: Answered, emphasis: Emphasis) -> dict[str, Moments]:
@@ -232,7 +232,7 @@ def _moments(model: OpenModel, weights: Weights, text: Answered, emphasis: Empha
 
     gradients = RouterGradients()
     ReversePass(model, [tokens for tokens, _ in text]).run(loss, _WithWeights(model, weights), gradients)
-    return gradients.found
+    return gradients.moments
 
 
 def line_search(
@@ -307,7 +307,7 @@ class _Inputs(LayerVisitor):
     """X'X and X'1 of each router's inputs, and the layers whose product adds a bias."""
 
     layers: Sequence[MoeLayer]
-    found: dict[str, Moments] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
     biased: set[str] = field(default_factory=set)
     _watching: ExitStack = field(default_factory=ExitStack)
 
@@ -321,7 +321,7 @@ class _Inputs(LayerVisitor):
 
     def _add(self, name: str, product: Product) -> None:
         x = as_float64(product.inputs.detach())
-        self.found.setdefault(name, Moments.empty(x.shape[1], 1)).add(x, x.new_ones(len(x), 1))
+        self.moments.setdefault(name, Moments.empty(x.shape[1], 1)).add(x, x.new_ones(len(x), 1))
         if product.bias is not None:
             self.biased.add(name)
 
@@ -331,9 +331,9 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
     inputs, places = _Inputs(layers), list[BiasPlace]()
     Pass(model, batches, wanted={layer.decoder_layer for layer in layers}).run(inputs)
     for layer in layers:
-        if layer.name not in inputs.found:
+        if layer.name not in inputs.moments:
             continue
-        seen = inputs.found[layer.name]
+        seen = inputs.moments[layer.name]
         biases = [  # tensors outside the experts with a bias for each expert
             tensor.key
             for tensor in layer.tensors
