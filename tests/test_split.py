@@ -285,7 +285,7 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     own = made["steps"][0]["plan"]
     name, told = next(iter(own["neurons"].items()))
     for edit, fault in (
-        ({"parts": 3}, "do not divide into 3|neurons go is damaged"),
+        ({"parts": 3}, "do not divide into 3|neurons' parts is damaged"),
         ({"parts": "two"}, "should be a whole number"),
         ({"neurons": {**own["neurons"], name: told[:-8]}}, "record of its neurons' parts is damaged"),
         ({"neurons": {name: 5}}, "should say for each module"),
