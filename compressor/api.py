@@ -20,7 +20,7 @@ from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import alone, check_folder, default_folder
+from compressor.files import check_folder, default_folder, lock_output
 from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.opened import open_model
@@ -144,7 +144,7 @@ def make_recipe(
     sequence_length: int | None = None,
     **more: Any,
 ) -> Recipe:
-    """A recipe of these steps."""
+    """Return a recipe of these steps."""
     text = _text_options(calibration, samples=samples, sequence_length=sequence_length)
     return Recipe.of({"model": model, "steps": list(steps), "calibration": text, **more}, "compress")
 
@@ -246,7 +246,7 @@ def attribute(
     seed: int = 0,
     **computing: Unpack[Computing],
 ) -> Attribution:
-    """How every component shapes the routing of later layers.
+    """Measure how every component shapes the routing of later layers.
 
     On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
     `edges_kept` strongest edges to single experts' scores are kept.
@@ -276,7 +276,7 @@ def _two_sources(
 def _source(
     name: str, revision: str | None, server: Server | None, progress: Progress | None
 ) -> tuple[ModelSource, Server | None]:
-    """A model by name and revision; of one that is served its tokenizer alone, and the server, checked."""
+    """Return a model by name and revision; of one that is served its tokenizer alone, and the server, checked."""
     source = find_model(name, revision, progress) if server is None else locate_tokenizer(name, revision)
     return source, server and server.checked(source.folder, source.label)
 
@@ -403,7 +403,7 @@ def traces(
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSummary:
-    """What a reference set holds, and where it was written."""
+    """The content of a reference set, and its files."""
 
     facts: ReferenceFacts
     kept: int  # items that the model answers right
@@ -436,7 +436,7 @@ def reference(
     """
     folder = Path(output)
     check_folder(folder, NAMES, overwrite)
-    with alone(folder):
+    with lock_output(folder):
         items = items_of(tasks, calibration, limit, include_path, strict)
         opened = open_model(locate(model, revision, progress), dtype, device)
         reference_set, asked = build_reference(opened, items, embedding, progress or Silent(), strict=strict)

@@ -1,4 +1,4 @@
-"""Devices: which one computes, what is still free there, where sums in float64 are added up, and threads for pieces."""
+"""Devices: choosing one, its free memory, where float64 sums are added up, and threads for small pieces."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from compressor.memory import available
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for `auto` or a device's name; refuses one that is not there."""
+    """Return the torch device for `auto` or a device's name; refuses one that is not there."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
@@ -32,7 +32,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that tensors on a device may still take; None: not known."""
+    """Return the bytes that tensors on a device may still take; None: not known."""
     module = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         unused = module.memory_reserved(device) - module.memory_allocated(device)
@@ -44,7 +44,7 @@ def free_memory(device: torch.device) -> int | None:
 
 @cache
 def float64_device(device: torch.device) -> torch.device:
-    """Where float64 tensors of a device live: there, or on the CPU where it has no float64 (mps, some of xpu)."""
+    """Return the device for float64 tensors: this one, or the CPU if it has no float64 (mps, some of xpu)."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
@@ -53,7 +53,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def as_float64(tensor: Tensor) -> Tensor:
-    """A tensor in float64, moved to the CPU if its device has none: what it is computed with must be there, too."""
+    """Return a tensor in float64, moved to the CPU if its device has no float64. Other operands must follow it."""
     return tensor.to(float64_device(tensor.device)).double()
 
 

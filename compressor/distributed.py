@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import alone, work_folder
+from compressor.files import lock_output, work_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def _connected() -> Iterator[Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The same nest of lists, tuples and dicts with its tensors copied, without the storage that they share."""
+    """Return the same nest of lists, tuples and dicts with its tensors copied, without the storage that they share."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
@@ -241,7 +241,7 @@ def _joined(group: Ranks) -> Any:
 @contextmanager
 def held(out: Path) -> Iterator[Path]:
     """Yield the hidden folder beside `out`, on storage that all ranks see; rank 0 holds its lock."""
-    with alone(out) if ranks().is_first else nullcontext(work_folder(out)) as folder:
+    with lock_output(out) if ranks().is_first else nullcontext(work_folder(out)) as folder:
         ranks().barrier()  # the lock is held now
         yield folder
         ranks().barrier()

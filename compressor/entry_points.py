@@ -1,4 +1,4 @@
-"""What packages offer through entry points, and its options: third parties' on equal terms with what is built in."""
+"""Plugins that packages announce by entry points, and their options; built-in ones are found in the same way."""
 
 import inspect
 import json
@@ -30,20 +30,20 @@ KINDS = {
 
 
 def names(group: str) -> list[str]:
-    """Names of all plugins of a group."""
+    """Return the names of all plugins of a group."""
     return sorted({entry.name for entry in entry_points(group=group)})
 
 
 def packages() -> list[str]:
     """Top-level packages of all installed plugins, the built-in ones included."""
-    found = set[str]()
+    top_level = set[str]()
     for group in KINDS:
-        found.update(re.split(r"[.:]", entry.value)[0] for entry in entry_points(group=group))
-    return sorted(found)
+        top_level.update(re.split(r"[.:]", entry.value)[0] for entry in entry_points(group=group))
+    return sorted(top_level)
 
 
 def load(group: str, name: str, place: str = "") -> Any:
-    """What stands behind a name; raises `CompressionError` for one that is unknown, offered twice or broken."""
+    """Return the object that an entry point names; refuses an unknown, ambiguous or broken one."""
     kind = KINDS[group]
     offers = {entry.value: entry for entry in entry_points(group=group) if entry.name == name}
     if not offers:
@@ -69,7 +69,7 @@ def takes(function: Any, count: int) -> bool:
 
 
 def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
-    """What can be loaded of a group, by name; anything else is named in a warning and left out."""
+    """Yield every plugin of a group that can be loaded; the others are named in a warning and left out."""
     for name in names(group):
         try:
             yield load(name)
@@ -78,7 +78,7 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
 
 
 def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
-    """A field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
+    """Return a field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
     option: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
     return option
 
@@ -89,7 +89,10 @@ def defaults(options_class: Any) -> dict[str, Any]:
 
 
 def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
-    """A plugin's options with these settings, None where it has none; `what` names it in a `CompressionError`."""
+    """Return a plugin's options with these settings, None where it has none.
+
+    `what` names it in a `CompressionError`.
+    """
     if options_class is not None and not (isinstance(options_class, type) and is_dataclass(options_class)):
         raise CompressionError(f"{what}: Options should be a frozen dataclass")
     entries = {} if options_class is None else {entry.name: entry for entry in fields(options_class)}
@@ -110,11 +113,11 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
         raise CompressionError(f"{what} does not take these options: {reason_of(error)}") from error
 
 
-def read_option(text: str, fault: str) -> tuple[str, Any]:
+def read_option(text: str, message: str) -> tuple[str, Any]:
     """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with `fault`."""
     name, separator, value = text.partition("=")
     if not separator:
-        raise CompressionError(fault)
+        raise CompressionError(message)
     try:
         return name.replace("-", "_"), json.loads(value)
     except ValueError:

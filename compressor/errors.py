@@ -20,14 +20,14 @@ PATIENCE = 1_000  # items with a fault before the first one without
 
 
 class CompressionError(Exception):
-    """A fault a user can mend, told in one sentence, of which no name that it quotes can hide or turn the rest."""
+    """An error that a user can mend, in one sentence. Names that it quotes cannot hide or reverse the rest."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(plain(sentence))
 
 
 class ItemError(CompressionError):
-    """A fault of one row, document or item of many; the others can do without it."""
+    """An error in one row, document or item of many, which can be left out."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class LeftOut:
 
 
 def plain(text: str) -> str:
-    """Text in which what cannot be seen is escaped."""
+    """Return text in which what cannot be seen is escaped."""
     if text.isprintable():
         return text
     shown = (x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode() for x in text)
@@ -85,7 +85,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException, most: int = 300) -> str:
-    """What another library's exception says, on one line and not too long."""
+    """Return the message of another library's exception, on one line and not too long."""
     text = " ".join(without_tokens(str(error)).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]} ..."
 
@@ -105,8 +105,8 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
             raise
         if isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY):
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
-        remedy = "check its files" if isinstance(error, OSError) else otherwise
-        raise CompressionError(f"{what}: {reason_of(error)}; {remedy}") from error
+        hint = "check its files" if isinstance(error, OSError) else otherwise
+        raise CompressionError(f"{what}: {reason_of(error)}; {hint}") from error
 
 
 def without_tokens(text: str) -> str:
@@ -117,10 +117,13 @@ def without_tokens(text: str) -> str:
 
 
 def tokens_in_use() -> list[str]:
-    """The tokens of the environment and of `hf auth login`, longest first; only ever read to be taken out of text."""
+    """Return the tokens of the environment and of `hf auth login`, longest first.
+
+    Only ever read to be taken out of text.
+    """
     from huggingface_hub import constants
 
-    found = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}
+    tokens = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}
     with suppress(OSError, ValueError):  # nobody has logged in, or what lies there is no text
-        found.add(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip())
-    return sorted((token for token in found if len(token) >= SHORTEST_TOKEN), key=len, reverse=True)
+        tokens.add(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip())
+    return sorted((token for token in tokens if len(token) >= SHORTEST_TOKEN), key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Files and folders that are there complete or not at all, made by one run at a time, and what may replace which.
+"""Files and folders that are complete or absent, written by one run at a time, and the rules of overwriting.
 
 A run holds a hidden folder beside its output until it ends or is killed, or inside an empty folder or a mount point, to
 which the content then moves. --overwrite replaces what this tool wrote, by its records, or nothing but a checkpoint.
@@ -26,14 +26,14 @@ from compressor.errors import CompressionError
 
 AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
+REPORTED = ("rows", "senders")  # fields of comparison.json and attribution.json; other files name their format
 LOCK = "lock"
-OUTPUT = "output"  # what is made
+OUTPUT = "output"  # the new output
 REPLACED = "replaced"  # where an older output lies between the two renames that put a new one in its place
 ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
-RECORDS = ("compression.json", "onnx_export.json")  # what an output of this tool tells of itself
+RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a picture
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
@@ -71,7 +71,7 @@ def wrap_full_disk(place: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, fresh: Path) -> Iterator[Path]:
-    """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
+    """Yield `fresh` to write to; the file there becomes `path` at the end, or is removed if anything fails."""
     with wrap_full_disk(path.parent):
         try:
             if fresh.is_symlink():
@@ -91,29 +91,29 @@ def write_whole(path: Path, text: str) -> None:
         stream.write(text)
 
 
-def replace_folder(made: Path, target: Path, old: Path) -> None:
+def replace_folder(finished: Path, target: Path, old: Path) -> None:
     """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails.
 
     Where the file system can, both change places in one step, so that `target` is there at every moment. Of a folder
     that was made inside `target`, the content moves.
     """
-    if target in made.parents:
+    if target in finished.parents:
         try:
             _move_content(target, old)
-            made.replace(made.with_name(ARRIVING))
-            _move_content(made.with_name(ARRIVING), target)
+            finished.replace(finished.with_name(ARRIVING))
+            _move_content(finished.with_name(ARRIVING), target)
         except BaseException:
-            _undo_move(made.parent, target)
+            _undo_move(finished.parent, target)
             raise
         return
     if target.exists():
-        made.replace(old)
+        finished.replace(old)
         if _exchanged(old, target):
             return
-        old.replace(made)
+        old.replace(finished)
         target.replace(old)
     try:
-        made.replace(target)
+        finished.replace(target)
     except BaseException:
         if old.exists():
             old.replace(target)
@@ -131,7 +131,7 @@ def _work_name(folder: Path) -> str:
 
 
 def _content(folder: Path) -> list[Path]:
-    """What lies in a folder beside its work folder, in the order in which it comes there: config.json is the last."""
+    """Return the content of a folder but its work folder, in the order in which it moves: config.json is the last."""
     content = [path for path in folder.iterdir() if path.name not in (_work_name(folder), LOST)]
     return sorted(content, key=lambda path: (path.name == "config.json", path.suffix == ".json", path.name))
 
@@ -159,7 +159,7 @@ def is_free(out: Path) -> bool:
     """Return True if nothing is at `out`, or an empty folder. What a killed run left half moved is put back first."""
     folder = work_folder(out)
     if (folder / REPLACED).exists() or (folder / ARRIVING).exists():
-        with suppress(CompressionError), alone(out):  # unless another run holds it
+        with suppress(CompressionError), lock_output(out):  # unless another run holds it
             pass
     return not os.path.lexists(out) or _is_empty(out)
 
@@ -169,7 +169,7 @@ def _is_empty(out: Path) -> bool:
 
 
 def work_folder(out: Path) -> Path:
-    """The hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
+    """Return the hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
     target = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
     beside = target.parent / _work_name(target)
     inside = target / _work_name(target)
@@ -209,8 +209,8 @@ def check_parent(out: Path, what: str = "output folder") -> None:
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[Path]:
-    """The `work_folder` of `out`, held by this run alone, which may ask for it again while it does.
+def lock_output(out: Path) -> Iterator[Path]:
+    """Yield the `work_folder` of `out`, locked by this run, which may lock it again within the block.
 
     What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
     away comes back, and what one killed after the last rename left is cleared. Raises `CompressionError` while another
@@ -286,17 +286,17 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
     if not overwrite:
         raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
     first = folder / names[0]
-    remedy = "so --overwrite will not replace it; name a new folder for the reports"
+    hint = "so --overwrite will not replace it; name a new folder for the reports"
     if first.suffix == ".json":
         content = json_object(first)
         is_report = any(name in content for name in REPORTED) or _is_of_tool(content)
     else:
         is_report = first.is_file() and first.read_bytes().startswith(PNG)
     if folder.is_symlink() or not is_report:
-        raise CompressionError(f"{folder} holds no {names[0]}, {remedy}")
+        raise CompressionError(f"{folder} holds no {names[0]}, {hint}")
     for path in _content(folder):
         if path.name not in names or not path.is_file():
-            raise CompressionError(f"{folder} holds {path.name} beside {names[0]}, {remedy} or move that")
+            raise CompressionError(f"{folder} holds {path.name} beside {names[0]}, {hint} or move that")
 
 
 def _is_of_tool(content: Mapping[str, Any]) -> bool:
@@ -305,7 +305,7 @@ def _is_of_tool(content: Mapping[str, Any]) -> bool:
 
 
 def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> AbstractContextManager[Path]:
-    """A `new_folder` for reports of these names."""
+    """Return a `new_folder` for reports of these names."""
     return new_folder(folder, partial(check_folder, folder, names, overwrite))
 
 
@@ -317,7 +317,7 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     """
     check()
     target = Path(os.path.abspath(out))
-    with wrap_full_disk(work_folder(out).parent), alone(out) as work:
+    with wrap_full_disk(work_folder(out).parent), lock_output(out) as work:
         fresh, old = work / OUTPUT, work / REPLACED
         try:
             for leftover in (fresh, old):  # of a run that was killed
@@ -332,7 +332,7 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
 
 
 def default_folder() -> Path:
-    """Where results are kept: $MOE_COMPRESSOR_CACHE, or the user's cache folder."""
+    """Return the folder of stored results: $MOE_COMPRESSOR_CACHE, or the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("MOE_COMPRESSOR_CACHE") or f"{caches}/{TOOL}/gate").expanduser()
 
@@ -343,7 +343,7 @@ def file_digest(path: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is none that can be read."""
+    """Return the JSON object in a file; an empty one where there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -352,25 +352,25 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def is_page(path: Path, made_by: str) -> bool:
-    """Return True if a file is a page that says at its end by what it was made, as the pages of this tool do."""
+    """Return True if a file ends with the name of its maker, as the pages of this tool do."""
     return path.is_file() and made_by.encode() in path.read_bytes()[-PAGE_END:]
 
 
 def refuse_replacing(out: Path) -> None:
     """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a checkpoint's files."""
-    remedy = "so --overwrite will not replace it"
+    hint = "so --overwrite will not replace it"
     if out.is_symlink() or not out.is_dir():
-        raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
+        raise CompressionError(f"{out} is not a checkpoint folder, {hint}; name another folder")
     entries = _content(out)
     is_checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
     if entries and not is_checkpoint and not _records(out):
-        raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
+        raise CompressionError(f"{out} is not a checkpoint folder, {hint}; name another folder")
     strays = _strays(out)
     if strays:
         more = f" and {len(strays) - MOST_NAMED} more" if len(strays) > MOST_NAMED else ""
         names = f"{', '.join(strays[:MOST_NAMED])}{more}"
         raise CompressionError(
-            f"{out} holds {names}, no part of a checkpoint, {remedy}; move what you need or name another folder"
+            f"{out} holds {names}, no part of a checkpoint, {hint}; move what you need or name another folder"
         )
 
 
@@ -381,7 +381,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _strays(folder: Path) -> list[str]:
-    """Names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
+    """Return the names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
     records, strays = _records(folder), list[str]()
     known = {*RECORDS}
     for record in records:

@@ -21,7 +21,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.I)  # of bytes
 
 
 def readable(text: object) -> str:
-    """Text without what neither HTML nor XML can hold, or what turns the direction of the text after it.
+    """Return text without what neither HTML nor XML can hold, or what turns the direction of the text after it.
 
     Lone surrogates, which names of files may hold and UTF-8 cannot, are written as their numbers.
     """
@@ -29,14 +29,14 @@ def readable(text: object) -> str:
 
 
 def one_line(text: str, most: int | None = MOST_LETTERS) -> str:
-    """Text on one line, of printable characters, without tokens; cut off where it is too long for a name."""
+    """Return text on one line, of printable characters, without tokens; cut off where it is too long for a name."""
     printable = "".join(letter if letter.isprintable() else " " for letter in without_tokens(text))
     line = " ".join(printable.split())
     return line if most is None or len(line) <= most else f"{line[:most]} ..."
 
 
 def label(name: str) -> str:
-    """A model, a data set or a file by its name, without the folders of a machine; a Hub id stays whole."""
+    """Return a model, a data set or a file by its name, without the folders of a machine; a Hub id stays whole."""
     line = one_line(name)
     parts = [part for part in re.split(r"[/\\]", line) if part]
     return parts[-1] if parts and (FOLDER.match(line) or FILE.fullmatch(parts[-1])) else line
@@ -66,7 +66,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def span(numbers: Iterable[int]) -> str:
-    """The least and the greatest: '8 to 16', or '16' where all are the same."""
+    """Return the least and the greatest: '8 to 16', or '16' where all are the same."""
     ordered = sorted(set(numbers))
     return f"{ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else str(ordered[0])
 
@@ -81,7 +81,7 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
+    """Return each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
     unique = dict[str, None]()
     for plain_name in names:
         name, number = plain_name, 1
@@ -116,14 +116,14 @@ def joined(words: Sequence[str], last: str = "and") -> str:
 
 
 def short(value: object, digits: int = 3) -> str:
-    """A figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
+    """Return a figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
 def setting(value: object) -> str:
-    """A setting in words: a mapping as 'name value, name value'."""
+    """Return a setting in words: a mapping as 'name value, name value'."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_inner(inner)}" for name, inner in value.items()) or "none"
     if isinstance(value, bool) or value is None:

@@ -33,7 +33,10 @@ def _field(file: Path, field: str) -> int | None:
 
 
 def available() -> int | None:
-    """Bytes that this process may still take: the least that machine, cgroup and limits leave; None: not known."""
+    """Return the bytes that this process may still take: the least that machine, cgroup and limits leave.
+
+    None: not known.
+    """
     left = [*_left_in_groups()]
     machine = _field(MACHINE, "MemAvailable")
     if machine is not None:
@@ -47,7 +50,10 @@ def available() -> int | None:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes that each control group (version 2) around this process leaves; the page cache it can drop is free."""
+    """Yield the bytes that each control group (version 2) around this process leaves.
+
+    The page cache it can drop is free.
+    """
     with suppress(OSError):
         match = re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE)
         if match is None:
@@ -79,7 +85,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, *fault: object) -> None:
+    def __exit__(self, *message: object) -> None:
         self._stop.set()
         self._thread.join()
         self.anonymous = max(self.anonymous, resident())

@@ -46,7 +46,9 @@ from compressor.recipe.step import (
 from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.steps.job import plain_job, rewritten, rewritten_size
-from compressor.steps.prune.choose import (
+from compressor.steps.prune.partition import group_experts
+from compressor.steps.prune.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
+from compressor.steps.prune.selection import (
     Block,
     MergeOptions,
     blocks_of,
@@ -57,8 +59,6 @@ from compressor.steps.prune.choose import (
     merge_needs,
     merge_option,
 )
-from compressor.steps.prune.partition import group_experts
-from compressor.steps.prune.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
 from compressor.steps.prune.similarity import (
     CLOSENESS,
     closeness,
@@ -83,7 +83,7 @@ def fake_statistics(
     routing_groups: int = 1,
     seed: int = 0,
 ) -> LayerStatistics:
-    """Every statistic of a stock layer with random weights on random tokens; the same for the same arguments.
+    """Return every statistic of a stock layer with random weights on random tokens; the same for the same arguments.
 
     They are collected as calibration does; only the effect on later routers is made up. With no `tokens` sums are zero
     and samples empty. Of each of the `routing_groups` equally many experts have to stay.

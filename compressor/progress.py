@@ -1,4 +1,4 @@
-"""How far a long job is, silent unless somebody listens, and how long its phases took; transformers, silenced."""
+"""Progress of long jobs, silent by default, and the time of their phases; transformers, silenced."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Listens to nothing."""
+    """A listener that ignores everything."""
 
     def start(self, phase: str, total: int) -> None: ...
 

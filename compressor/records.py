@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 _hints = lru_cache(get_type_hints)
 
 
-def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
+def read_json(path: Path, hint: str, unreadable: str | None = None) -> Any:
     """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a remedy is given."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
             raise
         raise CompressionError(f"{path} cannot be read ({error.strerror}); {unreadable}") from error
     except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
+        raise CompressionError(f"{path} is not valid JSON ({error}); {hint}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run knew and its output does not record: folders, times, memory and the command, kept in the user's cache.
+"""Facts of a run that its output does not record: folders, times, memory and the command, in the user's cache.
 
 compression.json holds none of them, so that equal runs write equal bytes. The record is found again by the SHA-256 of
 that file; only its owner can read it, and without it a report merely says less of the run.
@@ -45,18 +45,18 @@ class RunRecord:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The version of each package, or that it is not installed."""
-    found = {}
+    """Return the version of each package, or that it is not installed."""
+    by_package = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            by_package[package] = "not installed"
+    return by_package
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored evaluations."""
+    """Return a folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored evaluations."""
     own = os.environ.get("MOE_COMPRESSOR_CACHE")
     try:
         return (default_folder() if own else default_folder().parent) / name
@@ -80,7 +80,7 @@ def record_run(folder: Path, record: RunRecord) -> None:
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """The record of the run that made an output; None if this machine has none, or none that can be read."""
+    """Return the record of the run that made an output; None if this machine has none, or none that can be read."""
     key = digest_of(folder)
     content = None if key is None else read_cached(cache_folder("runs") / f"{key}.json")
     try:
@@ -102,7 +102,7 @@ def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
 
 
 def read_cached(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file of the cache; None if there is none that can be read."""
+    """Return the JSON object in a file of the cache; None if there is none that can be read."""
     return json_object(path) or None
 
 
@@ -145,6 +145,9 @@ def _request(folder: Path, key: str) -> Path:
 
 
 def _weights(folder: Path) -> list[list[Any]]:
-    """The stamp of the weight files, which alone must be unchanged; of all files where none is known as weights."""
+    """Return the stamp of the weight files, which alone must be unchanged.
+
+    Of all files where none is known as weights.
+    """
     entries = stamp(folder)
     return [entry for entry in entries if WEIGHTS.fullmatch(entry[0])] or entries

@@ -15,7 +15,7 @@ It prints:
         4 compressor.steps.routers.weights._moments, 6,144 tokens
     forward passes over the base: 3
         1 compressor.statistics.statistics.collect, 1,024 tokens
-        1 compressor.steps.correct.in_order._compress_model, 1,024 tokens
+        1 compressor.steps.correct.sequential._compress_model, 1,024 tokens
         1 compressor.divergence.teacher_outputs.read_base, 38,016 tokens
     openings of others: 2
         2 compressor.pipeline.run.opened

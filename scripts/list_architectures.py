@@ -142,7 +142,7 @@ def _notes(opened: OpenModel) -> str:
         notes.append("stored one by one" if "expert" in kinds else "stored fused")
     else:
         notes.append("stored with the vision experts, so written through the model")
-    dense = len(architecture.units) - len({layer.unit for layer in architecture.layers})
+    dense = len(architecture.decoder_layers) - len({layer.decoder_layer for layer in architecture.layers})
     names = {name for name, _ in experts_modules(opened.partial.model)}
     if names - {layer.name for layer in architecture.layers}:
         notes.append("two stacks of layers share their experts")

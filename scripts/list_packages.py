@@ -23,8 +23,8 @@ OPTIONS = "steps (options.py of each)"
 CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
-    WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors kept for "
-    "a resumed run (`kept.py`), devices, memory, progress, versions, entry points, several processes, formatting",
+    WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors "
+    "of an interrupted run (`tensor_cache.py`), devices, memory, progress, entry points, processes, formatting",
     "document": "blocks of a report, a renderer for each medium, one kit for every picture",
     "checkpoint": "files on disk or on the Hub, read lazily",
     "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
@@ -39,7 +39,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
-    "steps.prune": "which experts stay, merge or go, by a strategy; what strategies share: `choose.py`, `partition.py`",
+    "steps.prune": "which experts stay, merge or go; shared by strategies: `selection.py`, `partition.py`",
     "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",

@@ -3,7 +3,7 @@
 `make docs` puts it into the site; python -m scripts.write_serving_rules prints it.
 """
 
-from compressor.model.serving import RULES, Served, said
+from compressor.model.serving import RULES, Served, breach_text
 
 PAGE = "reference/servers.md"  # in the site
 MARK = "<!-- rules -->"
@@ -19,7 +19,7 @@ def table() -> str:
     for rule in RULES:
         source = f"`{rule.source}`" if ";" not in rule.source and " " not in rule.source else rule.source
         seen = {"read": "", "run": "; seen when run", "reported": "; reported, not seen"}[rule.evidence]
-        example = said(rule, EXAMPLE)
+        example = breach_text(rule, EXAMPLE)
         rows.append(
             f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | {rule.effect} | "
             f"{source}, {rule.version}{seen} |"

@@ -56,10 +56,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps of tuning and of learned merges, where they are not what is tested."""
     from compressor.steps.correct import refit
     from compressor.steps.correct.tuning import tune
-    from compressor.steps.prune import choose
+    from compressor.steps.prune import selection
 
     monkeypatch.setattr(refit, "tune", lambda layer, rows, router, steps, *more: tune(layer, rows, router, 2, *more))
-    monkeypatch.setattr(choose.learn_coefficients, "__defaults__", (True, 3))
+    monkeypatch.setattr(selection.learn_coefficients, "__defaults__", (True, 3))
 
 
 @pytest.fixture

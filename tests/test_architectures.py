@@ -24,7 +24,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan as StepsPlan
-from compressor.steps.prune import choose
+from compressor.steps.prune import selection
 from tests.support import zoo
 from tests.support.plans import by_hand, make_plan, plan_of, pruned
 from tests.support.surgery_reference import cut, forced_logits, realign, stored_bytes
@@ -177,7 +177,7 @@ def test_dropping_experts_equals_the_reference(case: Case, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", zoo.sweep(LAYOUTS), indirect=True)
 def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (True, 6)  # enough to leave the uniform merge behind
-    monkeypatch.setattr(choose.learn_coefficients, "__defaults__", steps)
+    monkeypatch.setattr(selection.learn_coefficients, "__defaults__", steps)
     plan = learned_plan(case, case.experts * 3 // 4)
     groups = [group for layer in plan.expert_plan.layers for group in layer.groups]
     learned = any(group.scale != 1.0 or len(set(group.coefficients)) > 1 for group in groups)

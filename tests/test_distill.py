@@ -67,8 +67,8 @@ def test_the_output_is_stock_and_nearer_to_the_base(
     trained: list[dict[str, Tensor]] = []
     real = InMemory.values
 
-    def noting(engine: InMemory, folder: Path, unit: str) -> Any:
-        trained.append(dict(found := real(engine, folder, unit)))
+    def noting(engine: InMemory, folder: Path, decoder_layer: str) -> Any:
+        trained.append(dict(found := real(engine, folder, decoder_layer)))
         return found
 
     monkeypatch.setattr(InMemory, "values", noting)

@@ -126,13 +126,13 @@ def test_attribution(tmp_path: Path) -> None:
 def test_one_layer_and_its_successor_are_on_the_device(tmp_path: Path) -> None:
     small.save(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=6)
     model = open_model(locate(str(tmp_path)), "float32", "cuda")
-    units = model.architecture.units
-    keys = {unit: model.partial.keys_under(unit) for unit in units}
-    layer = max(sum(model.partial.empty[key].nbytes for key in keys[unit]) for unit in units)
+    layer_names = model.architecture.decoder_layers
+    keys = {decoder_layer: model.partial.keys_under(decoder_layer) for decoder_layer in layer_names}
+    layer = max(sum(model.partial.empty[key].nbytes for key in keys[decoder_layer]) for decoder_layer in layer_names)
     held = list[int]()
 
     class Watching(LayerVisitor):
-        def on_layer_end(self, unit: str) -> None:
+        def on_layer_end(self, decoder_layer: str) -> None:
             held.append(torch.cuda.memory_allocated())
 
     torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.opening import chosen_parts, order_of_parts, packed, parts_of, unpacked
+from compressor.steps.split.view import chosen_parts, order_of_parts, packed, parts_of, unpacked
 from tests.support import small, zoo
 from tests.support.command_line import Run
 from tests.support.plans import plan_of, recipe_of
@@ -285,9 +285,9 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     own = made["steps"][0]["plan"]
     name, told = next(iter(own["neurons"].items()))
     for edit, fault in (
-        ({"parts": 3}, "do not divide into 3|neurons go is damaged"),
+        ({"parts": 3}, "do not divide into 3|neurons' parts is damaged"),
         ({"parts": "two"}, "should be a whole number"),
-        ({"neurons": {**own["neurons"], name: told[:-8]}}, "where its neurons go is damaged"),
+        ({"neurons": {**own["neurons"], name: told[:-8]}}, "record of its neurons' parts is damaged"),
         ({"neurons": {name: 5}}, "should say for each module"),
     ):
         steps = [{**made["steps"][0], "plan": {**own, **edit}}, *made["steps"][1:]]

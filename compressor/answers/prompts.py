@@ -9,7 +9,7 @@ from typing import Any
 
 from compressor.data.chats import PAIRS, note_columns, read_row, require_template, untaken
 from compressor.data.rows import Row, source_rows
-from compressor.data.sources import Address, WeightedSource, domain_of
+from compressor.data.sources import SourceSpec, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
 from compressor.model.tokenizer import first_part, has_chat_template, no_token, render_chat, says_something
 from compressor.progress import quiet_transformers
@@ -75,7 +75,7 @@ def read_prompts(
     for source, domain in map(domain_of, arguments):
         read = source_rows(WeightedSource(source, 1.0), seed, "prompts")
         rows = _lines(read.rows) if read.is_prose else read.rows
-        column = Address.parse(source).column
+        column = SourceSpec.parse(source).column
         left_out = LeftOut(f"prompts of {source}", strict)
         taken = 0
         most = OF_A_DATA_SET if limit is None and read.is_streamed else limit

@@ -16,7 +16,7 @@ from typing import Any
 from compressor.answers.generation import Answer, PromptSet, TextGenerator, answer_all, journal_of
 from compressor.answers.prompts import Prompt, is_chat
 from compressor.errors import CompressionError
-from compressor.files import alone, file_digest, json_object, replacing
+from compressor.files import file_digest, json_object, lock_output, replacing
 from compressor.formatting import counted
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
@@ -52,7 +52,7 @@ def write_traces(
     if out.suffix != SUFFIX:
         raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
     manifest = out.with_suffix(".manifest.json")
-    with alone(out) as folder:
+    with lock_output(out) as folder:
         tokenizer, facts = writer.opened()
         prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)

@@ -71,13 +71,13 @@ def attribute(
     with clock.phase("attribution"):
         projection = Projection(routers, tokens, edges_kept)
         Pass(model, batches, progress, "attribution", seed, shared=True).run(projection)
-    units = architecture.units
+    layer_names = architecture.decoder_layers
     tallies = projection.tallies
     order = sorted(
         tallies,
         key=lambda component: (
             component.kind != "token",
-            units.index(component.unit),
+            layer_names.index(component.decoder_layer),
             KINDS.index(component.kind),
             component.module,
             component.number or 0,
@@ -159,22 +159,22 @@ class _ByKey(TracedPass):
     split: dict[tuple[int, int, int], KeyInfluence] = field(default_factory=dict)  # by layer, sequence and head
     recorded: _Products = field(default_factory=_Products)  # of the layer that is running
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """Trace the layer's own forward, and record its products."""
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """The layer's own forward, traced and with its products recorded."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.recorded.products.clear()
             with self.recorded:
-                return own(*args, **kwargs)
+                return layer_forward(*args, **kwargs)
 
-        return TracedPass.wrap_forward(self, unit, recorded)
+        return TracedPass.wrap_forward(self, decoder_layer, recorded)
 
-    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
         """Split the heads of a layer on one sequence."""
         tokens = self.sequences[batch][0].tolist()
         texts = [str(self.tokenizer.decode([token])) for token in tokens] if self.tokenizer is not None else ()
         for number, head in enumerate(self.heads):
-            influence = self._split(unit, batch, trace, head) if head.module in trace.heads else None
+            influence = self._split(decoder_layer, batch, trace, head) if head.module in trace.heads else None
             if influence is not None:
                 assert head.layer is not None and head.number is not None
                 total = max(float(influence.sum()), torch.finfo(torch.float32).tiny)
@@ -191,7 +191,7 @@ class _ByKey(TracedPass):
                     previous=float(influence.diagonal(-1).sum()) / total,
                 )
 
-    def _split(self, unit: str, batch: int, trace: UnitTrace, head: Sender) -> Tensor | None:
+    def _split(self, decoder_layer: str, batch: int, trace: UnitTrace, head: Sender) -> Tensor | None:
         """[L, L] influence by query and key, summed over the routers; None if no product is the projection's input."""
         heads = trace.heads[head.module]
         number = head.number or 0
@@ -206,7 +206,7 @@ class _ByKey(TracedPass):
             # [L, r] over the experts of what each key's value would give, and factors
             variances = []
             scales = []
-            for view in self.routers.views(unit, batch, trace):
+            for view in self.routers.views(decoder_layer, batch, trace):
                 seen = self.routers.look(view, head.module)
                 if seen is not None:
                     scores = values[0, number].float() @ (seen.rows @ projection).T

@@ -68,7 +68,7 @@ class Component(NamedTuple):
 
     name: str
     kind: str
-    unit: str
+    decoder_layer: str
     module: str
     number: int | None = None  # of the expert or the head
 
@@ -103,7 +103,7 @@ class Tally:
         return Sender(
             name=component.name,
             kind=component.kind,
-            layer=None if component.kind == "token" else layer_number(component.unit),
+            layer=None if component.kind == "token" else layer_number(component.decoder_layer),
             module=component.module,
             number=component.number,
             share=float(self.outputs[0]) / tokens if component.kind == "expert" else 1.0,
@@ -113,7 +113,7 @@ class Tally:
     def output(self, component: Component) -> Output:
         """The size of an expert's outputs."""
         tokens, norm = self.outputs.tolist()
-        expert = component.module, layer_number(component.unit), component.number or 0
+        expert = component.module, layer_number(component.decoder_layer), component.number or 0
         return Output(*expert, int(tokens), norm / max(1.0, tokens), *self.largest.tolist())
 
 
@@ -139,8 +139,8 @@ class Projection(TracedPass):
         self.remainder = self.routers.logits[0].clone() if 0 in self.routers.logits else None
         for layer in self.routers.model.architecture.layers:
             for expert in range(layer.experts):
-                tally = self._tally(_expert(layer.unit, layer.name, expert))
-                tally.reaches[self.routers.first_after(layer.unit) :] = True
+                tally = self._tally(_expert(layer.decoder_layer, layer.name, expert))
+                tally.reaches[self.routers.first_after(layer.decoder_layer) :] = True
 
     def _tally(self, component: Component) -> Tally:
         """Return the sums of a sender, zero at first."""
@@ -152,29 +152,39 @@ class Projection(TracedPass):
             self.tallies[component] = Tally(sums, reaches, outputs, largest)
         return self.tallies[component]
 
-    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
         for module, ran in trace.routed.items():
             for expert in ran:
                 norms = expert.outputs.float().norm(dim=-1)
                 outputs = torch.tensor([len(norms), float(as_float64(norms).sum())], dtype=torch.float64)
                 largest = torch.tensor([float(norms.max()), float(expert.outputs.abs().max())], dtype=torch.float64)
-                self._tally(_expert(unit, module, expert.expert)).add_outputs(outputs, largest)
+                self._tally(_expert(decoder_layer, module, expert.expert)).add_outputs(outputs, largest)
         every_token = torch.arange(trace.context.tokens, device=self.routers.valid.device)
-        for view in self.routers.views(unit, batch, trace):
+        for view in self.routers.views(decoder_layer, batch, trace):
             moe = torch.zeros_like(self.routers.logits[batch][:, view.span])  # of routed and shared experts
-            for component, scores, tokens in self._sub_scores(unit, trace, view, every_token):
+            for component, scores, tokens in self._sub_scores(decoder_layer, trace, view, every_token):
                 self._add(component, scores, tokens, batch, view.span)
                 if batch == 0 and self.remainder is not None and component.kind not in UNRANKED:
                     self.remainder[:, view.span].index_add_(0, tokens, -scores)
                 if component.kind in ("expert", "shared"):
                     moe.index_add_(0, tokens, scores)
             if trace.routed and view.terms is trace.terms:  # for later routers, which see all of the layer
-                self._add(Component(f"{unit} MoE", "moe", unit, unit), moe, every_token, batch, view.span)
+                self._add(
+                    Component(f"{decoder_layer} MoE", "moe", decoder_layer, decoder_layer),
+                    moe,
+                    every_token,
+                    batch,
+                    view.span,
+                )
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
-        mine = {component: self.tallies.pop(component) for component in [*self.tallies] if component.unit == unit}
+        mine = {
+            component: self.tallies.pop(component)
+            for component in [*self.tallies]
+            if component.decoder_layer == decoder_layer
+        }
         for tallies in ranks().all_gather(mine):
             for component, tally in tallies.items():
                 self._tally(component).add(tally)
@@ -186,13 +196,13 @@ class Projection(TracedPass):
         self.score_edges = sorted(self.score_edges, key=lambda edge: -edge.influence)[: self.edges_kept]
 
     def _sub_scores(
-        self, unit: str, trace: UnitTrace, view: View, every_token: Tensor
+        self, decoder_layer: str, trace: UnitTrace, view: View, every_token: Tensor
     ) -> Iterator[tuple[Component, Tensor, Tensor]]:
         """Sub-scores [n, r, E] of each component at the tokens [n] that it wrote to.
 
         After an attention come its heads, each through its slice of the output projection, and that one's bias.
         """
-        is_first = unit == self.routers.model.architecture.units[0]
+        is_first = decoder_layer == self.routers.model.architecture.decoder_layers[0]
         for name, values in trace.context.leaves.items():
             seen = self.routers.look(view, name) if name != STREAM or is_first else None
             if seen is None:
@@ -201,11 +211,11 @@ class Projection(TracedPass):
             if kind == "expert":
                 for ran in trace.routed[name]:
                     weighted = ran.outputs.float() * ran.weights.float()[:, None]
-                    yield _expert(unit, name, ran.expert), seen.scores(weighted, ran.rows), ran.rows
+                    yield _expert(decoder_layer, name, ran.expert), seen.scores(weighted, ran.rows), ran.rows
                 continue
-            sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
+            sender = {"token": "token", "other": f"{decoder_layer} {name}"}.get(kind, name)
             scores = seen.scores(values.expand(len(every_token), -1), every_token)
-            yield Component(sender, kind, unit, sender), scores, every_token
+            yield Component(sender, kind, decoder_layer, sender), scores, every_token
             if name not in trace.heads:
                 continue
             heads = trace.heads[name]
@@ -213,10 +223,10 @@ class Projection(TracedPass):
             rows = self.routers.shared_rows(f"{name} heads", view.span, product)
             for head in range(rows.shape[1]):
                 scores = replace(seen, rows=rows[:, head]).scores(heads.inputs[:, head], every_token)
-                yield Component(f"{name} head {head}", "head", unit, name, head), scores, every_token
+                yield Component(f"{name} head {head}", "head", decoder_layer, name, head), scores, every_token
             if heads.bias is not None:
                 scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)
-                yield Component(f"{name} bias", "bias", unit, name), scores, every_token
+                yield Component(f"{name} bias", "bias", decoder_layer, name), scores, every_token
 
     def _add(self, component: Component, scores: Tensor, tokens: Tensor, batch: int, span: slice) -> None:
         """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""
@@ -238,8 +248,8 @@ class Projection(TracedPass):
             tally.by_expert = tally.by_expert + by_expert
 
 
-def _expert(unit: str, module: str, expert: int) -> Component:
-    return Component(f"{module} expert {expert}", "expert", unit, module, expert)
+def _expert(decoder_layer: str, module: str, expert: int) -> Component:
+    return Component(f"{module} expert {expert}", "expert", decoder_layer, module, expert)
 
 
 def _edges(sender: str, by_expert: Tensor, most: int) -> list[ScoreEdge]:

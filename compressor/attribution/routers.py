@@ -127,11 +127,11 @@ class View:
         return scores * self.scales[tokens, :, None]
 
 
-def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
-    """Return the error for an architecture whose routers' logits cannot be decomposed."""
+def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
+    """The error for an architecture whose routers' logits cannot be taken apart."""
     return CompressionError(
-        f"{model.architecture.model_class} cannot be attributed: {unit}: {why}; compress it without attribution "
-        "(--protect takes a list written by hand)"
+        f"{model.architecture.model_class} cannot be attributed: {decoder_layer}: {why}; compress it without "
+        "attribution (--protect takes a list written by hand)"
     )
 
 
@@ -170,25 +170,25 @@ class ObservedRouters(TracedPass):
             self.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)
         self.valid = torch.zeros((len(self.layers), top_k), dtype=torch.bool, device=device)
 
-    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
         """Keep what a layer does to the stream of one batch, and what its routers make of it."""
         stream = leaf_map(trace.terms, STREAM)
         if stream is None:
-            raise refuse(self.model, unit, "its layers do not add to one residual stream")
-        self._streams[unit] = stream.chains
-        self._factors[unit, batch] = stream.token
+            raise refuse(self.model, decoder_layer, "its layers do not add to one residual stream")
+        self._streams[decoder_layer] = stream.chains
+        self._factors[decoder_layer, batch] = stream.token
         for number, layer in enumerate(self.layers):
             if layer.name in trace.logits:
                 self._observe(number, layer, batch, trace.logits[layer.name])
                 if leaf_map(trace.terms, layer.name) is None:
                     why = "its experts' outputs do not reach the residual stream token by token"
-                    raise refuse(self.model, unit, why)
+                    raise refuse(self.model, decoder_layer, why)
 
     def _observe(self, number: int, layer: MoeLayer, batch: int, logits: Logits) -> None:
         view = leaf_map(logits.terms, STREAM)
         if view is None:
             why = "its router's logits are not linear in the normalised residual stream"
-            raise refuse(self.model, layer.unit, why)
+            raise refuse(self.model, layer.decoder_layer, why)
         if not bool(torch.isfinite(logits.value).all()):
             raise CompressionError(
                 f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
@@ -204,7 +204,7 @@ class ObservedRouters(TracedPass):
         """[E, E']: the rows that pick the experts' logits from the E' entries of a router's product."""
         return torch.eye(router_width(layer), device=self.valid.device)[: layer.experts]
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         """Keep vectors with an entry for each expert, by which a router may correct its ranking."""
         for layer in self.at.moe_layers:
             block = self.at.model.get_submodule(layer.block)
@@ -241,15 +241,15 @@ class ObservedRouters(TracedPass):
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
 
-    def first_after(self, unit: str) -> int:
+    def first_after(self, decoder_layer: str) -> int:
         """Number of the first router in the layers after this one."""
-        place = self.model.architecture.units.index
-        return sum(place(layer.unit) <= place(unit) for layer in self.layers)
+        place = self.model.architecture.decoder_layers.index
+        return sum(place(layer.decoder_layer) <= place(decoder_layer) for layer in self.layers)
 
-    def views(self, unit: str, batch: int, trace: UnitTrace) -> Iterator[View]:
+    def views(self, decoder_layer: str, batch: int, trace: UnitTrace) -> Iterator[View]:
         """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
-        if unit != self._unit:
-            self._unit = unit
+        if decoder_layer != self._unit:
+            self._unit = decoder_layer
             self._shared_rows.clear()
         for number, layer in enumerate(self.layers):
             if layer.name in trace.logits:
@@ -257,10 +257,10 @@ class ObservedRouters(TracedPass):
                 scales = torch.ones(trace.context.tokens, 1, device=rows.device)
                 yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales)
         at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
-        for start in range(self.first_after(unit), len(self.layers), at_once):
+        for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans
-            rows = self.shared_rows("", span, partial(self._rows_after, unit, span))
-            yield View(trace.terms, span, rows, self._scales_after(unit, span, batch))
+            rows = self.shared_rows("", span, partial(self._rows_after, decoder_layer, span))
+            yield View(trace.terms, span, rows, self._scales_after(decoder_layer, span, batch))
 
     def look(self, view: View, leaf: str) -> View | None:
         """The view of one component of the layer; None if the routers do not see it."""
@@ -277,27 +277,27 @@ class ObservedRouters(TracedPass):
             self._shared_rows[key] = make()
         return self._shared_rows[key]
 
-    def _between(self, unit: str, layer: MoeLayer) -> Sequence[str]:
-        """Decoder layers after `unit` and before the one of an MoE layer, the last one first."""
-        units = self.model.architecture.units
-        return units[units.index(unit) + 1 : units.index(layer.unit)][::-1]
+    def _between(self, decoder_layer: str, layer: MoeLayer) -> Sequence[str]:
+        """Decoder layers after `decoder_layer` and before the one of an MoE layer, the last one first."""
+        layer_names = self.model.architecture.decoder_layers
+        return layer_names[layer_names.index(decoder_layer) + 1 : layer_names.index(layer.decoder_layer)][::-1]
 
-    def _rows_after(self, unit: str, span: slice) -> Tensor:
+    def _rows_after(self, decoder_layer: str, span: slice) -> Tensor:
         """[r * E, H]: later routers' rows on the output of a layer."""
         after = []
         for layer in self.layers[span]:
             rows = self._rows[layer.name]
-            for between in self._between(unit, layer):
+            for between in self._between(decoder_layer, layer):
                 rows = pull_sum(rows, self._streams[between])
             after.append(rows)
         return torch.cat(after)
 
-    def _scales_after(self, unit: str, span: slice, batch: int) -> Tensor:
+    def _scales_after(self, decoder_layer: str, span: slice, batch: int) -> Tensor:
         """[T, r]: the factors of each token that go with those rows."""
         logits = self.logits[batch][:, span]
         scales = torch.ones(logits.shape[:2], device=logits.device)
         for column, layer in enumerate(self.layers[span]):
-            for name in (layer.name, *self._between(unit, layer)):
+            for name in (layer.name, *self._between(decoder_layer, layer)):
                 scales[:, column, None] *= self._factors[name, batch]
         return scales
 

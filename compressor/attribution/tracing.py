@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.model.experts import Watch
+from compressor.model.experts import MoeHooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
 
@@ -324,7 +324,7 @@ class UnitTrace:
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
 
-def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str]:
+def parts_of(decoder_layer: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str]:
     """The components of a decoder layer: its topmost modules with weight matrices that hold no router or experts.
 
     Returns the kind of each by its full name: attention, mlp, shared or expert. A bare linear module, as into and out
@@ -333,12 +333,12 @@ def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[s
     experts = {layer.name for layer in layers}
     routers = {layer.router for layer in layers}
     parts: dict[str, str] = {}
-    for name, child in module.named_modules(prefix=unit):
+    for name, child in module.named_modules(prefix=decoder_layer):
         inside = any(name.startswith(f"{part}.") for part in (*parts, *routers))
         around = any(inner.startswith(f"{name}.") for inner in (*experts, *routers))
         if name in experts:
             parts[name] = "expert"
-        elif inside or around or name == unit or name in routers or isinstance(child, nn.Linear):
+        elif inside or around or name == decoder_layer or name in routers or isinstance(child, nn.Linear):
             continue
         elif any(parameter.dim() > 1 for parameter in child.parameters()):
             parts[name] = _kind(child, bool(layers))
@@ -418,37 +418,41 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: Exi
     router = model.get_submodule(layer.router)
     stack.enter_context(router.register_forward_pre_hook(lambda *_: products.clear()))
     routed = trace.routed.setdefault(layer.name, [])
-    watch = Watch(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
+    watch = MoeHooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
     stack.enter_context(watch)
 
 
 class TracedPass(LayerVisitor):
     """Traces every layer on every batch, and passes each trace to `visit`."""
 
-    def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
-        """Take a layer's trace on a batch; may raise `CompressionError`."""
+    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
+        """Look at a layer's trace on a batch; may raise `CompressionError`."""
         raise NotImplementedError
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """Trace the layer's own forward."""
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """The layer's own forward, traced."""
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             model = self.at.model
             layers = self.at.moe_layers
             hidden = args[0] if args else kwargs["hidden_states"]
             context = Context(hidden.shape[:-1].numel())
-            trace = UnitTrace(context, parts_of(unit, model.get_submodule(unit), layers))
+            trace = UnitTrace(context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers))
             start = context.start(STREAM, hidden)
             with ExitStack() as stack:
                 for part in trace.kinds:
                     _watch_part(part, model.get_submodule(part), trace, stack)
                 for layer in layers:
                     _watch_layer(layer, model, trace, stack)
-                output = own(start, *args[1:], **kwargs) if args else own(**{**kwargs, "hidden_states": start})
+                output = (
+                    layer_forward(start, *args[1:], **kwargs)
+                    if args
+                    else layer_forward(**{**kwargs, "hidden_states": start})
+                )
             first = _first(output)
             if isinstance(first, Traced):
                 trace.terms = first.terms
-            self.visit(unit, self.at.batch, trace)
+            self.visit(decoder_layer, self.at.batch, trace)
             return untraced(output)
 
         return traced

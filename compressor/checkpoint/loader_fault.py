@@ -25,7 +25,7 @@ def loader_fault(
     family: str | None = None,
     merged: str | None = None,
 ) -> str | None:
-    """The sentence on what the stock loader does wrong with experts of a `quantization_config`; None if nothing.
+    """Return the sentence on what the stock loader does wrong with experts of a `quantization_config`; None if nothing.
 
     Experts of compressed-tensors are packed by its own compressor, and what the loader makes of them is compared with
     what they mean. `module` is the name of one, where the config has several groups, and `family` the architecture if
@@ -60,7 +60,7 @@ def loader_fault(
 
 
 def _packed(scheme: Any, kind: str) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """The stored parts of each of some random matrices, and what they mean, [E, O, I]."""
+    """Return the stored parts of each of some random matrices, and what they mean, [E, O, I]."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 

@@ -32,13 +32,16 @@ MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
 
 
 def declared_quantization(config: Any) -> Any:
-    """The quantisation that a config, or that of its language model, declares; None or empty for plain weights."""
+    """Return the quantisation that a config, or that of its language model, declares.
+
+    None or empty for plain weights.
+    """
     text = config.get_text_config(decoder=True)
     return getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
 
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
-    """The quantiser that dequantises this checkpoint while loading, or None for plain weights."""
+    """Return the quantiser that dequantises this checkpoint while loading, or None for plain weights."""
     declared = declared_quantization(config)
     if not declared:
         return None
@@ -80,14 +83,14 @@ def refuse_faults(report: LoadStateDictInfo) -> None:
 
 
 def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
-    """The dtype in which the parameter or buffer of a plain checkpoint would be loaded."""
+    """Return the dtype in which the parameter or buffer of a plain checkpoint would be loaded."""
     dtype: torch.dtype = model.get_parameter_or_buffer(name).dtype
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return next((wanted for glob, wanted in plan.items() if re.search(glob.replace("*", ".*"), name)), dtype)
 
 
 def scheme_of(config: Any, module: str) -> Any:
-    """The config group of compressed-tensors that names a module, or else has its class."""
+    """Return the config group of compressed-tensors that names a module, or else has its class."""
     from compressed_tensors.utils.match import match_name
 
     def fit(group: Any) -> tuple[bool, bool]:
@@ -123,7 +126,7 @@ class _Fp8Dequantize(Fp8Dequantize):
 
 
 def _one(parts: dict[str, list[Tensor]], expert: int) -> dict[str, Tensor]:
-    """The stored parts of one expert's matrix."""
+    """Return the stored parts of one expert's matrix."""
     return {part: tensors[expert] for part, tensors in parts.items()}
 
 
@@ -163,7 +166,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         stacked[expert] = self._weight(_one(parts, expert), name)
 
     def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
-        """One module's plain weight."""
+        """Return one module's plain weight."""
         if "weight_scale" not in parts:
             return parts["weight"]
         from compressed_tensors.compressors import BaseCompressor

@@ -25,7 +25,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.files import TEMPLATES
 from compressor.records import read_object
 
-warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to views of files
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
 
 
 def refuse_links(folder: Path) -> None:
@@ -66,7 +66,7 @@ LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: `begin` and `end` are absolute byte offsets in its file.
+    """The position of one tensor: `begin` and `end` are absolute byte offsets in its file.
 
     `each` is how many of the model's weights an element stands for: 1, but of packed weights and of their scales.
     """
@@ -111,18 +111,18 @@ class Size:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor of this safetensors dtype and shape takes on disk."""
+    """Return the bytes that a tensor of this safetensors dtype and shape takes on disk."""
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
 def header_bytes(path: Path) -> int:
-    """How many bytes of a safetensors file, which has been checked, come before its tensors."""
+    """Return the number of bytes before the tensors of a safetensors file that has been checked."""
     with path.open("rb") as stream:
         return 8 + int.from_bytes(stream.read(8), "little")
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file by name, which fill it without a gap, as the format asks."""
+    """Return the tensors of one safetensors file by name, which fill it without a gap, as the format asks."""
     try:
         with safe_open(path, "pt"):  # which checks the header against the file
             start = header_bytes(path)
@@ -150,7 +150,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MODELOPT = "hf_quant_config.json"  # what NVIDIA's modelopt says of its quantisation, not always in config.json, too
+MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, which config.json may lack
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 
@@ -206,7 +206,7 @@ def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """All tensors by name; shards that are missing, hidden or outside the folder are refused."""
+    """Return all tensors by name; shards that are missing, hidden or outside the folder are refused."""
     path = weights_head(folder, config)
     if not path.name.endswith(INDEX_END):
         return read_header(path)
@@ -233,7 +233,7 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
-    """How a checkpoint's weights are quantised, by config.json or by modelopt's own file; empty if neither says it."""
+    """Return the quantisation that config.json or modelopt's own file declares; empty if neither does."""
     for node in (raw_config, *raw_config.values()):
         if isinstance(node, dict) and node.get("quantization_config"):
             return dict(node["quantization_config"])
@@ -242,7 +242,7 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
 
 
 def modelopt_file(folder: Path) -> dict[str, Any]:
-    """The content of modelopt's own file; empty where there is none."""
+    """Return the content of modelopt's own file; empty where there is none."""
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
@@ -289,7 +289,7 @@ class Checkpoint:
         return iter(self.tensors)
 
     def path(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self.folder / self.tensors[name].file
 
     def stamp(self) -> list[tuple[str, int, int]]:
@@ -299,11 +299,11 @@ class Checkpoint:
         return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
 
     def read(self, name: str) -> Tensor:
-        """One tensor as a read-only view of its mapped file."""
+        """Return one tensor as a read-only view of its mapped file."""
         return self.read_all([name])[name]
 
     def read_checked(self, name: str) -> Tensor:
-        """The same; raises `CompressionError` naming the tensor when it holds a NaN."""
+        """Return the same; raises `CompressionError` naming the tensor when it holds a NaN."""
         tensor = self.read(name)
         refuse_nan(name, self.tensors[name].file, tensor)
         return tensor

@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, or a Hub id that is downloaded (or of which only headers are).
+"""Sources of models: a local folder, or a Hub id of which files, or headers alone, are downloaded.
 
 Downloads go into the Hub's own cache: small files first, then only the shards that the index names.
 """
@@ -38,9 +38,9 @@ from compressor.progress import Progress, Silent
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
 
 
-def hub_fault(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
+def hub_error(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
     """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
-    not_here = isinstance(error, errors.LocalEntryNotFoundError)  # says no more than that; what led to it does
+    not_here = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says more
     reason = reason_of(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
         message = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
@@ -109,7 +109,7 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
 
 
 def find_repository(model: str, revision: str | None) -> Repository | Path:
-    """The repository, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
+    """Return the repository, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
     api = HfApi()
     try:
         commit = api.model_info(model, revision=revision).sha or revision or "main"
@@ -122,7 +122,7 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         refused = status < 500 and status not in PASSING  # otherwise the Hub was not reached, or is in trouble itself
         cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)  # as it was last seen
         if not isinstance(cached, str):
-            raise hub_fault(model, revision, error) from error
+            raise hub_error(model, revision, error) from error
         folder = Path(cached).parent
         names = {path.name for path in folder.iterdir()}
         head = named_head(names, json_object(folder / CONFIG)) or SINGLE_NAME
@@ -136,7 +136,10 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
 
 
 def weights_file(repository: Repository, revision: str | None) -> str:
-    """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
+    """Return the file that holds the weights or says where they are.
+
+    Raises `CompressionError` if there is none to read.
+    """
     names, where = repository.files, f"{repository.model} on the Hub"
     config = json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
     head = find_head(where, names, config)
@@ -146,7 +149,7 @@ def weights_file(repository: Repository, revision: str | None) -> str:
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """The small files that are read or travel with the weights, in the order in which they are fetched."""
+    """Return the small files that are read or travel with the weights, in the order in which they are fetched."""
     matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
     small = {name for name in matching if not name.endswith(NOT_COMPANIONS)}
     return sorted(small | ({CARD} & {*names}), key=lambda name: (name != CONFIG, name))
@@ -161,7 +164,7 @@ def fetch_small(repository: Repository, revision: str | None, names: Sequence[st
 
 
 def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
-    """The weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
+    """Return the weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
     names = _weight_files(folder, head)
     for name in names:
         if name not in repository.files:
@@ -173,12 +176,12 @@ def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
 
 
 def _weight_files(folder: Path, head: str) -> list[str]:
-    """The shards of an index that has been fetched; a file that is no index stands for itself."""
+    """Return the shards of an index that has been fetched; a file that is no index stands for itself."""
     return sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
 
 
 def _cached_size(folder: Path, file: RepoFile) -> int | None:
-    """Bytes that the cache has of a file, for this commit or for another one with the same content."""
+    """Return the bytes that the cache has of a file, for this commit or for another one with the same content."""
     tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
     for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
         if path.is_file():
@@ -187,7 +190,7 @@ def _cached_size(folder: Path, file: RepoFile) -> int | None:
 
 
 def steps(nbytes: int) -> int:
-    """Steps of the progress for a file."""
+    """Return the steps of the progress for a file."""
     return max(1, -(-nbytes // STEP_BYTES))
 
 
@@ -227,7 +230,7 @@ def _fetch(
             return Path(hf_hub_download(model, name, revision=revision, tqdm_class=Bar, force_download=again))
         except Exception as error:
             if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
-                raise hub_fault(model, revision, error, name) from error
+                raise hub_error(model, revision, error, name) from error
             time.sleep(PAUSE_SECONDS)
     raise AssertionError
 
@@ -293,7 +296,7 @@ def find_model(model: str, revision: str | None = None, progress: Progress | Non
 
 
 def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
-    """A Hub model of which no weight is fetched: its headers come by range requests, or from the cache.
+    """Return a Hub model of which no weight is fetched: its headers come by range requests, or from the cache.
 
     Its folder is named after the commit.
     """
@@ -311,7 +314,7 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
         with ThreadPoolExecutor(REQUESTS) as pool:
             headers = [*pool.map(read, files)]
     except Exception as error:
-        raise hub_fault(model, revision, error) from error
+        raise hub_error(model, revision, error) from error
     tensors = dict[str, TensorInfo]()
     for file, header in zip(files, headers, strict=True):
         for name, info in header.tensors.items():

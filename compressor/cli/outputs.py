@@ -23,7 +23,7 @@ from compressor.cli.options import (
 from compressor.cli.terminal import print_json, print_report, progress_bars
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, require
-from compressor.files import alone
+from compressor.files import lock_output
 from compressor.formatting import readable
 from compressor.options import Options
 from compressor.run_record import COMPRESSION
@@ -138,7 +138,7 @@ def report(
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
     check_report(output, figures, running.overwrite)
     report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
-    with alone(output):
+    with lock_output(output):
         measured = None
         if not no_measure:
             with progress_bars(running.as_json) as progress:

@@ -42,7 +42,7 @@ from compressor.comoe.layer import (
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
-from compressor.files import alone, check_folder, clear, json_object, whole_folder
+from compressor.files import check_folder, clear, json_object, lock_output, whole_folder
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 
@@ -262,7 +262,7 @@ def train(
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
     inject_config(model, options.config)
     settings = {"options": options, "data": digest, "model": dict(identity or {"name": label})}
-    with alone(output) as work:
+    with lock_output(output) as work:
         run = work / "training"
         last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
         trainer = ComoeTrainer(model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent())

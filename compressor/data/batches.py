@@ -198,7 +198,7 @@ class _SourceText:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+    """Return the checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
@@ -262,7 +262,7 @@ def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int
 def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int) -> _SourceText:
     """Read a source, and cut off the calibration's, the reserved and the evaluation's sequences."""
     length = spec.sequence_length
-    sizes = [math.prod(each) for each in demand.values()]
+    sizes = [math.prod(size) for size in demand.values()]
     try:
         stream = read_tokens(source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict)
     except HasMediaError:
@@ -528,13 +528,16 @@ def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, ev
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
-    """Positions [S] of a sample of the calibration tokens, sorted; they do not depend on how batches are cut."""
+    """Return the positions [S] of a sample of the calibration tokens, sorted.
+
+    They do not depend on how batches are cut.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 
 
 def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
-    """Rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
+    """Return the rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
     positions = sample_positions(sum(sizes), count, seed)
     rows = list[Tensor]()
     for begin, end in pairwise([0, *accumulate(sizes)]):

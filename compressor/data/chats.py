@@ -47,7 +47,7 @@ Fields = Mapping[str, Any]  # of a row, or of another object
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a row says."""
+    """The conversation in a row."""
 
     columns: tuple[str, ...]  # that were read
     messages: list[Message]

@@ -23,17 +23,17 @@ class Item:
 
 
 def load_items() -> tuple[Item, ...]:
-    """The shipped held-out multiple-choice items of all skills."""
+    """Return the shipped held-out multiple-choice items of all skills."""
     return tuple(Item(**{**row, "choices": tuple(row["choices"])}) for row in _read("items"))
 
 
 def load_documents(name: str) -> tuple[tuple[str, str], ...]:
-    """The shipped documents of `calibration` or `heldout`, as pairs of text and skill."""
+    """Return the shipped documents of `calibration` or `heldout`, as pairs of text and skill."""
     return tuple((row["text"], row["skill"]) for row in _read(name))
 
 
 def skill_items(skill: str, **_: Any) -> dict[str, "Dataset"]:
-    """The held-out items of one skill; lm-eval adds what the task's metadata hold."""
+    """Return the held-out items of one skill; lm-eval adds what the task's metadata hold."""
     from datasets import Dataset
 
     rows = [
@@ -45,7 +45,7 @@ def skill_items(skill: str, **_: Any) -> dict[str, "Dataset"]:
 
 
 def heldout_text(**_: Any) -> dict[str, "Dataset"]:
-    """The held-out documents of all skills."""
+    """Return the held-out documents of all skills."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list(_read("heldout"))}

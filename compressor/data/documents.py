@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.data.chats import CHATS, note_columns, read_row, require_template, untaken, with_media
 from compressor.data.rows import REMEDIES, Purpose, source_rows
-from compressor.data.sources import Address, WeightedSource
+from compressor.data.sources import SourceSpec, WeightedSource
 from compressor.errors import CompressionError, LeftOut, wrap_faults
 from compressor.model.tokenizer import first_part, no_token, opening_of, render_chat, says_something
 from compressor.progress import quiet_transformers
@@ -68,7 +68,7 @@ def documents(
 ) -> Iterable[Document]:
     """Documents of a source in the order of the seed; a data set is read as they are taken, anything else at once."""
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
-    address = Address.parse(source.source)
+    address = SourceSpec.parse(source.source)
     source_of_rows = source_rows(source, seed, purpose)
 
     def read() -> Iterator[Document]:
@@ -90,7 +90,7 @@ def documents(
 
 
 def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStream:
-    """Tokens of the documents, each opened as the tokenizer opens texts and ended by an end-of-text token.
+    """Return the tokens of the documents, each opened as the tokenizer opens texts and ended by an end-of-text token.
 
     At most `wanted` are taken; text without any token is refused. A chat that ends with that token gets no second one,
     and is opened by its template alone: where the first document is one that has no opening, no sequence gets one.
@@ -152,7 +152,7 @@ def read_tokens(
     purpose: Purpose = "calibration",
     strict: bool = False,
 ) -> TokenStream:
-    """Tokens of a source: as many as are wanted, or as there are.
+    """Return the tokens of a source: as many as are wanted, or as there are.
 
     Rows that cannot be read are left out with one warning, or refused if `strict`.
     """

@@ -22,7 +22,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Emphasis:
-    """What is emphasised by name; nothing by default."""
+    """The emphasised tokens by name; none by default."""
 
     marked: Mapping[str, Marked] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class Emphasis:
         return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
 
     def missing(self, batches: Sequence[Tensor]) -> list[str]:
-        """Names of what no token of the batches [B, L] is marked as."""
+        """Return the names of what no token of the batches [B, L] is marked as."""
         names = list[str]()
         for name, marked in self.marked.items():
             if not any(_covered(batch, marked.tokens).any() for batch in batches):
@@ -52,7 +52,7 @@ PLAIN = Emphasis()  # all tokens count alike
 
 
 def _covered(tokens: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
-    """Where in [B, L] one of the runs of token ids lies: [B, L], true or false."""
+    """Return the mask [B, L] of the tokens that belong to one of the runs of ids."""
     covered = torch.zeros(tokens.shape, dtype=torch.bool)
     for run in runs:
         length = len(run)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from compressor.data.chats import Conversation, Message, media_beside, note_columns, read_row, untaken
 from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
-from compressor.data.sources import Address, WeightedSource, divide
+from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
-from compressor.model.own_code import load_stock
+from compressor.model.remote_code import load_stock
 from compressor.model.tokenizer import as_part, chat_form, first_part
 from compressor.progress import quiet_transformers
 
@@ -47,15 +47,15 @@ def content_of(row: Tensor) -> bytes:
 
 
 def load_processor(folder: Path) -> Any:
-    """The checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
+    """Return the checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
     try:
         processor = load_stock("AutoProcessor", folder)
-        fault = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
+        message = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
     except Exception as error:  # processors raise what they like
-        fault = reason_of(error)
-    if fault:
+        message = reason_of(error)
+    if message:
         raise CompressionError(
-            f"{folder} has no usable processor for pictures ({fault}); install Pillow and torchvision, copy the "
+            f"{folder} has no usable processor for pictures ({message}); install Pillow and torchvision, copy the "
             "original model's processor there, or calibrate on its text alone (SOURCE#column)"
         )
     return processor
@@ -78,7 +78,7 @@ def read_sequences(
     """
     name = source.source
     processor = load_processor(Path(tokenizer.name_or_path))
-    address, left_out = Address.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
+    address, left_out = SourceSpec.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
     folder = Path(address.name)
     if isfile(folder):
         folder = folder.parent
@@ -114,7 +114,7 @@ def sequence_of(
     where: str,
     left_out: LeftOut | None = None,
 ) -> Inputs:
-    """What the processor makes of a row, cut to `length` tokens; its files lie in `folder`.
+    """Return the processed row, cut to `length` tokens; its files lie in `folder`.
 
     Raises `ItemError` for a picture that cannot be read, messages that the template cannot take, or a row whose
     pictures alone need more tokens.
@@ -195,12 +195,12 @@ def _file(value: Any, folder: Path, where: str) -> str:
         path = realpath(Path(root) / value)
         if isfile(path) and Path(path).is_relative_to(root):
             return path
-    remedy = f"put a copy there, or name its folder in {MEDIA_VARIABLE}"
-    raise ItemError(f"{where}: {value} is no file in the folder of the data; {remedy}")
+    hint = f"put a copy there, or name its folder in {MEDIA_VARIABLE}"
+    raise ItemError(f"{where}: {value} is no file in the folder of the data; {hint}")
 
 
 def _picture(value: Any, folder: Path, where: str) -> Any:
-    """A picture in RGB: of a PIL image, of bytes as data sets hold them, of base64, or of a file."""
+    """Return a picture in RGB: of a PIL image, of bytes as data sets hold them, of base64, or of a file."""
     from PIL import Image
 
     if isinstance(value, Mapping):
@@ -220,7 +220,7 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
 
 
 def _processed(processor: Any, messages: list[Message], conversation: Conversation, where: str) -> Mapping[str, Any]:
-    """What the processor makes of the messages; without a chat template, of placeholders and the text after them."""
+    """Return the processed messages; without a chat template, placeholders with the text after them."""
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
@@ -249,7 +249,7 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
 
 
 def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inputs:
-    """The sequence, cut to `length` tokens; what goes by tokens is cut with it."""
+    """Return the sequence, cut to `length` tokens; what goes by tokens is cut with it."""
     ids = inputs.pop("input_ids")
     shape = ids.shape
     if shape[1] < 2:
@@ -269,7 +269,7 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
 
 
 def divided(available: int, wanted: Sequence[int], source: str) -> list[int]:
-    """How many of the sequences go to each purpose: those that are wanted, or fewer of each, but one at the least."""
+    """Return the number of sequences for each purpose: as many as wanted, or fewer of each, but at least one."""
     if available >= sum(wanted):
         return list(wanted)
     needed = [count for count in wanted if count]

@@ -21,7 +21,7 @@ from compressor.data.sources import (
     GIVEN,
     JSON_SUFFIXES,
     TABLE_SUFFIXES,
-    Address,
+    SourceSpec,
     WeightedSource,
     has_text_suffix,
 )
@@ -46,7 +46,7 @@ class SourceRows:
 
 def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRows:
     """Return the rows of a source; raise `CompressionError` where it is missing or of no known form."""
-    address = Address.parse(source.source)
+    address = SourceSpec.parse(source.source)
     path = Path(address.name)
     if source.rows is not None:
         return SourceRows((f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1))
@@ -167,7 +167,7 @@ def _parquet_rows(path: Path, purpose: str) -> Iterator[Row]:
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _data_set_rows(address: Address, seed: int, purpose: str) -> Iterator[Row]:
+def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row]:
     """Yield rows of a data set, streamed in the order of the seed.
 
     Raises `CompressionError` for a configuration or split that it does not have.

@@ -30,7 +30,7 @@ def has_text_suffix(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class SourceSpec:
     """A source by its parts, as in `ID:config@split#column`; the name is an id, a path of a file or folder, or demo."""
 
     name: str
@@ -39,8 +39,8 @@ class Address:
     column: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Address":
-        """The parts of a source; one that names a file or folder as it stands has no others."""
+    def parse(cls, text: str) -> "SourceSpec":
+        """Return the parts of a source; one that names a file or folder as it stands has no others."""
         match = None if exists(text) else ADDRESS.fullmatch(text)
         return cls(text) if match is None else cls(**match.groupdict())
 
@@ -53,7 +53,7 @@ class Address:
 
 
 def _shown(value: Any) -> str:
-    """What stands for a value that JSON has no form of, such as a picture: a digest of its content."""
+    """Return text in place of a value that JSON cannot hold, such as a picture: a digest of its content."""
     return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
@@ -109,7 +109,7 @@ class TextPart:
 
 
 def sources_or_texts(given: Any) -> Any:
-    """What Python gave as calibration: names of sources as they are, and a list of texts as `GivenTexts`.
+    """Return the calibration given in Python: names of sources as they are, a list of texts as `GivenTexts`.
 
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """
@@ -123,13 +123,13 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    entries, addresses, bare = list[WeightedSource](), list[Address](), list[str]()
+    entries, addresses, bare = list[WeightedSource](), list[SourceSpec](), list[str]()
     for argument in arguments:
         source, weight = _split_weight(str(argument))
         if weight is None:
             weight = 1.0
             bare.append(source)
-        address = Address.parse(source)
+        address = SourceSpec.parse(source)
         if exists(address.name):
             address = replace(address, name=str(Path(address.name).resolve()))
         if address in addresses:
@@ -167,7 +167,7 @@ def domain_of(argument: str) -> tuple[str, str]:
 
 
 def shares(sources: Sequence[WeightedSource]) -> tuple[float, ...]:
-    """The weights, made to sum to 1."""
+    """Return the weights, made to sum to 1."""
     whole = sum(Fraction(entry.weight) for entry in sources)  # exact: huge weights do not overflow
     return tuple(float(Fraction(entry.weight) / whole) for entry in sources)
 
@@ -195,8 +195,8 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def local_name(source: str) -> str:
-    """The source without the folders of its file or local data set; the id of a data set has none."""
-    address = Address.parse(source)
+    """Return the source without the folders of its file or local data set; the id of a data set has none."""
+    address = SourceSpec.parse(source)
     is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
     if is_id and not exists(address.name):
         return str(address)
@@ -204,31 +204,31 @@ def local_name(source: str) -> str:
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
-    """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
+    """Return a file's name without folder and suffix, or the source itself; numbered where two would be equal."""
     names = list[str]()
     for source in sources:
-        name = Address.parse(source).name
+        name = SourceSpec.parse(source).name
         names.append(Path(name).stem if isfile(name) else local_name(source))
     return tuple(distinct(names))
 
 
 def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The identity with absolute paths, so that its files are found from any working folder."""
+    """Return the identity with absolute paths, so that its files are found from any working folder."""
     return None if identity is None else _renamed(identity, _with_folder)
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity with file names in place of paths, and no access token in one."""
+    """Return the identity with file names in place of paths, and no access token in one."""
     return _renamed(identity, lambda source: without_tokens(local_name(source)))
 
 
 def _with_folder(source: str) -> str:
-    address = Address.parse(source)
+    address = SourceSpec.parse(source)
     return str(replace(address, name=abspath(address.name)) if exists(address.name) else address)
 
 
 def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
-    """The identity with other names of its sources."""
+    """Return the identity with other names of its sources."""
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]

@@ -1,1 +1,1 @@
-"""How far models are from their base on text."""
+"""Divergence of models from their base on text."""

@@ -1,4 +1,4 @@
-"""How far variants of a model are from their base on held-out text: KL, loss and flipped greedy tokens per sequence.
+"""Divergence of a model's variants from their base on held-out text: KL, loss and flipped tokens per sequence.
 
 KL(base || variant) is that of next-token distributions over the full vocabulary. Kept of the base is what enters its
 head (small), not its logits (large): beside a variant's head, the base's computes both sets of logits, and whatever
@@ -96,16 +96,16 @@ class Figures:
 
 
 def accepts(before: Figures, after: Figures) -> bool:
-    """The one rule for a change: its mean gain in KL over eight or more sequences is above its standard error."""
+    """Return True if the mean gain in KL over eight or more sequences is above its standard error: the one rule."""
     return Difference.of(before.kl, after.kl).accepted
 
 
-def require_enough(sequences: int, step: str, remedy: str = "give more text, or shorter sequences") -> None:
+def require_enough(sequences: int, step: str, hint: str = "give more text, or shorter sequences") -> None:
     """Refuse held-out text on which no change could ever be accepted."""
     if sequences < FEWEST:
         raise CompressionError(
             f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the text leaves {sequences}; "
-            f"{remedy}"
+            f"{hint}"
         )
 
 
@@ -149,12 +149,12 @@ def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Se
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
-    """Rows of so many tokens whose logits are few enough to be computed at once."""
+    """Return the rows of so many tokens whose logits are few enough to be computed at once."""
     return max(1, LOGITS // (tokens * vocabulary))
 
 
 def require_head(model: Any) -> nn.Module:
-    """The language-model head; raises `CompressionError` for a model without one."""
+    """Return the language-model head; raises `CompressionError` for a model without one."""
     if (head := head_of(model)) is None:
         raise CompressionError(
             f"{type(model).__name__} has no language-model head, so its next-token distributions cannot be compared"
@@ -313,13 +313,13 @@ class HeldoutProbe(LayerVisitor):
 
     def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
-        share = ranks().share(self.evaluator.batches)
-        own = [place for place, (_, number) in enumerate(self.entries) if number in share]
-        Pass(model, self.batches, progress, phase, to_end=True, own=own).run(self, *visitors)
+        own_numbers = ranks().share(self.evaluator.batches)
+        share = [position for position, (_, number) in enumerate(self.entries) if number in own_numbers]
+        Pass(model, self.batches, progress, phase, to_end=True, share=share).run(self, *visitors)
 
     def on_batch_start(self, batch: int) -> None:
-        place = batch - self.first
-        self._running = self.entries[place] if 0 <= place < len(self.entries) else None
+        position = batch - self.first
+        self._running = self.entries[position] if 0 <= position < len(self.entries) else None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of another form stay."""

@@ -19,10 +19,10 @@ from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
 from compressor.divergence.evaluator import Evaluator, require_head, rows_at_once
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
 from compressor.progress import Progress
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 KEPT = 64  # log probabilities of each position
 LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concerned
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """Of one batch [B, L]: ids and log probabilities [B, L, K] of the top tokens, and the log of all others' mass."""
+    """Ids and log probabilities [B, L, K] of a batch's top tokens, and the log of the other tokens' mass [B, L]."""
 
     tokens: Tensor
     logs: Tensor
@@ -39,12 +39,12 @@ class Distributions:
     hidden: Tensor | None = None  # [B, L, H] of the last decoder layer, where it was wanted
 
     def rows(self, chosen: slice) -> "Distributions":
-        """Those of some sequences of the batch."""
+        """Return the distributions of some sequences of the batch."""
         return Distributions(**{name: value[chosen] for name, value in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The tensors that are not None, by field name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -71,7 +71,7 @@ def read_base(
     folder: Path,
     hidden: Collection[str] = (),
 ) -> dict[str, list[Distributions]]:
-    """The base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
+    """Return the base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
 
     Of the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
     that is killed, and only what is missing there, or was made of something else, is computed. Of several ranks each
@@ -91,11 +91,11 @@ def read_base(
             path = folder / f"held-out-{number:07d}.safetensors"
             inputs[number] = _Answer(evaluator.base, path, evaluator.batches[number], True)
             if inputs[number].is_kept:
-                evaluator.inputs[number] = kept_tensors(path)["input"]
+                evaluator.inputs[number] = load_tensors(path)["input"]
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
         passing = [answer.batch for answer in wanted]
-        visitors: list[LayerVisitor] = [_Asking(model.architecture.units[-1], wanted)]
+        visitors: list[LayerVisitor] = [_Asking(model.architecture.decoder_layers[-1], wanted)]
         with ExitStack() as stack:
             if evaluator is not None and asked:
                 probe = stack.enter_context(evaluator.keeping(len(wanted)))
@@ -112,7 +112,7 @@ def read_base(
 
 
 class _Answer:
-    """What is kept on disk of a model's answer to one batch, with all that decides it."""
+    """The stored answer of a model to one batch, with all that decides it."""
 
     def __init__(self, model: OpenModel, path: Path, batch: Tensor, hidden: bool) -> None:
         self.path, self.batch, self.hidden = path, batch, hidden
@@ -122,13 +122,13 @@ class _Answer:
     @property
     def is_kept(self) -> bool:
         """False if the file is missing, cut short or of another question."""
-        return bool(facts_of(self.path) == self.facts)
+        return bool(read_metadata(self.path) == self.facts)
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        keep_tensors(self.path, tensors, self.facts)
+        save_tensors(self.path, tensors, self.facts)
 
     def read(self) -> Distributions:
-        return Distributions(**kept_tensors(self.path))
+        return Distributions(**load_tensors(self.path))
 
 
 class _Asking(LayerVisitor):
@@ -173,5 +173,5 @@ def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
 
 
 def _log_rest(logs: Tensor) -> Tensor:
-    """The log of what these log probabilities [..., K] leave of 1."""
+    """Return the log of what these log probabilities [..., K] leave of 1."""
     return (1 - logs.exp().sum(-1)).clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)

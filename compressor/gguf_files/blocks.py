@@ -85,7 +85,7 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
         name=name,
         block=name,
         router=GATE.format(number),
-        unit=name,
+        decoder_layer=name,
         index=number,
         experts=first.number(f"{arch}.expert_count"),
         top_k=used[number] if isinstance(used, tuple) else int(used or 0),

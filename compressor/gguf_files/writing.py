@@ -13,7 +13,7 @@ import numpy as np
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
-from compressor.files import alone, check_parent, wrap_full_disk
+from compressor.files import check_parent, lock_output, wrap_full_disk
 from compressor.formatting import runs
 from compressor.gguf_files.blocks import PLANS, Blocks, cut, find_blocks
 from compressor.gguf_files.choosing import (
@@ -109,7 +109,7 @@ def carry_out(
         kept[name] = [group.members[0] for group in groups[number]]
     added = new_values(model, blocks, plan)
     paths = check_output(out, model, overwrite)
-    with wrap_full_disk(out.parent), alone(out) as work:
+    with wrap_full_disk(out.parent), lock_output(out) as work:
         fresh = [work / path.name for path in paths]
         try:
             progress.start("writing", len(model.tensors))
@@ -197,7 +197,7 @@ def compress_gguf(
     """
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
-    with alone(Path(out)):
+    with lock_output(Path(out)):
         blocks = find_blocks(opened)
         plan = imatrix_plan(opened, blocks, imatrix, experts, ratio, strategy, protect)
         return carry_out(opened, blocks, plan, Path(out), overwrite, progress or Silent())
@@ -221,6 +221,6 @@ def apply_gguf(
     check_output(Path(out), opened, overwrite)
     blocks = find_blocks(opened)
     fitted = fit_plan(loaded, opened, blocks)
-    with alone(Path(out)):
+    with lock_output(Path(out)):
         note = compare_routers(loaded.source, opened, blocks)
         return carry_out(opened, blocks, fitted, Path(out), overwrite, progress or Silent(), note)

@@ -139,7 +139,7 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
     The base's alone are None where it stores its tensors in another way.
     """
     layout, plan = model.layout, outcome.expert_plan
-    towers = {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
+    towers = {layer.decoder_layer.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
     expert_size, row_size = Counter[str](), Counter[str]()  # elements of an expert and of its router row, by layer

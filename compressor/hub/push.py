@@ -15,7 +15,7 @@ from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
-from compressor.model.own_code import json_bytes, naming_code, without_code
+from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.pipeline.outcome import Outcome
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import OutputOptions

@@ -66,7 +66,7 @@ class Repository:
         except Exception as error:
             if status_of(error) in passed:
                 return None
-            fault = hub_fault(self.repo_id, error)
+            fault = hub_error(self.repo_id, error)
         raise fault
 
     def look_up(self) -> Remote:
@@ -160,7 +160,7 @@ def state_of(addition: Any, entry: Any) -> State:
     return "unchanged" if same else "changed"
 
 
-def hub_fault(repo_id: str, error: BaseException) -> CompressionError:
+def hub_error(repo_id: str, error: BaseException) -> CompressionError:
     """The sentence for an exception of the Hub's client."""
     status, said = status_of(error), _reason(error)
     if status == 403 and ROOM.search(said):

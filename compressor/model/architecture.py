@@ -25,12 +25,12 @@ from transformers.utils import ContextManagers
 from compressor.checkpoint.quantized import declared_quantization
 from compressor.checkpoint.reader import CONFIG, quantization_of
 from compressor.errors import CompressionError, reason_of
-from compressor.model.moe_layer import ExpertTensor, MoeLayer, layer_number, unit_of
+from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of, layer_number
 from compressor.records import read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
-    """Where it says how many experts a token is routed to, the likeliest first: owner, attribute, number."""
+    """Yield the owner, attribute and value of each number that may be the top-k, the likeliest first."""
     text = config.get_text_config()
     fields = product((getattr(router, "config", text), text), ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
@@ -86,7 +86,7 @@ class Architecture:
     model_class: str
     count_field: str  # dotted path of the config field that counts experts
     layers: tuple[MoeLayer, ...]
-    units: tuple[str, ...]  # decoder layers, dense ones included, in order
+    decoder_layers: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
     written: Mapping[str, Any] = field(default_factory=dict, compare=False)  # what smaller models say besides, by path
 
@@ -96,12 +96,12 @@ class Architecture:
         return int(attrgetter(self.count_field)(self.config))
 
     def with_experts(self, count: int) -> Any:
-        """A copy of the config that asks for `count` experts, and for what smaller models say besides."""
+        """Return a copy of the config that asks for `count` experts, and for what smaller models say besides."""
         return with_fields(self.config, {self.count_field: count, **self.written})
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of a config with other values at dotted paths."""
+    """Return a copy of a config with other values at dotted paths."""
     copied = copy.deepcopy(config)
     for path, value in fields.items():
         owner, _, name = path.rpartition(".")
@@ -110,7 +110,10 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def load_config(folder: Path) -> Any:
-    """The transformers config of a checkpoint folder; an unknown architecture or a broken config is a clear error."""
+    """Return the transformers config of a checkpoint folder.
+
+    An unknown architecture or a broken config is a clear error.
+    """
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # config classes raise what they like
@@ -123,7 +126,7 @@ def load_config(folder: Path) -> Any:
 
 
 def _unknown_type(raw: Mapping[str, Any]) -> str | None:
-    """The remedy for a model type that transformers does not know; None if it does."""
+    """Return the remedy for a model type that transformers does not know; None if it does."""
     kind = raw.get("model_type")
     if kind is None or kind in transformers.CONFIG_MAPPING:
         return None
@@ -159,7 +162,7 @@ def choose_kernels(config: Any) -> None:
 
 
 def model_class(config: Any) -> type[Any]:
-    """The stock class that the config's `architectures` names, or the causal language model of its type."""
+    """Return the stock class that the config's `architectures` names, or the causal language model of its type."""
     named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
     automatic = (kind._model_mapping.get(type(config), None) for kind in kinds)
@@ -173,7 +176,7 @@ def model_class(config: Any) -> type[Any]:
 
 
 def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
+    """Return the stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
 
     Raises `CompressionError` where transformers cannot build it.
     """
@@ -193,7 +196,7 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def head_of(model: Any) -> nn.Module | None:
-    """The language-model head; None if the model has none."""
+    """Return the language-model head; None if the model has none."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
@@ -217,7 +220,7 @@ def _adopt(module: Any) -> None:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Experts modules with the uniform interface (`use_experts_implementation`), by full name."""
+    """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full name."""
     for name, module in model.named_modules():
         _adopt(module)
         if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) and hasattr(module, "down_proj"):
@@ -225,7 +228,7 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
-    """Names of all children of every outermost ModuleList that holds experts modules, in model order."""
+    """Return the names of all children of every outermost ModuleList that holds experts modules, in model order."""
     lists: dict[str, nn.ModuleList] = {}
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, _ in experts_modules(model):
@@ -239,7 +242,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def expert_counts(model: nn.Module) -> dict[str, int]:
-    """Experts of each experts module."""
+    """Return the experts of each experts module."""
     return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
 
 
@@ -296,20 +299,23 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         )
     count_field, doubled = find_count_field(config, model)
     tensors = expert_tensors(model, doubled, int(attrgetter(count_field)(config)))
-    units = decoder_layers(model)
+    layer_names = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name
-    layers = tuple(_moe_layer(name, model, config, tensors, units) for name in names if name not in repeated)
+    layers = tuple(_moe_layer(name, model, config, tensors, layer_names) for name in names if name not in repeated)
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     if stray := sorted(tensors.keys() - covered - tied):
         raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
-    return Architecture(str(config.model_type), stock, count_field, layers, units, config)
+    return Architecture(str(config.model_type), stock, count_field, layers, layer_names, config)
 
 
 def _moe_layer(
-    name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], units: Sequence[str]
+    name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], layer_names: Sequence[str]
 ) -> MoeLayer:
-    """The layer of the experts module `name`; its router is the one other child of its block with expert tensors."""
+    """Return the layer of the experts module `name`.
+
+    Its router is the one other child of its block with expert tensors.
+    """
     block_name = name.rpartition(".")[0]
     block, experts = model.get_submodule(block_name), model.get_submodule(name)
     inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
@@ -330,13 +336,13 @@ def _moe_layer(
         for key, value in router.state_dict().items()
         if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
     )
-    unit = unit_of(name, units)
+    decoder_layer = decoder_layer_of(name, layer_names)
     return MoeLayer(
         name,
         block_name,
         router_name,
-        unit,
-        layer_number(unit),
+        decoder_layer,
+        layer_number(decoder_layer),
         int(experts.num_experts),  # type: ignore[arg-type]
         top_k,
         *routing_groups_of(router),

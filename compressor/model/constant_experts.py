@@ -44,7 +44,7 @@ class Substitutes:
 def substituted_forward(
     experts: Any, substitutes: Substitutes, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """The output of an experts module with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
+    """Return the output of an experts module with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
     constants = dict(zip(substitutes.dropped, substitutes.values, strict=True))
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert, rows, slots in routed(weights, index):
@@ -73,7 +73,10 @@ def is_replaced(role: Role, substitutes: Mapping[str, Substitutes]) -> bool:
 
 
 def number_in(name: str) -> int | None:
-    """The one whole number among the parts of a module's name, as vLLM finds a layer's; None if there is not one."""
+    """Return the one whole number among the parts of a module's name, as vLLM finds a layer's.
+
+    None if there is not one.
+    """
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else None
 
@@ -127,7 +130,7 @@ class SubstitutedCheckpoint(Checkpoint):
                 self.tensors[name] = replace(info, name=name)
 
     def substitutes(self, layers: Sequence[MoeLayer], dtype: torch.dtype, device: Any) -> dict[str, Substitutes]:
-        """The constants of these layers by experts module, in the dtype for computing."""
+        """Return the constants of these layers by experts module, in the dtype for computing."""
         result = dict[str, Substitutes]()
         for layer in layers:
             experts = sorted(expert for index, expert in self.constants if index == layer.index)

@@ -19,18 +19,18 @@ Parameters = dict[str, Tensor]
 
 
 def width_of(experts: Any) -> int:
-    """Neurons of each expert of an experts module."""
+    """Return the neurons of each expert of an experts module."""
     return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
 def parameter_names(experts: Any) -> tuple[str, ...]:
-    """Names of the fused parameters [E, ...] that an expert is made of."""
+    """Return the names of the fused parameters [E, ...] that an expert is made of."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
 
 
 def expert_parameters(experts: Any, expert: int) -> Parameters:
-    """One expert's slices of the fused parameters: views, in the module's own layout."""
+    """Return one expert's slices of the fused parameters: views, in the module's own layout."""
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
@@ -40,7 +40,7 @@ def _project(experts: Any, parameters: Parameters, name: str, value: Tensor) -> 
 
 
 def intermediate(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
-    """The input [T, I] of an expert's down projection for tokens [T, H]."""
+    """Return the input [T, I] of an expert's down projection for tokens [T, H]."""
     inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x)
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated
@@ -77,7 +77,7 @@ class _Slices:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """One expert in canonical layout: gate and up [I, H] (gate is None where there is none), down [H, I]."""
+    """One expert in canonical layout: gate and up [I, H] (no gate: None), down [H, I]."""
 
     gate: Tensor | None
     up: Tensor
@@ -85,7 +85,7 @@ class Projections:
 
 
 def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
-    """The matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
+    """Return the matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
     matrix = value.T if experts.is_transposed else value
     if name != "gate_up_proj":
         return matrix
@@ -94,7 +94,7 @@ def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
 
 
 def projections(experts: Any, expert: int) -> Projections:
-    """The canonical view of one expert's weight matrices, whatever the module's layout."""
+    """Return the canonical view of one expert's weight matrices, whatever the module's layout."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     fused, down = getattr(experts, name)[expert], experts.down_proj[expert]
     gate = matrix_of(experts, name, fused, "gate") if experts.has_gate else None
@@ -104,11 +104,11 @@ def projections(experts: Any, expert: int) -> Projections:
 def routed(
     weights: Tensor, index: Tensor, among: Collection[int] | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each expert that got a token, by gate weights and choices [n, K]: its number, and the choices' places [m].
+    """Yield each expert that gate weights and choices [n, K] name, with the rows and slots [m] of its choices.
 
     Experts that are not `among` those given are left out.
     """
-    used = weights.detach() != 0  # a skip expert is handed on as index 0 with weight 0
+    used = weights.detach() != 0  # a skip expert comes as index 0 with weight 0
     for expert in index[used].unique().tolist():
         if among is not None and expert not in among:
             continue
@@ -120,7 +120,7 @@ Observe = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
-    """The stock computation of an experts module, expert by expert, showing each one's routed outputs.
+    """Return the stock computation of an experts module, expert by expert, showing each one's routed outputs.
 
     hidden [T, H], index and weights [T, K] -> [T, H]; `observe(expert, tokens, gate_weights, outputs)` sees the rows
     [n], [n] and [n, H] of every expert that got a token.
@@ -138,7 +138,7 @@ Called = Callable[[tuple[Any, ...], dict[str, Any], Any], None]  # (arguments, k
 
 
 @dataclass(slots=True)
-class Watch:
+class MoeHooks:
     """Callbacks for an MoE layer of a live model, while attached; also a context manager, attached within the block.
 
     Of one call of the layer they come in this order: `on_router` after the router, `on_experts` with hidden [T, H],
@@ -154,7 +154,7 @@ class Watch:
     on_expert_output: Observe | None = None
     on_output: Callable[[Tensor, Tensor], None] | None = None
     on_block: Called | None = None
-    computing: bool = True  # False: the experts put out zeros, where nobody uses what comes after them
+    computing: bool = True  # False: the experts output zeros, as nothing after them is used
     _changes: ExitStack = field(default_factory=ExitStack)  # to the modules, undone when it is closed
 
     def attach(self) -> Self:

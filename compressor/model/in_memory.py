@@ -19,7 +19,7 @@ from compressor.files import file_digest, wrap_full_disk
 from compressor.model.architecture import build_meta, decoder_layers, model_class
 from compressor.model.loaded import LoadedModel
 from compressor.model.loading import saved_names
-from compressor.model.moe_layer import unit_of
+from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress
 
@@ -59,14 +59,14 @@ def _write(model: Any, folder: Path) -> None:
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     stock, state = build_meta(config), model.state_dict()
-    units = decoder_layers(stock)
+    layer_names = decoder_layers(stock)
     left_out = {*(stock.all_tied_weights_keys or ()), *(stock._keys_to_ignore_on_save or ())}
-    by_unit: dict[str, dict[str, Tensor]] = {unit: {} for unit in ("", *units)}
+    by_decoder_layer: dict[str, dict[str, Tensor]] = {decoder_layer: {} for decoder_layer in ("", *layer_names)}
     for key, value in state.items():
         if key not in left_out:
-            by_unit[unit_of(key, units)][key] = value
+            by_decoder_layer[decoder_layer_of(key, layer_names)][key] = value
     weight_map = dict[str, str]()
-    for number, values in enumerate(by_unit.values()):
+    for number, values in enumerate(by_decoder_layer.values()):
         stored = saved_names(stock, values)
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in stored}
         path = folder / f"model-{number:05d}.safetensors"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.model.moe_layer import unit_of
+from compressor.model.moe_layer import decoder_layer_of
 
 
 class Inputs(Tensor):
@@ -25,7 +25,7 @@ class Inputs(Tensor):
 
     @classmethod
     def of(cls, tokens: Tensor, media: Tensor, more: Mapping[str, Tensor]) -> "Inputs":
-        """The sequence of these token ids [1, L]; with their `media` mask [1, L]."""
+        """Return the sequence of these token ids [1, L]; with their `media` mask [1, L]."""
         assert len(tokens) == 1 and tokens.shape == media.shape, "media come one sequence at a time"
         inputs = tokens.as_subclass(cls)
         inputs.media, inputs.more = media, dict(more)
@@ -60,7 +60,7 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The stock forward's arguments for a batch: token ids [B, L], and of a sequence with media everything else.
+    """Return the stock forward's arguments for a batch: token ids [B, L], and of a sequence with media everything else.
 
     What is no whole number is cast to the dtype of the model, as `BatchFeature.to` does.
     """
@@ -98,15 +98,20 @@ def sees_media(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("vision_config", "audio_config"))
 
 
-def tower_blocks(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
-    """Blocks of the towers beside the decoder layers `units`, each with its tower's name: a vision or audio encoder.
+def tower_blocks(model: nn.Module, layer_names: Sequence[str]) -> dict[str, str]:
+    """Return the blocks of the towers beside the decoder layers, by name, each with its vision or audio tower's name.
 
     A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks are that list's.
     """
-    above = {unit[:position] for unit in units for position in range(len(unit)) if unit[position] == "."}
+    above = {
+        decoder_layer[:position]
+        for decoder_layer in layer_names
+        for position in range(len(decoder_layer))
+        if decoder_layer[position] == "."
+    }
     blocks = dict[str, str]()
     for name, module in model.named_modules():
-        inside = unit_of(f"{name}.", (*units, *blocks))
+        inside = decoder_layer_of(f"{name}.", (*layer_names, *blocks))
         if inside or name in above or not isinstance(module, nn.ModuleList):
             continue
         outer = accumulate(name.split("."), "{}.{}".format)

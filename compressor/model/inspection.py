@@ -67,7 +67,7 @@ class Inspection:
 
 
 def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Size:
-    """Parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
+    """Return the parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
     parameters = nbytes = 0
     for name, role in layout.roles.items():
         info, shape = tensors[name], tensors[name].shape
@@ -79,7 +79,7 @@ def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int)
 
 
 def _parts(model: OpenModel) -> dict[str, str]:
-    """Which of `PARTS` each stored tensor belongs to."""
+    """Return the one of `PARTS` that each stored tensor belongs to."""
     stock, targets = model.partial.model, model.partial.plain_keys.targets
     ends = [stock.get_input_embeddings(), stock.get_output_embeddings()]
     embeddings = {name for name, module in stock.named_modules() if module in ends}
@@ -111,7 +111,7 @@ def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
 
 
 def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
-    """The checkpoint of a local folder or a Hub id, of which headers alone are fetched."""
+    """Return the checkpoint of a local folder or a Hub id, of which headers alone are fetched."""
     if is_local(model):
         source = locate(model, revision)
         return source, Checkpoint(source.folder)
@@ -120,7 +120,7 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 
 
 def stock_fault(model: OpenModel) -> str | None:
-    """The sentence on what stock transformers does wrong with quantised experts; None if nothing is known."""
+    """Return the sentence on what stock transformers does wrong with quantised experts; None if nothing is known."""
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
     shared = model.layout.quantized and not model.layout.regular
     if packed is None and not shared:
@@ -137,7 +137,10 @@ def stock_fault(model: OpenModel) -> str | None:
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
-    """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
+    """Return the report for a local folder or a Hub id.
+
+    Reads no tensor. `experts` asks for one outcome instead of three.
+    """
     source, checkpoint = read_headers(model, revision)
     if source.revision is None and declared(checkpoint.raw_config):
         checkpoint = SubstitutedCheckpoint(source.folder)
@@ -169,8 +172,8 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
         revision=source.revision,
         family=architecture.family,
         model_class=architecture.model_class,
-        moe_layers=len({layer.unit for layer in architecture.layers}),
-        layers=len(architecture.units),
+        moe_layers=len({layer.decoder_layer for layer in architecture.layers}),
+        layers=len(architecture.decoder_layers),
         experts=architecture.experts,
         top_k=first.top_k,
         routing=routing,

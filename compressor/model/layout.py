@@ -1,4 +1,4 @@
-"""How a checkpoint stores its experts: one tensor each, or fused along a dimension; found by asking the loader."""
+"""The layout of stored experts: one tensor each, or fused along a dimension; found by asking the loader."""
 
 import copy
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
-from compressor.model.moe_layer import MoeLayer, unit_of
+from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 
 Key = tuple[str, str | None, str]  # target in the model, conversion pattern, suffix of a quantised weight's companion
 
@@ -27,7 +27,7 @@ class Role:
     """
 
     kind: str
-    unit: str  # decoder layer, or "" for the rest of the model
+    decoder_layer: str  # decoder layer, or "" for the rest of the model
     layer: str = ""
     is_router: bool = False
     expert: int = -1
@@ -114,16 +114,16 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     doubled = cache(lambda: build_meta(architecture.with_experts(2 * experts)))
     regular = True
     for (target, pattern, suffix), names in families.items():
-        unit = unit_of(target, architecture.units)
+        decoder_layer = decoder_layer_of(target, architecture.decoder_layers)
         if target in tables:
-            roles.update(dict.fromkeys(names, Role("table", unit, tables[target].name)))
+            roles.update(dict.fromkeys(names, Role("table", decoder_layer, tables[target].name)))
         elif target not in owners:
-            roles.update(dict.fromkeys(names, Role("plain", unit)))
+            roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
         elif len(getattr(_converter(partial, pattern), "target_patterns", ())) > 1:
             regular = False
         else:
             layer, tensor = owners[target]
-            role = Role("expert", unit, layer.name, is_router=not target.startswith(f"{layer.name}."))
+            role = Role("expert", decoder_layer, layer.name, is_router=not target.startswith(f"{layer.name}."))
             if pattern is not None and "*" in pattern:
                 family = replace(role, family=f"{target}|{pattern}|{suffix}")
                 roles.update(_one_each(checkpoint, names, family, layer))
@@ -161,7 +161,7 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
-    """For per-expert storage: the name that an expert's tensors share, up to and including its number."""
+    """Return by expert the prefix of its tensors' names, up to its number, if experts are stored one by one."""
     prefixes = {}
     for name, role in layout.roles.items():
         if role.kind == "expert" and role.layer == layer.name:

@@ -28,7 +28,7 @@ from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
-from compressor.model.moe_layer import unit_of
+from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
@@ -53,7 +53,7 @@ class Copier:
         self.stream = self.module.Stream(device)
 
     def room(self) -> int | None:
-        """Bytes of the device that can still be allocated."""
+        """Return the bytes of the device that can still be allocated."""
         return free_memory(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ class Copier:
         return target
 
     def mark(self) -> Any:
-        """An event behind all that this thread's stream has been given so far."""
+        """Return an event behind all that this thread's stream has been given so far."""
         return self.module.current_stream(self.device).record_event()
 
     def hand_over(self, done: Any, tensors: Iterable[Tensor]) -> None:
@@ -108,7 +108,7 @@ class ReadAhead:
             self._task = self._pool.submit(self._read, self.copier.mark())
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, as views of files or on the device; raises `CompressionError` for NaN.
+        """Return the tensors of these names, as views of files or on the device; raises `CompressionError` for NaN.
 
         What was read ahead is waited for and given away; the rest is read now.
         """
@@ -151,7 +151,7 @@ class ReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """Which model tensor each checkpoint tensor goes to, and by which conversion pattern (None: a plain rename)."""
+    """The model tensor that each checkpoint tensor fills, and its conversion pattern (None: a plain rename)."""
 
     targets: dict[str, str]  # checkpoint name -> state-dict name (the first one, where a conversion makes several)
     patterns: dict[str, str | None]
@@ -192,7 +192,7 @@ def unwrapped(name: str) -> Iterator[tuple[str, str]]:
 
 
 def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
-    """The module that owns a parameter or buffer, and the attribute's name there."""
+    """Return the module that owns a parameter or buffer, and the attribute's name there."""
     module_name, _, name = key.rpartition(".")
     return model.get_submodule(module_name), name
 
@@ -308,7 +308,7 @@ class PartialModel:
             )
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
-        """The same model, empty, in another dtype or on another device; itself if it is in both."""
+        """Return the same model, empty, in another dtype or on another device; itself if it is in both."""
         alike = (self.dtype, self.device) == (dtype, device)
         return self if alike else PartialModel(self.checkpoint, self.config, dtype, device)
 
@@ -322,7 +322,7 @@ class PartialModel:
                     continue
                 for key in names:
                     module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
-                owners[unit_of(f"{name}.", owners)]._init_weights(module)
+                owners[decoder_layer_of(f"{name}.", owners)]._init_weights(module)
                 for key in names:
                     module._buffers[key] = module._buffers[key].to(self.device)
 

@@ -25,7 +25,7 @@ class MoeLayer:
     name: str
     block: str  # the module that holds router and experts
     router: str
-    unit: str  # the decoder layer that is loaded, cut and written as one
+    decoder_layer: str  # the decoder layer that is loaded, cut and written as one
     index: int  # the decoder layer's number
     experts: int
     top_k: int
@@ -55,19 +55,19 @@ class Router(Protocol):
 def check_count(layer: Router, count: int, where: str) -> None:
     """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
     groups, chosen, top_k, needed = layer.routing_groups, layer.chosen_groups, layer.top_k, layer.experts_per_group
-    each = count // groups
+    per_group = count // groups
     if count > layer.experts:
         message = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
     elif count < top_k:
         message = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
     elif count % groups:
         message = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
-    elif each < needed:
-        reach = f"leave {each} in each of its {groups} routing groups"
+    elif per_group < needed:
+        reach = f"leave {per_group} in each of its {groups} routing groups"
         message = f"{reach}, its router needs {needed}; keep at least {groups * needed}"
-    elif chosen * each < top_k:
+    elif chosen * per_group < top_k:
         least = math.ceil(top_k / chosen) * groups
-        reach = f"leave {chosen * each} within a token's {chosen} routing groups"
+        reach = f"leave {chosen * per_group} within a token's {chosen} routing groups"
         message = f"{reach}, fewer than the top-k of {top_k}; keep at least {least}"
     else:
         return
@@ -75,7 +75,7 @@ def check_count(layer: Router, count: int, where: str) -> None:
 
 
 def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
-    """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
+    """Return the experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
     if (experts is None) == (ratio is None):
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
     if ratio is not None:
@@ -98,7 +98,7 @@ def left_by(total: int, ratio: float) -> int:
 
 
 def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
-    """Numbers of experts below their own that all layers can take."""
+    """Return the numbers of experts below their own that all layers can take."""
     counts = []
     for count in range(1, layers[0].experts):
         with suppress(CompressionError):
@@ -108,19 +108,21 @@ def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
     return counts
 
 
-def layer_number(unit: str) -> int:
-    """The number at the end of a decoder layer's name."""
-    return int(unit.rsplit(".", 1)[-1])
+def layer_number(decoder_layer: str) -> int:
+    """Return the number at the end of a decoder layer's name."""
+    return int(decoder_layer.rsplit(".", 1)[-1])
 
 
-def unit_of(name: str, units: Iterable[str]) -> str:
+def decoder_layer_of(name: str, layer_names: Iterable[str]) -> str:
     """Return the decoder layer that a module or a tensor belongs to; "" if it belongs to none."""
-    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+    return max(
+        (decoder_layer for decoder_layer in layer_names if name.startswith(f"{decoder_layer}.")), key=len, default=""
+    )
 
 
-def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
-    """MoE layers by the decoder layer that holds them."""
-    by_unit: dict[str, list[MoeLayer]] = {}
+def layers_by_decoder_layer(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
+    """Return the MoE layers by the decoder layer that holds them."""
+    by_decoder_layer: dict[str, list[MoeLayer]] = {}
     for layer in layers:
-        by_unit.setdefault(layer.unit, []).append(layer)
-    return by_unit
+        by_decoder_layer.setdefault(layer.decoder_layer, []).append(layer)
+    return by_decoder_layer

@@ -74,7 +74,7 @@ class HeadNames:
     parts: dict[str, str]  # of `PARTS`' values, the stored names
 
     @property
-    def unit(self) -> str:
+    def decoder_layer(self) -> str:
         """The head's name as a decoder layer."""
         return self.prefix.removesuffix(".")
 
@@ -102,16 +102,16 @@ class Head:
     @property
     def named(self) -> MoeLayer:
         """The MoE layer as plans name it: by the stored name of its experts, and numbered past the trunk's."""
-        name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.unit}.")
-        return replace(self.layer, name=name, unit=self.names.unit, index=self.names.number)
+        name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.decoder_layer}.")
+        return replace(self.layer, name=name, decoder_layer=self.names.decoder_layer, index=self.names.number)
 
     def stored_name(self, name: str) -> str:
-        """The name in the output of a tensor of `model`'s decoder layer."""
-        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.unit))
+        """Return the name in the output of a tensor of `model`'s decoder layer."""
+        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.decoder_layer))
 
 
 def find_heads(model: OpenModel) -> tuple[Head, ...]:
-    """The heads of a model, in the order in which they predict; none where the checkpoint has none.
+    """Return the heads of a model, in the order in which they predict; an empty tuple if the checkpoint has none.
 
     Raises `CompressionError` saying why the tensors of a head are not understood.
     """
@@ -122,11 +122,11 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
-    """The heads among the tensors that the stock model does not load; none where no name speaks of one.
+    """Return the heads among the tensors that the stock model does not load; an empty tuple if no name speaks of one.
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
     """
-    left_out, units = sorted(model.layout.left_out), model.architecture.units
+    left_out, layer_names = sorted(model.layout.left_out), model.architecture.decoder_layers
     if not left_out:
         return ()
 
@@ -136,9 +136,9 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
     def parts(prefix: str) -> dict[str, str]:
         return {PARTS[name]: prefix + name for name in under(prefix) if name in PARTS}
 
-    container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
+    container = stored_prefix(model, layer_names[-1]).removesuffix(f"{layer_number(layer_names[-1])}.")
     heads = list[HeadNames]()
-    for number in count(len(units)):
+    for number in count(len(layer_names)):
         prefix = f"{container}{number}."
         if not (names := under(prefix)):
             break
@@ -151,7 +151,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
                 layers[ROOT + match[0]] = None
             elif name not in PARTS:
                 raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
-        for number, prefix in enumerate(layers, start=len(units)):
+        for number, prefix in enumerate(layers, start=len(layer_names)):
             heads.append(HeadNames(prefix, number, tuple(under(prefix)), parts(ROOT)))
     for head in heads:
         if missing := [part for part in NEEDED if part not in head.parts]:
@@ -160,7 +160,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
 
 def known_heads(model: OpenModel) -> tuple[Head, ...]:
-    """The heads of a model, or none, saying why, where their tensors are not understood."""
+    """Return the heads of a model, or none, saying why, where their tensors are not understood."""
     try:
         return find_heads(model)
     except CompressionError as error:
@@ -177,15 +177,15 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     for head in heads:
         stored = head.layer.experts
         if stored < experts or (stored > experts and not cut):
-            remedy = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
+            hint = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
             text = "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s"
-            logger.warning(text, head.names.unit, stored, experts, remedy)
+            logger.warning(text, head.names.decoder_layer, stored, experts, hint)
             return ()
     return heads
 
 
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
-    """The heads whose experts modules a plan names, which must be all or none of them."""
+    """Return the heads whose experts modules a plan names, which must be all or none of them."""
     outside = set(modules) - {layer.name for layer in model.architecture.layers}
     if not outside or not model.layout.left_out:
         return ()
@@ -199,7 +199,7 @@ def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:
-    """The tensors of all heads of a checkpoint on disk.
+    """Return the tensors of all heads of a checkpoint on disk.
 
     Raises `CompressionError` where they are not understood, or have another number of experts than the trunk.
     """
@@ -210,25 +210,25 @@ def written_heads(folder: Path) -> tuple[str, ...]:
         stored = head.layer.experts
         if stored != experts:
             raise CompressionError(
-                f"{head.names.unit} has {stored} experts and the other layers {experts}, which servers build with one "
-                f"number; compress it with --experts {min(stored, experts)} or --mtp drop"
+                f"{head.names.decoder_layer} has {stored} experts and the other layers {experts}, which servers build "
+                f"with one number; compress it with --experts {min(stored, experts)} or --mtp drop"
             )
         names += head.names.stored
     return tuple(names)
 
 
-def stored_prefix(model: OpenModel, unit: str) -> str:
-    """How the names of a decoder layer's stored tensors begin, up to and with its number."""
-    number = f".{layer_number(unit)}."
-    names = [name for name, role in model.layout.roles.items() if role.unit == unit]
+def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
+    """Return the prefix of the names of a decoder layer's stored tensors, up to and with its number."""
+    number = f".{layer_number(decoder_layer)}."
+    names = [name for name, role in model.layout.roles.items() if role.decoder_layer == decoder_layer]
     starts = {name[: name.index(number) + len(number)] for name in names if number in name}
     if len(starts) != 1 or not all(number in name for name in names):
-        raise CompressionError(f"the stored tensors of {unit} have no prefix in common")
+        raise CompressionError(f"the stored tensors of {decoder_layer} have no prefix in common")
     return starts.pop()
 
 
 def _experts_of(model: OpenModel, names: HeadNames) -> int:
-    """How many experts a head's stored tensors are of, which other tools may have left beside a smaller trunk."""
+    """Return the number of experts in a head's stored tensors; other tools may have cut the trunk alone."""
     if numbers := {match[1] for match in map(ONE_EXPERT.search, names.block) if match}:
         return len(numbers)
     shapes = (model.checkpoint.tensors[names.prefix + name].shape for name in names.block if "experts." in name)
@@ -236,40 +236,43 @@ def _experts_of(model: OpenModel, names: HeadNames) -> int:
 
 
 def _head(model: OpenModel, names: HeadNames) -> Head:
-    """The head of these names, built like the last layer of the trunk whose tensors it has; quantised or in plain."""
+    """Return the head of these names, built like the last layer of the trunk whose tensors it has.
+
+    Quantised or in plain.
+    """
     experts = _experts_of(model, names)
     are_plain = all(model.checkpoint.tensors[names.prefix + name].is_plain for name in names.block)
     kinds = dict[tuple[tuple[str, torch.Size], ...], str]()
     for layer in reversed(model.architecture.layers):
-        shapes = _shapes(model.partial.model.get_submodule(layer.unit))
-        kinds.setdefault(tuple(shapes.items()), layer.unit)
+        shapes = _shapes(model.partial.model.get_submodule(layer.decoder_layer))
+        kinds.setdefault(tuple(shapes.items()), layer.decoder_layer)
     reasons = list[str]()
-    for unit in kinds.values():
+    for decoder_layer in kinds.values():
         try:
-            return _built(model, names, unit, experts, quantized=model.layout.quantized and not are_plain)
+            return _built(model, names, decoder_layer, experts, quantized=model.layout.quantized and not are_plain)
         except CompressionError as error:
             reasons.append(str(error))
     raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
-    """The head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
+    """Return the head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
     sized = with_fields(model.config, {model.architecture.count_field: experts})
-    config, raw = _one_layer(sized, len(model.architecture.units), like), dict(model.checkpoint.raw_config)
+    config, raw = _one_layer(sized, len(model.architecture.decoder_layers), like), dict(model.checkpoint.raw_config)
     if not quantized:
         raw.pop(SCALED, None)
         for node in (config, config.get_text_config()):
             if hasattr(node, SCALED):
                 delattr(node, SCALED)
     stock = build_meta(config)
-    kind, units, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
+    kind, layer_names, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
     trunk = model.partial.model if experts == model.architecture.experts else build_meta(sized)
-    shapes = _shapes(stock.get_submodule(units[0]))
-    if len(units) != 1 or shapes != _shapes(trunk.get_submodule(like)):
+    shapes = _shapes(stock.get_submodule(layer_names[0]))
+    if len(layer_names) != 1 or shapes != _shapes(trunk.get_submodule(like)):
         raise CompressionError(f"{kind} cannot be built with {like} alone")
     if type(embedding) is not nn.Embedding:
         raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
-    above = units[0].rpartition(".")[0].rpartition(".")[0]
+    above = layer_names[0].rpartition(".")[0].rpartition(".")[0]
     norms = list[str]()  # beside the list of decoder layers, with one vector alone
     for name, child in stock.get_submodule(above).named_children():
         dimensions = {key: value.dim() for key, value in child.named_parameters()}
@@ -285,7 +288,7 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     embedded, head = modules[embedding], modules.get(head_of(stock))
     if head is None or f"{norm}.weight" not in stored or embedded not in stored:
         raise CompressionError(f"{kind} has no language-model head, final norm or embedding to share")
-    view = {name: name for name, role in model.layout.roles.items() if role.unit == ""}
+    view = {name: name for name, role in model.layout.roles.items() if role.decoder_layer == ""}
     view[stored[f"{norm}.weight"]] = parts["norm"]
     view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
     first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
@@ -324,10 +327,10 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: 
 def _one_layer(config: Any, count: int, like: str) -> Any:
     """The config of a model of `count` layers made one whose only layer is built like `like`, with an untied head."""
     config = copy.deepcopy(config)
-    text, place = config.get_text_config(), layer_number(like)
+    text, index = config.get_text_config(), layer_number(like)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count and ("layer" in name or "type" in name):
-            setattr(text, name, [value[place]])
+            setattr(text, name, [value[index]])
     for name in FIRST_DENSE:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, 0)
@@ -350,8 +353,8 @@ class _Rows(nn.Module):
 
 
 @dataclass(slots=True)
-class Leg(LayerVisitor):
-    """A model or one of its heads that text runs through; each head gets the last hidden states of the leg before it.
+class MtpStage(LayerVisitor):
+    """A model or one of its heads that text runs through; each head gets the last hidden states of the stage before it.
 
     The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is what they stand for.
     The argmax tokens of `evaluated` batches are kept. All batches of the pass must be finished.
@@ -363,7 +366,7 @@ class Leg(LayerVisitor):
     head: Head | None = None
     tokens: tuple[Tensor, ...] = ()  # [B, L] that a head's hidden states are paired with
     table: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    following: "Leg | None" = None
+    following: "MtpStage | None" = None
     choices: dict[int, Tensor] = field(default_factory=dict)  # [B, L] by batch
 
     @contextmanager
@@ -400,11 +403,11 @@ class Leg(LayerVisitor):
             model.set_submodule(name, embedded)
 
 
-def legs_of(
+def mtp_stages(
     model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], evaluated: frozenset[int] = frozenset()
-) -> list[Leg]:
-    """A model and its heads, to be run in this order on token ids [B, L], each leg within its `hooked`."""
-    legs = [Leg(model, tuple(batches), evaluated)]
+) -> list[MtpStage]:
+    """Return a model and its heads, to be run in this order on token ids [B, L], each stage within its `hooked`."""
+    stages = [MtpStage(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)
         shortest = min(batch.shape[1] for batch in tokens) + 1
@@ -419,9 +422,9 @@ def legs_of(
         width = int(partial.model.get_input_embeddings().weight.shape[1])
         table = allocate((sum(sizes), width), partial.dtype, partial.device)
         rows = tuple(row_numbers.view(batch.shape) for row_numbers, batch in numbers)
-        legs.append(Leg(head.model, rows, evaluated, head, tokens, table))
-        legs[-2].following = legs[-1]
-    return legs
+        stages.append(MtpStage(head.model, rows, evaluated, head, tokens, table))
+        stages[-2].following = stages[-1]
+    return stages
 
 
 def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
@@ -449,8 +452,8 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     return project
 
 
-def agreement(trunk: Leg, head: Leg) -> Tensor:
-    """[agreed, positions]: at how many of so many positions a head's argmax token is the trunk's; both have run."""
+def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
+    """Return [agreed, positions]: the positions at which the argmax tokens of head and trunk agree, and all."""
     agreed = positions = 0
     for batch, chosen in head.choices.items():
         agreed += int((trunk.choices[batch][:, -chosen.shape[1] :] == chosen).sum())
@@ -460,8 +463,8 @@ def agreement(trunk: Leg, head: Leg) -> Tensor:
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Tensor]:
     """Each head's `agreement` on token ids [B, L], from a pass over the model and its heads that looks at no more."""
-    legs = legs_of(model, heads, batches, frozenset(range(len(batches))))
-    for leg in legs:
-        with leg.hooked():
-            Pass(leg.model, leg.batches, to_end=True).run(leg)
-    return [agreement(legs[0], leg) for leg in legs[1:]]
+    stages = mtp_stages(model, heads, batches, frozenset(range(len(batches))))
+    for mtp_stage in stages:
+        with mtp_stage.hooked():
+            Pass(mtp_stage.model, mtp_stage.batches, to_end=True).run(mtp_stage)
+    return [agreement(stages[0], mtp_stage) for mtp_stage in stages[1:]]

@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype for computing: `auto` is the checkpoint's own, bfloat16 where it is quantised."""
+    """Return the dtype for computing: `auto` is the checkpoint's own, bfloat16 where it is quantised."""
     if name != "auto":
         if name not in DTYPES:
             raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
@@ -62,7 +62,7 @@ class OpenModel:
     layout: Layout
     whole: "OpenModel | None" = None  # the stored model, where this is a view of it: experts split, or another top-k
     split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
-    stored_parts: Any = None  # how parts are cut from quantised tensors (compressor.steps.split.stored), where they are
+    stored_parts: Any = None  # how parts are cut from quantised tensors (`steps.split.quantized`), if any are
     top_k: int | None = None  # what smaller models write, where that is not the view's own
     formats: tuple[str, ...] = ()  # that are wanted of the output
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
@@ -101,9 +101,9 @@ class OpenModel:
     @property
     def largest_layer(self) -> int:
         """Bytes of the largest decoder layer in the dtype for computing."""
-        sizes = dict.fromkeys(self.architecture.units, 0)
-        for unit in sizes:
-            sizes[unit] = sum(self.partial.empty[key].nbytes for key in self.partial.keys_under(unit))
+        sizes = dict.fromkeys(self.architecture.decoder_layers, 0)
+        for decoder_layer in sizes:
+            sizes[decoder_layer] = sum(self.partial.empty[key].nbytes for key in self.partial.keys_under(decoder_layer))
         return max(sizes.values())
 
     @property
@@ -136,7 +136,10 @@ def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "au
 
 
 def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str) -> OpenModel:
-    """The model of a checkpoint whose headers have been read; constants for experts are for those who know of them."""
+    """Return the model of a checkpoint whose headers have been read.
+
+    Constants for experts are for those who know of them.
+    """
     if declared(checkpoint.raw_config) and not isinstance(checkpoint, SubstitutedCheckpoint):
         raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
     config = load_config(source.folder)
@@ -161,7 +164,7 @@ def fits(model: OpenModel, promised: int = 0) -> bool:
 
 
 def memory_budget(device: torch.device) -> float | None:
-    """Bytes that weights on a device may take; None: not known. Ranks on one machine share its memory."""
+    """Return the bytes that weights on a device may take; None: not known. Ranks on one machine share its memory."""
     free = free_memory(device)
     if free is None:
         return None
@@ -169,7 +172,7 @@ def memory_budget(device: torch.device) -> float | None:
 
 
 def how_resident(model: OpenModel) -> str:
-    """The sentence on where a model is kept."""
+    """Return the sentence on where a model is kept."""
     partial, free = model.partial, free_memory(model.partial.device)
     if partial.resident:
         return f"keeping {human_bytes(partial.nbytes)} on {partial.device}"
@@ -178,7 +181,7 @@ def how_resident(model: OpenModel) -> str:
 
 
 def shared_experts(model: OpenModel) -> str | None:
-    """A layer that shares expert tensors with another one: it cannot be changed before the other has run."""
+    """Return a layer that shares expert tensors with another one: it cannot be changed before the other has run."""
     tied = {*model.partial.tied, *model.partial.tied.values()}
     for layer in model.architecture.layers:
         if any(tensor.key in tied for tensor in layer.tensors):
@@ -196,7 +199,7 @@ def refuse_shared_experts(model: OpenModel) -> None:
 
 
 def served_model(model: OpenModel) -> Served:
-    """An opened model as servers see it."""
+    """Return an opened model as servers see it."""
     layer, text = model.architecture.layers[0], model.config.get_text_config()
     quantization = model.checkpoint.quantization
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
@@ -219,7 +222,7 @@ def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advic
 
 
 def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
-    """A model of this class with `from_pretrained`'s settings, on the CPU unless they say otherwise.
+    """Return a model of this class with `from_pretrained`'s settings, on the CPU unless they say otherwise.
 
     A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises `CompressionError` for a
     checkpoint that lacks weights: they would be random.
@@ -239,7 +242,7 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
 
 
 def load_dequantised(folder: Path, dtype: Any, device: Any) -> Any:
-    """The stock model of a quantised checkpoint with plain weights, as all passes compute with them."""
+    """Return the stock model of a quantised checkpoint with plain weights, as all passes compute with them."""
     partial = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), str(device)).partial
     partial.load(partial.empty)
     with suppress(OSError):

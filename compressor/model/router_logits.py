@@ -58,7 +58,7 @@ class _Watch(TorchFunctionMode):
 
 
 def router_weight(layer: MoeLayer) -> str:
-    """The state-dict key of the matrix [E, H] whose product with a token gives the layer's logits.
+    """Return the state-dict key of the matrix [E, H] whose product with a token gives the layer's logits.
 
     Raises `CompressionError` for a router that has none, or several.
     """

@@ -1,4 +1,4 @@
-"""Which servers run a model at full speed and which do not, and the nearest number of experts that all of them do.
+"""Advice on servers: which run a model at full speed, and the nearest number of experts that suits all of them.
 
 Every rule stands with the place in the server's source it is from.
 E is the number of routed experts in a layer, K the top-k, I the width of an expert (its neurons), n_group and
@@ -71,7 +71,7 @@ class Rule:
     evidence: Evidence = "read"
 
 
-def said(rule: Rule, model: Served) -> str:
+def breach_text(rule: Rule, model: Served) -> str:
     """Return what the server does with a model that does not keep the rule."""
     dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
     even = f" (over {dividing} it can)" if dividing else ""
@@ -390,7 +390,7 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How servers run a number of experts; `nearest` is the nearest that suits all of them, None for none.
+    """Advice on a number of experts; `nearest` is the nearest one that suits all servers, if any does.
 
     It is the number itself where that suits, by the rules on numbers of experts; width and head are another matter.
     """
@@ -404,14 +404,14 @@ class Advice:
 
 
 def broken(model: Served) -> tuple[Rule, ...]:
-    """The rules that a model does not keep."""
+    """Return the rules that a model does not keep."""
     return tuple(rule for rule in RULES if rule.whom.holds(model) and not rule.needs.holds(model))
 
 
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     """Return how servers run a model; `counts` are the other numbers of experts that it could have."""
     breaches = tuple(
-        Breach(rule.server, rule.effect, said(rule, model), rule.needs.words, rule.version, rule.source)
+        Breach(rule.server, rule.effect, breach_text(rule, model), rule.needs.words, rule.version, rule.source)
         for rule in broken(model)
     )
     servers = {breach.server for breach in breaches}
@@ -426,7 +426,7 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
 
 
 def server_line(advice: Advice) -> str:
-    """In a line: the servers that run a model at full speed, and those that do not, by the worst that they do."""
+    """Return one line on the servers that run a model at full speed, and on the others by their worst effect."""
     by_effect: dict[Effect, list[str]] = {}
     known = set[str]()
     for effect in IN_WORDS:

@@ -1,8 +1,8 @@
-"""Lockstep streaming: every batch runs the stock forward, all stand still before each layer until it is loaded.
+"""Lockstep streaming: every batch runs the stock forward, and all pause before each layer until it is loaded.
 
 Each batch's ordinary `model(input_ids)` runs inside its own greenlet; every decoder layer's forward first switches
 back to the driver, which loads that layer, lets every batch pass it, shows it to the visitors and empties it again.
-Masks, position embeddings and per-layer arguments stay the stock code's business.
+Masks, position embeddings and per-layer arguments are left to the stock code.
 """
 
 import copy
@@ -37,7 +37,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import MoeLayer, layers_by_unit, unit_of
+from compressor.model.moe_layer import MoeLayer, decoder_layer_of, layers_by_decoder_layer
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 
@@ -50,7 +50,7 @@ Arguments = tuple[tuple[str | None, Any], ...]  # of a call, each with its keywo
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> Tensor:
-    """An uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
+    """Return an uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
     count = torch.Size(shape).numel()
     if device.type != "cpu" or count * dtype.itemsize <= budget:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -59,7 +59,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, b
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
 
 
-class Spill:
+class ActivationOffload:
     """Moves hidden states that wait between layers into unlinked mapped files once they pass a budget of bytes."""
 
     def __init__(self, budget: int) -> None:
@@ -67,19 +67,19 @@ class Spill:
         self.held: dict[Hashable, int] = {}  # bytes in memory, by what waits: a batch, or a batch's call of a layer
         self.total = 0
 
-    def keep(self, place: Hashable, value: Any) -> None:
+    def keep(self, key: Hashable, value: Any) -> None:
         """Count what waits at a place, if it is a floating-point tensor, and move what is too much, in place."""
         if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
-            self.forget(place)
+            self.forget(key)
             if value.numel() and self.total + value.nbytes > self.budget:
                 self._to_file(value)
             else:
-                self.held[place] = value.nbytes
+                self.held[key] = value.nbytes
                 self.total += value.nbytes
 
-    def forget(self, place: Hashable) -> None:
-        """Nothing waits there any more."""
-        self.total -= self.held.pop(place, 0)
+    def forget(self, key: Hashable) -> None:
+        """Stop counting what waited at a place."""
+        self.total -= self.held.pop(key, 0)
 
     @staticmethod
     def _to_file(value: Tensor) -> None:
@@ -87,7 +87,7 @@ class Spill:
 
 
 def token_dim(value: Any, tokens: int) -> int | None:
-    """The dimension of a router's argument that counts tokens: 0 of [T, ...], 1 of [B, L, ...], None of another."""
+    """Return the dimension of a router's argument that counts tokens: 0 of [T, ...], 1 of [B, L, ...], or None."""
     if isinstance(value, Tensor):
         if value.dim() >= 1 and len(value) == tokens:
             return 0
@@ -97,7 +97,7 @@ def token_dim(value: Any, tokens: int) -> int | None:
 
 
 def as_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """A call's arguments in order, each with its keyword or None."""
+    """Return a call's arguments in order, each with its keyword or None."""
     return (*((None, value) for value in args), *kwargs.items())
 
 
@@ -118,15 +118,15 @@ def picked(value: Tensor, rows: Tensor) -> Tensor:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
+    """Return the hidden states, [B, L, H] or several a token, in the output of a decoder layer."""
     return _tensors(output)[0]
 
 
 def stream_weights(hidden: Tensor, tokens: int) -> Tensor:
-    """How much an error counts behind a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
+    """Return the weight of an error behind a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
 
-    Later layers see a hidden state divided by its size. Experts that see other tokens than the layer puts out, so many
-    of them, have the mean for all.
+    Later layers see a hidden state divided by its size. Experts that see other tokens than the layer outputs
+    get the mean for all of them.
     """
     states = as_float64(hidden.detach().flatten(0, 1).flatten(1))
     weights = 1 / states.square().sum(-1).clamp(min=TINY)
@@ -141,8 +141,8 @@ Replay = Callable[[Iterable[int]], None]
 
 
 @dataclass(slots=True)
-class Place:
-    """Where a pass is; all its visitors share one."""
+class PassPosition:
+    """The position of a pass, shared by all its visitors."""
 
     model: Any  # the live modules, of which one decoder layer is loaded
     by_layer: Mapping[str, Sequence[MoeLayer]]  # the MoE layers of each decoder layer that has any
@@ -156,39 +156,42 @@ class Place:
 
 
 class LayerVisitor:
-    """Does something along a streamed pass; each method does nothing unless a visitor has its own.
+    """Base of what acts along a streamed pass; every method does nothing by default.
 
-    Of several visitors of one pass, each method is called in their order. Layers go by name, batches by number. `at`,
-    which the pass sets, says where it is.
+    Each method is called on all visitors of a pass in their order, with layers' names and batches' numbers. The pass
+    sets `at` to its position.
     """
 
-    at: Place
-    repeatable: ClassVar[bool] = False  # if a layer may come several times, as it does in some models
+    at: PassPosition
+    repeatable: ClassVar[bool] = False  # may see a layer several times, as some models run it
 
-    def on_layer_loaded(self, unit: str) -> None:
-        """A layer has been loaded, and every batch has come as far as it."""
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        """Act when a layer has been loaded and every batch has reached it."""
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
-        """All visitors have seen the layer loaded, and no batch has passed it yet.
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
+        """Act when all visitors have seen the layer loaded, and no batch has passed it yet.
 
         `replay(numbers)` runs these batches through the layer and leaves them where they are.
         """
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """The forward that the batch which is running passes, in place of the layer's `own`; replays keep that."""
-        return own
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """Return the forward that the batch which is running passes, in place of the `layer_forward`.
+
+        Replays keep that.
+        """
+        return layer_forward
 
     def on_batch_start(self, batch: int) -> None:
-        """A batch is about to run: to the first layer, through a layer to the next one, in a replay, to the output."""
+        """Act before a batch runs: to the first layer, through a layer to the next, in a replay, or to the output."""
 
     def on_layer_output(self, output: Any) -> None:
-        """The layer's own forward, or what replaced it, has put this out for a batch, in replays too (`hidden_of`)."""
+        """Act on a batch's output of the layer's forward, or of its replacement, in replays too (`hidden_of`)."""
 
-    def on_layer_end(self, unit: str) -> None:
-        """Every batch has passed the layer, which is still loaded."""
+    def on_layer_end(self, decoder_layer: str) -> None:
+        """Act when every batch has passed the layer, which is still loaded."""
 
     def on_batch_end(self, batch: int, output: Any) -> None:
-        """A batch that goes to the end has reached the model's output."""
+        """Act when a batch has reached the model's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ class Pass:
     It ends with the last layer that has MoE layers, or that is `wanted`. With `to_end` all batches go on to the model's
     output; those of `evaluation`, numbered after the others, always do. A `phase` is reported to `progress`, layer by
     layer. With a `seed` torch's random state is forked for the pass and seeded. Of several processes each runs its
-    share of the batches if they are `shared`, or those of its `own` numbers; visitors see those alone.
+    share of the batches if they are `shared`, or those numbered in `share`; visitors see those alone.
     """
 
     model: OpenModel
@@ -210,8 +213,8 @@ class Pass:
     evaluation: Sequence[Tensor] = ()
     wanted: Collection[str] | None = None  # decoder layers
     shared: bool = False
-    own: Collection[int] | None = None
-    gradients: bool = False  # whether the stock code around the layers runs with gradients
+    share: Collection[int] | None = None
+    gradients: bool = False  # run the stock code around the layers with gradients
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
     @property
@@ -231,18 +234,18 @@ class Pass:
         """
         lengths = [batch.shape[1] for batch in (*self.batches, *self.evaluation)]
         _warn_beyond_positions(max(lengths, default=0), self.model.positions)
-        lockstep, units = _Lockstep(self, visitors), self.model.architecture.units
+        lockstep, layer_names = _Lockstep(self, visitors), self.model.architecture.decoder_layers
         with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
             try:
                 if self.phase:
-                    last = max((units.index(unit) for unit in lockstep.waiting), default=-1)
+                    last = max((layer_names.index(decoder_layer) for decoder_layer in lockstep.waiting), default=-1)
                     self.progress.start(self.phase, last + 1)
                 if self.seed is not None:
                     torch.manual_seed(self.seed)
-                for unit in lockstep.layers():
-                    yield unit
+                for decoder_layer in lockstep.layers():
+                    yield decoder_layer
                     if self.phase:
-                        self.progress.advance(unit)
+                        self.progress.advance(decoder_layer)
             finally:
                 lockstep.close()
 
@@ -256,37 +259,39 @@ def _warn_beyond_positions(length: int, positions: int | None) -> None:
 
 
 class _Lockstep:
-    """One pass: the batches, each in a greenlet of its own, and what has them stand still before every layer."""
+    """One pass: the batches, each in its own greenlet, and the forwards that pause them before every layer."""
 
     def __init__(self, run: Pass, visitors: Sequence[LayerVisitor]) -> None:
         self.run, self.visitors, self.driver = run, visitors, getcurrent()
         architecture, self.partial = run.model.architecture, run.model.partial
-        self.model, self.units = self.partial.model, architecture.units
-        self.place = Place(self.model, layers_by_unit(architecture.layers))
+        self.model, self.decoder_layers = self.partial.model, architecture.decoder_layers
+        self.position = PassPosition(self.model, layers_by_decoder_layer(architecture.layers))
         for visitor in visitors:
-            visitor.at = self.place
+            visitor.at = self.position
         self.batches = [*run.batches, *run.evaluation]
-        everything = self.units if run.finishing else self.place.by_layer
+        everything = self.decoder_layers if run.finishing else self.position.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
-        self.spill = Spill(run.activation_budget)
-        self.own = ranks().share(run.batches, run.evaluation) if run.shared else run.own
-        modules = {unit: self.model.get_submodule(unit) for unit in self.units}
-        self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
-        for unit, module in modules.items():
-            module.forward = bind(self._pass_layer, unit)
+        self.offload = ActivationOffload(run.activation_budget)
+        self.share = ranks().share(run.batches, run.evaluation) if run.shared else run.share
+        modules = {decoder_layer: self.model.get_submodule(decoder_layer) for decoder_layer in self.decoder_layers}
+        self.forwards: dict[str, Forward] = {decoder_layer: module.forward for decoder_layer, module in modules.items()}
+        for decoder_layer, module in modules.items():
+            module.forward = bind(self._pass_layer, decoder_layer)
         self.before_layers = True
         self.blocks = dict[str, str]()  # of towers, which pictures and sound pass ahead of the decoder layers
         if any(isinstance(batch, Inputs) for batch in self.batches):
-            self.blocks = tower_blocks(self.model, self.units)
+            self.blocks = tower_blocks(self.model, self.decoder_layers)
         for block in self.blocks:
             module = self.model.get_submodule(block)
             module.forward = bind(self._pass_block, block, module.forward)
-        self.handles = [module.register_forward_hook(bind(self._after, unit)) for unit, module in modules.items()]
+        self.handles = [
+            module.register_forward_hook(bind(self._after, decoder_layer)) for decoder_layer, module in modules.items()
+        ]
         self.handles += [
             self.model.get_submodule(name).register_forward_pre_hook(lambda *_, keys=keys: self.partial.load(keys))
-            for name, keys in _outside_keys(self.partial, (*self.units, *self.blocks)).items()
+            for name, keys in _outside_keys(self.partial, (*self.decoder_layers, *self.blocks)).items()
         ]
-        numbers = range(len(self.batches)) if self.own is None else sorted(self.own)
+        numbers = range(len(self.batches)) if self.share is None else sorted(self.share)
         self.runs = {number: greenlet(self._run) for number in numbers}
 
     def layers(self) -> Iterator[str]:
@@ -295,8 +300,8 @@ class _Lockstep:
         _release_embedding(self.partial)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
-        following, passed = dict(pairwise(self.units)), set[str]()
-        idle = iter(() if ranks().is_alone or standing else self.units)  # ranks keep in step
+        following, passed = dict(pairwise(self.decoder_layers)), set[str]()
+        idle = iter(() if ranks().is_alone or standing else self.decoder_layers)  # ranks keep in step
 
         def replay(numbers: Iterable[int]) -> None:
             for number in numbers:
@@ -304,34 +309,35 @@ class _Lockstep:
                     self._resume(number, _REPLAY)
 
         while True:
-            unit = standing[0] if standing else next(idle, None)
-            if unit is None:
+            decoder_layer = standing[0] if standing else next(idle, None)
+            if decoder_layer is None:
                 break
-            if any(layer != unit for layer in standing):
+            if any(layer != decoder_layer for layer in standing):
                 raise CompressionError(
-                    f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
+                    f"batches took different ways through the model at {decoder_layer}; this architecture cannot be "
+                    "streamed"
                 )
-            if unit in passed and not all(visitor.repeatable for visitor in self.visitors):
-                raise self._another_run(unit)
-            passed.add(unit)
-            self.partial.load(self.partial.keys_under(unit))
-            self.place.layer = unit
-            if self.waiting - {unit} and (successor := following.get(unit)):
+            if decoder_layer in passed and not all(visitor.repeatable for visitor in self.visitors):
+                raise self._another_run(decoder_layer)
+            passed.add(decoder_layer)
+            self.partial.load(self.partial.keys_under(decoder_layer))
+            self.position.layer = decoder_layer
+            if self.waiting - {decoder_layer} and (successor := following.get(decoder_layer)):
                 self.partial.read_ahead(self.partial.keys_under(successor))
             for visitor in self.visitors:
-                visitor.on_layer_loaded(unit)
+                visitor.on_layer_loaded(decoder_layer)
             for visitor in self.visitors:
-                visitor.before_layer(unit, replay)
+                visitor.before_layer(decoder_layer, replay)
             standing = [self._resume(number) for number in self.runs]
             for visitor in self.visitors:
-                visitor.on_layer_end(unit)
-            yield unit
-            self.partial.release(unit)
+                visitor.on_layer_end(decoder_layer)
+            yield decoder_layer
+            self.partial.release(decoder_layer)
             give_back()
-            self.waiting.discard(unit)
+            self.waiting.discard(decoder_layer)
             if not self.waiting:
                 break
-        self.place.layer = ""
+        self.position.layer = ""
         for number in self.run.finishing:
             if number in self.runs:
                 output = self._resume(number)
@@ -347,14 +353,14 @@ class _Lockstep:
                 run.throw(GreenletExit)
         for handle in self.handles:
             handle.remove()
-        for name in (*self.units, *self.blocks):
+        for name in (*self.decoder_layers, *self.blocks):
             self.model.get_submodule(name).__dict__.pop("forward", None)
         self.partial.release("")
 
-    def _another_run(self, unit: str) -> CompressionError:
+    def _another_run(self, decoder_layer: str) -> CompressionError:
         return CompressionError(
-            f"{type(self.model).__name__} runs {unit} more than once in a forward, so it cannot be calibrated or "
-            "measured layer by layer; use a strategy that needs no calibration, such as model-centric"
+            f"{type(self.model).__name__} runs {decoder_layer} more than once in a forward, so it cannot be calibrated "
+            "or measured layer by layer; use a strategy that needs no calibration, such as model-centric"
         )
 
     def _first_layers(self) -> list[str]:
@@ -371,7 +377,7 @@ class _Lockstep:
 
     def _resume(self, number: int, *values: Any) -> Any:
         """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
-        self.place.batch = number
+        self.position.batch = number
         for visitor in self.visitors:
             visitor.on_batch_start(number)
         with torch.set_grad_enabled(self.run.gradients):
@@ -381,53 +387,58 @@ class _Lockstep:
         inputs = forward_inputs(self.batches[number], self.partial.device, self.partial.dtype)
         return self.model(**inputs, use_cache=False)
 
-    def _spill(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _offload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Have the hidden states that a layer or block is called with wait on disk, where they are too much."""
         hidden = next(iter((*args, *kwargs.values())), None)
-        self.spill.keep(self.place.batch, hidden)
+        self.offload.keep(self.position.batch, hidden)
 
-    def _pass_block(self, block: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a tower's block: wait until it is loaded; one that layers call later is loaded as it runs."""
+    def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Return the forward of a tower's block: wait until it is loaded.
+
+        One that layers call later is loaded as it runs.
+        """
         if self.before_layers:
-            self._spill(args, kwargs)
+            self._offload(args, kwargs)
             self.driver.switch(block)
         self.partial.load(self.partial.keys_under(block))
-        return own(*args, **kwargs)
+        return layer_forward(*args, **kwargs)
 
-    def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
-        """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
-        own = self.forwards[unit]
-        self._spill(args, kwargs)
-        while self.driver.switch(unit) == _REPLAY:
+    def _pass_layer(self, decoder_layer: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
+        layer_forward = self.forwards[decoder_layer]
+        self._offload(args, kwargs)
+        while self.driver.switch(decoder_layer) == _REPLAY:
             copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
-            self._came_out(own(*copies, **kwargs))  # which may change them in place without the batch noticing
+            self._show_output(
+                layer_forward(*copies, **kwargs)
+            )  # which may change them in place without the batch noticing
         for visitor in self.visitors:
-            own = visitor.wrap_forward(unit, own)
-        return self._came_out(own(*args, **kwargs))
+            layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
+        return self._show_output(layer_forward(*args, **kwargs))
 
-    def _came_out(self, output: Any) -> Any:
+    def _show_output(self, output: Any) -> Any:
         for visitor in self.visitors:
             visitor.on_layer_output(output)
         return output
 
-    def _after(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self.waiting <= {unit}:
-            self.driver.switch(None)  # no batch need go on, least of all through the head
+    def _after(self, decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.waiting <= {decoder_layer}:
+            self.driver.switch(None)  # the pass is done: skip the rest, above all the head
 
 
-def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
-    """For each module outside the decoder layers and blocks `units`: the tensors that its forward may use directly."""
+def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return by module, outside the decoder layers and blocks `layer_names`, the tensors that its forward may use."""
     model, head = partial.model, head_of(partial.model)
     keys_of = dict[str, list[str]]()
     direct: dict[str, list[str]] = {}  # tensors by the module that owns them
     for key in model.state_dict():  # a head of multi-token prediction has its embedding replaced
         direct.setdefault(key.rpartition(".")[0], []).append(key)
     for name, module in model.named_modules():
-        if unit_of(f"{name}.", units):
+        if decoder_layer_of(f"{name}.", layer_names):
             continue
         prefix = f"{name}." if name else ""
         children = [f"{prefix}{child_name}" for child_name, child in module.named_children() if child is not head]
-        owners = [name, *(child for child in children if child not in units)]
+        owners = [name, *(child for child in children if child not in layer_names)]
         if keys := [key for owner in owners for key in direct.get(owner, ())]:
             keys_of[name] = keys
     return keys_of
@@ -450,20 +461,20 @@ Loss = Callable[[int, Any], Tensor]  # (batch, the model's output) -> its share 
 
 
 class ReverseVisitor(LayerVisitor):
-    """Does something along a reverse pass, on the way forward and on the way back.
+    """Base of what acts along a reverse pass, on the way forward and on the way back.
 
     `on_layer_loaded` is called on both ways, so that weights changed there are changed for both; parameters ask for no
     gradients unless a visitor has them do so there.
     """
 
-    def replaying(self, unit: str, batch: int) -> None:
-        """A batch is about to pass the layer once more, with gradients."""
+    def replaying(self, decoder_layer: str, batch: int) -> None:
+        """Act before a batch passes the layer once more, with gradients."""
 
-    def returned(self, unit: str, batch: int) -> None:
-        """The gradient of the loss has come back through the layer for a batch; `.grad` of what asked for it is set."""
+    def returned(self, decoder_layer: str, batch: int) -> None:
+        """Act when the loss's gradient has come back through the layer for a batch; requested `.grad` are set."""
 
-    def done(self, unit: str) -> None:
-        """All batches have come back through the layer, which is still loaded."""
+    def done(self, decoder_layer: str) -> None:
+        """Act when all batches have come back through the layer, which is still loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +494,7 @@ class ReversePass:
 
         Raises `CompressionError` if gradients go from layer to layer in another way than in hidden states.
         """
-        inside = tuple(f"{unit}." for unit in self.model.architecture.units)
+        inside = tuple(f"{decoder_layer}." for decoder_layer in self.model.architecture.decoder_layers)
         if shared := next((key for key in self.model.partial.tied if key.startswith(inside)), None):
             raise _another_way(self.model.partial, f"{shared} shares its weights with another layer")
         calls = _Calls(self, loss)
@@ -496,35 +507,35 @@ class ReversePass:
         )
         forward.run(*visitors, calls)
         try:
-            for unit in reversed(self.model.architecture.units):
-                self._reverse(unit, calls, visitors)
+            for decoder_layer in reversed(self.model.architecture.decoder_layers):
+                self._reverse(decoder_layer, calls, visitors)
         finally:
             self.model.partial.release("")
         return calls.losses
 
-    def _reverse(self, unit: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
+    def _reverse(self, decoder_layer: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
         """Load a layer and hand the gradients of all batches down through it."""
-        partial, units = self.model.partial, self.model.architecture.units
-        partial.load(partial.keys_under(unit))
-        calls.at.layer = unit
-        if (number := units.index(unit)) > 0:
-            partial.read_ahead(partial.keys_under(units[number - 1]))
-        module = partial.model.get_submodule(unit)
+        partial, layer_names = self.model.partial, self.model.architecture.decoder_layers
+        partial.load(partial.keys_under(decoder_layer))
+        calls.at.layer = decoder_layer
+        if (number := layer_names.index(decoder_layer)) > 0:
+            partial.read_ahead(partial.keys_under(layer_names[number - 1]))
+        module = partial.model.get_submodule(decoder_layer)
         for visitor in visitors:
-            visitor.on_layer_loaded(unit)
+            visitor.on_layer_loaded(decoder_layer)
         for batch in range(len(self.batches)):
             calls.at.batch = batch
             for visitor in visitors:
-                visitor.replaying(unit, batch)
-            own: Forward = module.forward
+                visitor.replaying(decoder_layer, batch)
+            layer_forward: Forward = module.forward
             for visitor in visitors:
-                own = visitor.wrap_forward(unit, own)
-            calls.hand_down(unit, batch, own)
+                layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
+            calls.hand_down(decoder_layer, batch, layer_forward)
             for visitor in visitors:
-                visitor.returned(unit, batch)
+                visitor.returned(decoder_layer, batch)
         for visitor in visitors:
-            visitor.done(unit)
-        partial.release(unit)
+            visitor.done(decoder_layer)
+        partial.release(decoder_layer)
         give_back()
 
 
@@ -533,7 +544,7 @@ class _Calls(LayerVisitor):
 
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
-        self.partial, self.loss, self.spill = run.model.partial, loss, Spill(run.activation_budget)
+        self.partial, self.loss, self.offload = run.model.partial, loss, ActivationOffload(run.activation_budget)
         self.held: dict[tuple[str, int], Arguments] = {}
         self.left: list[list[Tensor]] = [[] for _ in range(count)]  # what layers put into containers, by batch
         self.outputs: list[list[Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch
@@ -541,21 +552,21 @@ class _Calls(LayerVisitor):
         self.losses = [0.0] * count
         self.strayed = list[str]()
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """The layer's forward, with its call kept and its outputs made leaves from which gradients start."""
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """Return the layer's forward, with its call kept and its outputs made leaves from which gradients start."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
-            self._refuse_other_ways(unit, hidden, others)
+            self._refuse_other_ways(decoder_layer, hidden, others)
             saved = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
-            self.spill.keep((unit, self.at.batch), saved)
+            self.offload.keep((decoder_layer, self.at.batch), saved)
             as_now = [(name, saved)]
             for key, value in others:  # containers are copied, should the layer write into one
                 as_now.append((key, copy.copy(value) if isinstance(value, MutableMapping | list) else value))
-            self.held[unit, self.at.batch] = tuple(as_now)
+            self.held[decoder_layer, self.at.batch] = tuple(as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
-                output = own(*args, **kwargs)
+                output = layer_forward(*args, **kwargs)
             for value in _tensors(others):  # for later layers, if any asks
                 if id(value) not in before and value.is_floating_point():
                     self.left[self.at.batch].append(value)
@@ -565,15 +576,19 @@ class _Calls(LayerVisitor):
 
         return forward
 
-    def _refuse_other_ways(self, unit: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
+    def _refuse_other_ways(self, decoder_layer: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
         """Raise unless the hidden states are the outputs of the layer before, and nothing else hangs on it."""
         before = self.outputs[self.at.batch]
         if before and hidden is not before[0]:
-            raise _another_way(self.partial, f"{unit} is not given the hidden states that the layer before outputs")
+            raise _another_way(
+                self.partial, f"{decoder_layer} is not given the hidden states that the layer before outputs"
+            )
         if any(value.requires_grad for value in _tensors(others)):
-            raise _another_way(self.partial, f"{unit} is given more of earlier layers than their hidden states")
+            raise _another_way(
+                self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
+            )
         for leaf in (value for value in before if value.requires_grad):  # reached through the layers' replay alone
-            leaf.register_hook(lambda _, unit=unit: self.strayed.append(unit))
+            leaf.register_hook(lambda _, decoder_layer=decoder_layer: self.strayed.append(decoder_layer))
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Take the loss of a batch that has reached the output, and its gradient at the last layer's hidden states."""
@@ -588,30 +603,32 @@ class _Calls(LayerVisitor):
             raise _another_way(self.partial, "its output hangs on more than the last layer's hidden states")
         self._keep_gradient(batch, hidden)
 
-    def hand_down(self, unit: str, batch: int, own: Forward) -> None:
+    def hand_down(self, decoder_layer: str, batch: int, layer_forward: Forward) -> None:
         """Replay a batch's call of a layer with gradients, and send the gradient of its output back through it."""
-        (name, saved), *others = self.held.pop((unit, batch))
+        (name, saved), *others = self.held.pop((decoder_layer, batch))
         hidden = saved.to(self.partial.device).requires_grad_()
         gradient = self.gradients[batch].to(self.partial.device)
         with torch.enable_grad():
             for value in self.left[batch]:
                 value.requires_grad_()
             args, kwargs = as_call([(name, hidden.clone()), *others])  # a layer may write into it, but not into a leaf
-            output = hidden_of(own(*args, **kwargs))
+            output = hidden_of(layer_forward(*args, **kwargs))
         output.backward(gradient)
         if any(value.grad is not None for value in self.left[batch]):
-            raise _another_way(self.partial, f"{unit} is given more of earlier layers than their hidden states")
-        self.spill.forget((unit, batch))
+            raise _another_way(
+                self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
+            )
+        self.offload.forget((decoder_layer, batch))
         self._keep_gradient(batch, hidden)
 
     def _keep_gradient(self, batch: int, hidden: Tensor) -> None:
         gradient = (torch.zeros_like(hidden) if hidden.grad is None else hidden.grad).cpu()
-        self.spill.keep(batch, gradient)
+        self.offload.keep(batch, gradient)
         self.gradients[batch] = gradient
 
 
 def _as_leaf(value: Tensor) -> Tensor:
-    """A tensor at which gradients that come back to it end."""
+    """Return a tensor at which gradients that come back to it end."""
     return value.detach().requires_grad_(value.is_floating_point())
 
 
@@ -623,7 +640,7 @@ def _another_way(partial: PartialModel, how: str) -> CompressionError:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, also in mappings of the stock code's own."""
+    """Return the tensors in a value, also in mappings of the stock code's own."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

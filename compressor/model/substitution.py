@@ -94,27 +94,27 @@ class SideBySide(LayerVisitor):
         self._filled: int | None = None  # the variant whose layer is ready
         self._forward: Forward | None = None  # of that layer; None: the model's own
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         variant = self.variants[self.at.batch]
         if variant is None:
-            return own
+            return layer_forward
         if variant != self._filled:
             self._release()
-            self._fill(unit, variant)
-        return self._forward or own
+            self._fill(decoder_layer, variant)
+        return self._forward or layer_forward
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         self._release()
 
-    def _fill(self, unit: str, variant: int) -> None:
+    def _fill(self, decoder_layer: str, variant: int) -> None:
         substitution = self.substitutions[variant]
-        tensors = substitution.tensors(unit)
+        tensors = substitution.tensors(decoder_layer)
         names = [layer.name for layer in self.at.moe_layers if layer.name in substitution.constants]
         if tensors is not None or names:
             if substitution.experts not in self._smaller:
                 self._smaller[substitution.experts] = SmallerModel(self.model, substitution.experts)
             smaller = self._smaller[substitution.experts]
-            self._forward = smaller.fill(unit, tensors or {})
+            self._forward = smaller.fill(decoder_layer, tensors or {})
             smaller.put_constants({name: substitution.constants[name] for name in names})
         self._filled = variant
 

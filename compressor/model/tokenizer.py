@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
-from compressor.model.own_code import load_stock
+from compressor.model.remote_code import load_stock
 
 THINKING_END = "</think>"
 THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates
@@ -25,31 +25,31 @@ MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut
 LONGEST = 96  # letters of a token, but in texts of blanks, marks or the unknown
 
 
-def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
-    """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+def load_tokenizer(folder: Path, hint: str = "copy those of the original model there") -> Any:
+    """Return the checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
     try:
         tokenizer = load_stock("AutoTokenizer", folder)
         tokenizer.name_or_path = str(folder)
     except Exception as error:  # tokenizer classes raise what they like
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}") from error
     files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
     if files == VOCABULARIES:
         files.append("tokenizer_config.json")  # which names a class that needs no vocabulary
     if not any(path.is_file() for name in files for path in folder.glob(name)):
         reason = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {remedy}")
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     try:
         tokens = set(tokenizer.get_vocab().values())
     except NotImplementedError:  # which the base class of slow tokenizers raises
         return tokenizer
     if tokens <= set(getattr(tokenizer, "all_special_ids", ())):
         reason = "its vocabulary holds nothing but special tokens"
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {remedy}")
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     return tokenizer
 
 
 def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
-    """The beginning of a text with its first `most` tokens, and its tokens: of a long text no more is read.
+    """Return the beginning of a text with its first `most` tokens, and its tokens: of a long text no more is read.
 
     They are those of the whole text, as far as a token hangs on the `MARGIN` tokens after it alone. A text of which
     `LONGEST` letters make one token, or none, counts as one that ends there. No special tokens are added.
@@ -72,7 +72,7 @@ def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 
 def no_token(text: str) -> CompressionError:
-    """The error where no token stands for a text."""
+    """Return the error where no token stands for a text."""
     return CompressionError(
         f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the tokenizer's files "
         "from the original model, or give text that it was made for"
@@ -93,7 +93,10 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def thinking_end(tokenizer: Any) -> str | None:
-    """The end of a model's thinking, as its chat template has it, else `</think>` where that is one token; or None."""
+    """Return the end of a model's thinking, as its chat template has it, else `</think>` where that is one token.
+
+    Or None.
+    """
     template = getattr(tokenizer, "chat_template", None) or ""
     texts = template.values() if isinstance(template, dict) else [template]
     for text in texts:

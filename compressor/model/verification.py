@@ -14,7 +14,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import build_meta, expert_counts, load_config
 from compressor.model.loading import load_converted
 from compressor.model.opened import OpenModel
-from compressor.model.own_code import load_stock, naming_code
+from compressor.model.remote_code import load_stock, naming_code
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
@@ -59,7 +59,10 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
 
 
 def _loading_error(kind: str, folder: Path) -> BaseException | None:
-    """The error with which a folder's tokenizer or processor loads without its own code; None if there is none."""
+    """Return the error with which a folder's tokenizer or processor loads without its own code.
+
+    None if there is none.
+    """
     try:
         if kind == LOADERS[0]:
             load_tokenizer(folder)

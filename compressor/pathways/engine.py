@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError, wrap_faults
 from compressor.model.architecture import head_of
-from compressor.model.experts import Watch
+from compressor.model.experts import MoeHooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, Score, find_score, watched, weights_of
@@ -70,8 +70,8 @@ class PathwayModel:
     @property
     def early_units(self) -> tuple[str, ...]:
         """Decoder layers before the first late MoE layer's."""
-        units = self.opened.architecture.units
-        return units[: units.index(self.late_layers[0].unit)]
+        layer_names = self.opened.architecture.decoder_layers
+        return layer_names[: layer_names.index(self.late_layers[0].decoder_layer)]
 
     def load(self) -> None:
         """Read all weights; raises `CompressionError` for a model without a language-model head."""
@@ -88,7 +88,7 @@ class PathwayModel:
         """
         tokens = pad_sequence([torch.tensor(row.tokens[:-1]) for row in rows], batch_first=True)
         logits, router_logits, early_outputs = self._observe(tokens)
-        work = len(self.opened.architecture.units) * tokens.numel()
+        work = len(self.opened.architecture.decoder_layers) * tokens.numel()
         self.work += work
         positions = list[int]()  # that are moved
         for number, row in enumerate(rows):
@@ -127,16 +127,18 @@ class PathwayModel:
         def keep_choice(layer: str, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
             choices[layer] = experts.clone(), weights.clone()
 
-        def keep_output(unit: str, module: nn.Module, args: Any, output: Any) -> None:
-            early_outputs[unit] = tree_map(_copy, output)  # a later layer may write into it
+        def keep_output(decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
+            early_outputs[decoder_layer] = tree_map(_copy, output)  # a later layer may write into it
 
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(watched(self.model, layer, partial(keep_logits, layer.name)))
                 if not self.scores:
-                    stack.enter_context(Watch(self.model, layer, on_experts=partial(keep_choice, layer.name)))
-            for unit in self.early_units:
-                hook = self.model.get_submodule(unit).register_forward_hook(partial(keep_output, unit))
+                    stack.enter_context(MoeHooks(self.model, layer, on_experts=partial(keep_choice, layer.name)))
+            for decoder_layer in self.early_units:
+                hook = self.model.get_submodule(decoder_layer).register_forward_hook(
+                    partial(keep_output, decoder_layer)
+                )
                 stack.callback(hook.remove)
             logits = self._forward(tokens)
         if not bool(logits.isfinite().all()):
@@ -170,12 +172,12 @@ class PathwayModel:
             for layer, logits, added in zip(self.late_layers, plain.router_logits, shift, strict=True):
                 target = logits + added.to(logits)
                 stack.enter_context(watched(self.model, layer, partial(set_rows, target)))
-            for unit, output in plain.early_outputs.items():  # early layers return what they returned before
-                module = self.model.get_submodule(unit)
+            for decoder_layer, output in plain.early_outputs.items():  # early layers return what they returned before
+                module = self.model.get_submodule(decoder_layer)
                 module.forward = lambda *args, output=output, **kwargs: tree_map(_copy, output)
                 stack.callback(module.__dict__.pop, "forward", None)
             logits = self._forward(plain.tokens)
-        layers = len(self.opened.architecture.units) - len(self.early_units)
+        layers = len(self.opened.architecture.decoder_layers) - len(self.early_units)
         self.work += layers * plain.tokens.numel() * (3 if logits.requires_grad else 1)
         return logits
 

@@ -145,16 +145,16 @@ def search(
         if result is not None:
             attempts.append(Attempt(count, result, gate.accepts(result)))
         else:
-            attempt, made = compress_to(count)
+            attempt, finished = compress_to(count)
             attempts.append(attempt)
-            if made is not None:
-                outcome, in_place, is_ours = made, count, True
+            if finished is not None:
+                outcome, in_place, is_ours = finished, count, True
         count = next_count(counts, attempts)
     smallest = next((attempt for attempt in reversed(attempts) if attempt.accepted), None)
     if smallest is not None and smallest.experts != in_place:
         # it passed before the search was killed, and may not have come into its place
-        attempt, made = compress_to(smallest.experts)
-        outcome = made or outcome
+        attempt, finished = compress_to(smallest.experts)
+        outcome = finished or outcome
         attempts.remove(smallest)
         attempts.append(attempt)
     return attempts, outcome

@@ -1,4 +1,4 @@
-"""What a recipe would do, from configs and headers alone: nothing is written, and no weight and no text is read."""
+"""Dry runs of recipes, from configs and headers alone: nothing is written, and no weight or text is read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -58,7 +58,7 @@ class TextNeed:
 
     @classmethod
     def of(cls, spec: TextSpec, steps: Mapping[str, str]) -> Self:
-        """What a spec asks for; `steps` are the names of those that its parts are for."""
+        """Return the text that a spec asks for; `steps` names those that its parts are for."""
         parts = [(steps[name], part.sequences, part.length) for name, part in spec.parts.items()]
         parts += [("held out", spec.heldout_wanted, spec.heldout_length)] if parts else []
         parts += [(EVALUATION, spec.evaluation, spec.heldout_length)] if spec.evaluation else []
@@ -68,7 +68,7 @@ class TextNeed:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What `--dry-run` shows."""
+    """The content of `--dry-run`."""
 
     model: str
     revision: str | None
@@ -100,7 +100,7 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe) -> DryRun:
-    """What a recipe would do; raises the `CompressionError` of everything that a run refuses before it reads text."""
+    """Return the outcome of a recipe in advance; raises every `CompressionError` of a run before it reads text."""
     require(*recipe.packages)
     formats_of(recipe)
     shown = None
@@ -153,12 +153,15 @@ def dry_run(recipe: Recipe) -> DryRun:
 
 
 def servers_after(resolved: ResolvedRecipe) -> Advice:
-    """What servers make of the model at the end."""
+    """Return the advice on servers for the final model."""
     return advice_on(served_model(resolved.seen), resolved.seen.architecture.layers, resolved.counts[-1])
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:
-    """The numbers of the model with so many experts in each layer; their size is what a few more or less weigh."""
+    """Return the numbers of the model with so many experts in each layer.
+
+    Their size is what a few more or less weigh.
+    """
     layers, served = model.architecture.layers, served_model(model)
     few = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
     size, other = sized(experts), sized(experts + few)

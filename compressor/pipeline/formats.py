@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import alone, new_folder
+from compressor.files import lock_output, new_folder
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.registry import Exporter, exporter_options, load_exporter
@@ -42,7 +42,7 @@ def export_checkpoint(
     options = exporter_options(name, settings)
     packages = getattr(module, "PACKAGES", PACKAGES)
     key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
-    with alone(output):
+    with lock_output(output):
         if not overwrite and answers(output, key):
             report_in_place(output)
             read_summary = getattr(module, "read_summary", None)

@@ -143,7 +143,7 @@ class Outcome:
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
     def before_and_after(self) -> dict[str, dict[str, int]]:
-        """Parameters and bytes, as JSON has them."""
+        """Return the parameters and bytes, as JSON has them."""
         return {
             "parameters": {"before": self.before.parameters, "after": self.after.parameters},
             "bytes": {"before": self.before.bytes, "after": self.after.bytes},
@@ -258,16 +258,19 @@ def fault_of(folder: Path) -> str | None:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a plan file, or in the record of an output folder; raises `CompressionError` where there is none."""
+    """Return the plan in a plan file, or in the record of an output folder.
+
+    Raises `CompressionError` where there is none.
+    """
     return _recorded(path)[1] if path.is_dir() else Plan.load(path)
 
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
-    """The record of an output folder, and the plan in it."""
-    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
-    content = read_json(path, remedy, remedy)
+    """Return the record of an output folder, and the plan in it."""
+    path, hint = folder / COMPRESSION, "name a folder that moe-compress has written"
+    content = read_json(path, hint, hint)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
-        raise CompressionError(f"{path} holds no plan; {remedy}")
+        raise CompressionError(f"{path} holds no plan; {hint}")
     return content, Plan.from_dict(content["plan"], f"{path}: plan")
 
 
@@ -310,7 +313,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
 
 
 def _experts_of(folder: Path, plan: Plan) -> tuple[int, int]:
-    """Experts of a layer before and after; where no step has chosen any, those of the output itself."""
+    """Return the experts of a layer before and after; where no step has chosen any, those of the output itself."""
     decided = plan.expert_plan
     if decided.layers:
         return max(layer.experts for layer in decided.layers), decided.experts

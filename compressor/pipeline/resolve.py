@@ -25,7 +25,7 @@ from compressor.data.batches import (
     repeat_text,
 )
 from compressor.data.emphasis import PLAIN, Emphasis, Marked
-from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
+from compressor.data.sources import DEFAULT_SOURCE, SourceSpec, WeightedSource, local_name, parse_sources
 from compressor.distributed import launched, ranks
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError
@@ -60,7 +60,7 @@ class Session:
 
 
 class Computing(TypedDict, total=False):
-    """Which version of a model is read, and where and how it computes; as for `open_run`."""
+    """The revision, device and dtype of a model; as for `open_run`."""
 
     revision: str | None
     dtype: str
@@ -150,13 +150,13 @@ class ResolvedRecipe:
         most, before = 0, 0
         numbers = stage_numbers(self.options)
         for number in dict.fromkeys(numbers):
-            places = [place for place, stage in enumerate(numbers) if stage == number]
-            steps = [self.steps[place] for place in places]
+            places = [position for position, stage in enumerate(numbers) if stage == number]
+            steps = [self.steps[position] for position in places]
             if before and steps[0].options.order is None:
                 continue
             written = self.output_size(steps, self.counts[0])
             waiting = written.waiting
-            if any(self.requirements[place].waits_on_disk for place in places):
+            if any(self.requirements[position].waits_on_disk for position in places):
                 waiting += written.size.bytes
             most = max(most, before + written.size.bytes + waiting)
             before = written.size.bytes
@@ -187,14 +187,17 @@ def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
 
 
 def content_of(source: str) -> list[str]:
-    """A source with the SHA-256 of its file, or of each file of its folder; what names neither stands for itself."""
-    name = Address.parse(source).name
+    """Return a source with the SHA-256 of its file, or of each file of its folder.
+
+    What names neither stands for itself.
+    """
+    name = SourceSpec.parse(source).name
     files = sorted(Path(name).rglob("*")) if os.path.isdir(name) else [Path(name)]
     return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
 
 
 def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
-    """The number of each step's stage, from `first` on.
+    """Return the number of each step's stage, from `first` on.
 
     Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own, and so is one
     that stores tensors in another way.
@@ -210,7 +213,7 @@ def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
 
 
 def of_stage(steps: Sequence[StepOptions], stage: int) -> list[StepOptions]:
-    """The steps that are done together in a stage, of those of a run."""
+    """Return the steps that are done together in a stage, of those of a run."""
     return [step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage]
 
 
@@ -257,7 +260,7 @@ def prepare(
 
 
 def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
-    """The steps that do something, with every option resolved for the model."""
+    """Return the steps that do something, with every option resolved for the model."""
     steps, described = list[Step[Any]](), replace(model, formats=recipe.output.formats)
     for stage, options in zip(stage_numbers(recipe.steps), recipe.steps, strict=True):
         step = options.step().resolve(described, of_stage(recipe.steps, stage))
@@ -269,7 +272,7 @@ def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
 def _requirements(
     steps: Sequence[Step[Any]], model: OpenModel, plan: Plan | None
 ) -> tuple[list[Requirements], OpenModel]:
-    """What each step reads and takes, and the model as the first layerwise stage sees it.
+    """Return the requirements of each step, and the model as the first layerwise stage sees it.
 
     Steps of later layerwise stages are checked on the model that is there then.
     """
@@ -291,7 +294,10 @@ def _requirements(
 
 
 def text_spec(resolved: ResolvedRecipe, options: TextOptions, parts: Mapping[int, str]) -> TextSpec | None:
-    """The text of these options for the steps of these numbers, each with the name of its part; None if none reads."""
+    """Return the text of these options for the steps of these numbers, each with the name of its part.
+
+    None if none reads.
+    """
     needs = {name: resolved.requirements[number] for number, name in parts.items()}
     if not any(need.text or need.part is not None for need in needs.values()):
         return None
@@ -310,7 +316,7 @@ def text_spec(resolved: ResolvedRecipe, options: TextOptions, parts: Mapping[int
 
 
 def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
-    """What of the text is emphasised, by the model's own tokens; refuses tokens that it does not have."""
+    """Return the emphasised tokens of the model; refuses those that it does not have."""
     wanted = {} if options.emphasis is None else options.emphasis.model_dump(exclude_none=True)
     if not wanted:
         return PLAIN
@@ -328,24 +334,24 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
     }
     for name in wanted:
         if not tokens[name]:
-            fault = f"{model.source.label} has {missing[name]}"
-            raise CompressionError(f"emphasis.{name}: {fault}; leave it out, or mend the model's files")
+            message = f"{model.source.label} has {missing[name]}"
+            raise CompressionError(f"emphasis.{name}: {message}; leave it out, or mend the model's files")
     return Emphasis({name: Marked(weight, tokens[name]) for name, weight in wanted.items()})
 
 
 def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:
-    """The text of the run, and those of steps that have one of their own by their number, as far as any is read.
+    """Yield the text of the run, and those of steps that have one of their own by their number, as far as any is read.
 
     The first of them is the one that the output is evaluated on.
     """
     evaluated = EVALUATED if resolved.recipe.output.evaluate else 0
     shared = dict[int, str]()  # names of the parts of the run's text
     wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, resolved.recipe.calibration, shared)]
-    for place, step in enumerate(resolved.options):
+    for position, step in enumerate(resolved.options):
         if step.calibration is None:
-            shared[place] = part_name(place)
+            shared[position] = part_name(position)
         else:
-            wanted.append((place, step.calibration, {place: OWN}))
+            wanted.append((position, step.calibration, {position: OWN}))
     for number, options, parts in wanted:
         if (spec := text_spec(resolved, options, parts)) is not None:
             yield number, replace(spec, evaluation=evaluated)
@@ -353,7 +359,7 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
 
 
 def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None = None) -> State:
-    """The state before the first step, once texts are read."""
+    """Return the state before the first step, once texts are read."""
     with session.clock.phase("read text"):
         texts = read_texts(resolved)
     plan = first_plan(resolved, texts[0])
@@ -439,7 +445,7 @@ def first_plan(resolved: ResolvedRecipe, text: Text | None) -> Plan:
 def read_calibration(
     session: Session, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
 ) -> Calibration:
-    """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
+    """Return the calibration text, the same on all ranks, with a share held out and sequences reserved."""
     model = session.model
     spec = TextSpec(
         sources_of(options),
@@ -460,7 +466,7 @@ def read_calibration(
 def read_evaluation(
     session: Session, names: Sequence[str], options: TextOptions, seed: int, most: int
 ) -> tuple[EvaluationSet, ...]:
-    """Text to evaluate on, at most so many sequences of it."""
+    """Return text to evaluate on, at most so many sequences of it."""
     return evaluation_sets(
         names,
         load_tokenizer(session.model.source.folder),

@@ -20,7 +20,7 @@ from compressor.data.sources import with_folders
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, without_tokens
-from compressor.files import alone, clear, work_folder
+from compressor.files import clear, lock_output, work_folder
 from compressor.formatting import joined
 from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where an output goes, how it is made, and what it has to pass."""
+    """The output's folder and options, and the gate that it has to pass."""
 
     out: Path
     overwrite: bool = False
@@ -112,7 +112,7 @@ class WorkingCheckpoint:
         return self if self.before is None else self.before.first
 
     def opened(self, like: OpenModel) -> OpenModel:
-        """The checkpoint as it is now, computing like another model."""
+        """Return the checkpoint as it is now, computing like another model."""
         if self.model is None:
             self.model = open_alike(ModelSource(str(self.folder), None, self.folder), like)
         return self.model
@@ -164,7 +164,7 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
 
 
 def earlier_plan(model: OpenModel) -> Plan | None:
-    """The plan that a checkpoint of this tool was made by; None for another one."""
+    """Return the plan that a checkpoint of this tool was made by; None for another one."""
     path = model.source.folder / COMPRESSION
     if not path.is_file():
         return None
@@ -174,12 +174,12 @@ def earlier_plan(model: OpenModel) -> Plan | None:
 
 def refuse_places(delivery: Delivery, models: Sequence[OpenModel]) -> None:
     """Refuse an output inside a checkpoint that is read, or one that would replace it."""
-    target, remedy = delivery.out.resolve(), "name another output folder"
+    target, hint = delivery.out.resolve(), "name another output folder"
     for folder in (model.source.folder for model in models):
         if target == folder or folder in target.parents:
-            raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {remedy}")
+            raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {hint}")
         if target in folder.parents and (delivery.overwrite or not target.is_dir()):
-            raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {remedy}")
+            raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {hint}")
 
 
 def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: PeakMemory) -> Outcome | None:
@@ -193,7 +193,7 @@ def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: Pe
         same = answers(delivery.out, place)
         with suppress(CompressionError):
             if same and work_folder(delivery.out).exists():  # of a run that was killed after the last rename
-                with alone(delivery.out) as folder:
+                with lock_output(delivery.out) as folder:
                     clear(folder)
         return same
 
@@ -306,8 +306,8 @@ def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) ->
             return None
         evaluator = Evaluator(state.base, text.evaluation)
         if evaluator.sequences < FEWEST:
-            fault = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
-            raise CompressionError(f"{fault}; give more text, or lower --samples or --sequence-length")
+            message = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
+            raise CompressionError(f"{message}; give more text, or lower --samples or --sequence-length")
         settings, variant = (state.base.dtype_name, str(state.base.partial.device)), AS_IT_IS
         if not state.plan.expert_plan.has_constants:
             output = open_model(ModelSource(str(folder), None, folder), *settings)
@@ -412,21 +412,21 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         changing = [step for step in steps if type(step).apply_layer is not Step.apply_layer]
 
         def change(name: str, tensors: Tensors) -> Tensors:
-            """What steps that only change tensors do to a decoder layer, one after the other."""
-            moe_layers = [layer for layer in state.model.architecture.layers if layer.unit == name]
+            """Return a decoder layer's tensors after the steps that only change tensors, in order."""
+            moe_layers = [layer for layer in state.model.architecture.layers if layer.decoder_layer == name]
             current = dict(tensors)
             for step in changing:
                 for key, value in (step.apply_layer(DecoderLayer(name, moe_layers, current), state) or {}).items():
                     if key not in current or value.shape != current[key].shape:
-                        fault = f"gives {key} of {name}, which is no tensor of that shape"
-                        raise CompressionError(f"step {step.name} {fault}; mend its apply_layer()")
+                        message = f"gives {key} of {name}, which is no tensor of that shape"
+                        raise CompressionError(f"step {step.name} {message}; mend its apply_layer()")
                     current[key] = value
             return {key: value for key, value in current.items() if value is not tensors[key]}
 
         job = make_job(state.model, plan, cut, change if changing else None)
     if not is_written(folder):
         labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
-        state.progress.start("write", len(job.units))
+        state.progress.start("write", len(job.decoder_layers))
         with state.clock.phase("write"):
             write_stage(job, folder, labels, state.progress.advance)
         if not any(step.options.verified_by_kept for step in steps):

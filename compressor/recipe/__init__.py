@@ -1,1 +1,1 @@
-"""What shall be done, as data that can be read, edited, checked and carried out."""
+"""Recipes and plans: data that can be read, edited, checked and carried out."""

@@ -1,4 +1,4 @@
-"""What the layerwise steps of a stage do to every expert: which stay, merge or go.
+"""Plans of layerwise steps: which experts stay, merge or go.
 
 Plans check themselves on creation, before any weight is read.
 """
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What happens to one MoE layer; experts in no group are dropped. Slot n of the output holds group n."""
+    """The plan of one MoE layer: slot n of the output holds group n, and experts in no group are dropped."""
 
     module: str  # the experts module's full name
     layer: int  # the decoder layer's number
@@ -84,8 +84,8 @@ class LayerPlan:
     constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
 
     def __post_init__(self) -> None:
-        if fault := next(self._faults(), ""):
-            raise CompressionError(f"{self.module}: {fault}")
+        if message := next(self._faults(), ""):
+            raise CompressionError(f"{self.module}: {message}")
 
     def _faults(self) -> Iterator[str]:
         seen = set[int]()
@@ -103,8 +103,8 @@ class LayerPlan:
                 gone = list(self.dropped)
                 yield f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
             if not self.is_drop:
-                remedy = "give every expert that is kept an untouched group of its own"
-                yield f"constants stand beside merged experts; {remedy}"
+                hint = "give every expert that is kept an untouched group of its own"
+                yield f"constants stand beside merged experts; {hint}"
             if len(self.groups) < self.top_k:
                 yield f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
             return
@@ -161,13 +161,13 @@ class LayerPlan:
 
 
 def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
-    """A layer's figures of its correction; empty if there are none."""
+    """Return a layer's figures of its correction; empty if there are none."""
     figures = layer.figures.get("correction")
     return figures if isinstance(figures, Mapping) else {}
 
 
 def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
-    """The protected experts that a layer's plan merges, changes or drops."""
+    """Return the protected experts that a layer's plan merges, changes or drops."""
     untouched = {group.members[0] for group in layer.groups if group.untouched}
     return sorted(set(protected) - untouched)
 
@@ -182,7 +182,7 @@ class Source:
 
     @classmethod
     def of(cls, model: "OpenModel") -> Self:
-        """That of an opened model."""
+        """Return the source of an opened model."""
         return cls(model.source.name, model.source.revision, model.fingerprint)
 
     @property
@@ -216,8 +216,8 @@ class ExpertPlan:
                 yield f"{layer.module} appears twice in the plan; keep one entry for each layer"
             if self.format is not None:
                 if layer.dropped and not layer.constants:
-                    remedy = "name them in 'constants'"
-                    yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
+                    hint = "name them in 'constants'"
+                    yield f"{layer.module} drops experts without constants, which this format cannot; {hint}"
                 continue
             if layer.constants:
                 yield f"{layer.module} has constants, but the plan is not of that format; restore 'format'"
@@ -241,8 +241,8 @@ class ExpertPlan:
                 most = owner.experts - 1
                 yield f"{module}: protected expert {missing[0]} does not exist; experts are numbered 0 to {most}"
             elif changed:
-                remedy = "give it an untouched group of its own, or take it out of 'protected'"
-                yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {remedy}"
+                hint = "give it an untouched group of its own, or take it out of 'protected'"
+                yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
 
     @property
     def has_constants(self) -> bool:
@@ -278,7 +278,7 @@ def check_split(split: Mapping[str, Any]) -> None:
 
 
 def describe_split(split: Mapping[str, Any]) -> str:
-    """What was done to every expert, in words."""
+    """Return a sentence on the split of every expert."""
     how = "by what they do on text" if split.get("calibration") else "by the norms of their weights"
     neurons = f", neurons dealt out {how}" if "calibration" in split else ""
     return f"each of {split.get('experts')} experts into {split.get('parts')} parts{neurons}"
@@ -303,7 +303,7 @@ def check_layers(plan: ExpertPlan, layers: "Sequence[MoeLayer]") -> None:
             raise CompressionError(f"the plan speaks of {planned.module}, which this model does not have; plan again")
         for fact in LAYER_FACTS:
             if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
-                fault = f"the plan says {fact} {stated}, the model has {actual}"
-                raise CompressionError(f"{layer.name}: {fault}; restore it")
+                message = f"the plan says {fact} {stated}, the model has {actual}"
+                raise CompressionError(f"{layer.name}: {message}; restore it")
     if missing := sorted(known):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")

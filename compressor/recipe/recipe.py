@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from compressor.data.sources import GIVEN, Address, has_text_suffix, local_name, without_folders
+from compressor.data.sources import GIVEN, SourceSpec, has_text_suffix, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, TASKS
@@ -71,7 +71,7 @@ PlainLoader.add_constructor(f"{TAG}timestamp", PlainLoader.construct_yaml_str)
 
 
 class OutputOptions(Options):
-    """What is written, and where it is published."""
+    """Options of the output: its formats, and where it is published."""
 
     formats: tuple[str, ...] = Field(("safetensors",), min_length=1)
     """safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the subfolder onnx. mone
@@ -95,12 +95,12 @@ class OutputOptions(Options):
 
 
 class ModelOptions(Options):
-    """Which version of a model is read, and how it computes."""
+    """Options of the model: its revision, device and dtype."""
 
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     dtype: str = "auto"
-    """For computing: auto (the checkpoint's), float32, bfloat16 or float16."""
+    """Computing dtype: auto (the checkpoint's), float32, bfloat16 or float16."""
 
 
 Resident = Annotated[  # of YAML's yes and no, which are true and false there
@@ -124,7 +124,7 @@ class Recipe(ModelOptions):
     """Branch, tag or commit of the base."""
     calibration: TextOptions = TextOptions()
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of everything that is drawn, such as calibration text."""
+    """Seed of all random draws, such as calibration text."""
     resident: Resident = RESIDENT
     steps: tuple[StepOptions, ...] = ()
     gate: GateOptions | None = None
@@ -155,35 +155,35 @@ class Recipe(ModelOptions):
         return validated(cls, content, where, f"{where} has no field")
 
 
-def step_class(name: str, place: str = "") -> type[StepOptions]:
+def step_class(name: str, location: str = "") -> type[StepOptions]:
     """Return the options of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
-    kind = load(STEPS, name, place)
+    kind = load(STEPS, name, location)
     if not (isinstance(kind, type) and issubclass(kind, StepOptions)) or getattr(kind, "name", None) != name:
         message = f"its entry point should be a StepOptions whose `name` is {name!r}"
         raise CompressionError(f"step {name!r} is no plugin: {message}")
     return kind
 
 
-def make_step(name: str, options: Mapping[str, Any], place: str = "") -> StepOptions:
-    """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
+def make_step(name: str, options: Mapping[str, Any], location: str = "") -> StepOptions:
+    """Return a step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
     if name == "prune" and options.keys() & UNEVEN_OPTIONS:
-        raise CompressionError(f"{place or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
-    where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
-    return validated(step_class(name, place), options, where, f"step {name} has no option", at)
+        raise CompressionError(f"{location or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
+    where, at = (f"{location}: {name}", f" at {location}") if location else (name, "")
+    return validated(step_class(name, location), options, where, f"step {name} has no option", at)
 
 
 def _step(entry: Any, number: int) -> StepOptions:
     if isinstance(entry, StepOptions):
         return entry
-    place = f"steps[{number}]"
+    location = f"steps[{number}]"
     if isinstance(entry, str):
-        return make_step(entry, {}, place)
+        return make_step(entry, {}, location)
     if isinstance(entry, Mapping) and len(entry) == 1:
         ((name, options),) = entry.items()
         if isinstance(name, str) and isinstance(options, Mapping | None):
-            return make_step(name, options or {}, place)
+            return make_step(name, options or {}, location)
     shown = reprlib.repr(entry)
-    raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
+    raise CompressionError(f"{location} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
 
 
 def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
@@ -213,20 +213,20 @@ def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
 
 
 def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]) -> list[StepOptions]:
-    """The steps with these options of one of them, which is put in its usual place if it is missing."""
-    places = [place for place, step in enumerate(steps) if step.name == name]
+    """Return the steps with these options of one of them, which is put in its usual place if it is missing."""
+    places = [location for location, step in enumerate(steps) if step.name == name]
     if len(places) > 1:
         raise CompressionError(f"the recipe has {len(places)} steps {name}; change the one that is meant in the file")
     if places:
-        (place,) = places
-        return [*steps[:place], make_step(name, {**steps[place].model_dump(), **options}), *steps[place + 1 :]]
+        (location,) = places
+        return [*steps[:location], make_step(name, {**steps[location].model_dump(), **options}), *steps[location + 1 :]]
     later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
-    place = next((place for place, step in enumerate(steps) if step.name in later), len(steps))
-    return [*steps[:place], make_step(name, options), *steps[place:]]
+    location = next((location for location, step in enumerate(steps) if step.name in later), len(steps))
+    return [*steps[:location], make_step(name, options), *steps[location:]]
 
 
 def recipe_yaml(recipe: Recipe) -> bytes:
-    """The recipe as YAML, without defaults; sizes of the calibration text are always there."""
+    """Return the recipe as YAML, without defaults; sizes of the calibration text are always there."""
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
@@ -263,22 +263,22 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of an output with the folders that the run's record on this machine knows."""
+    """Return the recipe of an output with the folders that the run's record on this machine knows."""
     record = read_record(path.parent)
     if record is None:
         return content
     known = (record.calibration or {}).get("sources")
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
-    places = {local_name(text): text for text in texts if os.path.exists(Address.parse(text).name)}
+    places = {local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)}
 
     def in_place(source: str) -> str:
         name, sign, weight = source.rpartition("=")
         return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
 
     located = dict(content)
-    for field, place in (("model", record.source), ("base", record.base)):
-        if place is not None and os.path.isdir(place) and content.get(field) == Path(place).name:
-            located[field] = place
+    for field, location in (("model", record.source), ("base", record.base)):
+        if location is not None and os.path.isdir(location) and content.get(field) == Path(location).name:
+            located[field] = location
     if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
         located["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
     return located
@@ -291,10 +291,10 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
         ("base", recipe.base, recipe.base_revision),
     ):
         if isinstance(name, str) and revision is None and "/" not in name and not os.path.exists(name):
-            remedy = f"add --set {what}=FOLDER"
-            raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
+            hint = f"add --set {what}=FOLDER"
+            raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {hint}")
     for source in map(str, recipe.calibration.data or ()):
-        names = [Address.parse(text).name for text in (source, source.rpartition("=")[0])]
+        names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
         texts = [name for name in names if has_text_suffix(name)]
         if texts and not any(map(os.path.exists, names)):
             raise CompressionError(f"{path} names the text {texts[0]}, which is not here; name it with --calibration")
@@ -315,12 +315,12 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
     sizes = asked if isinstance(asked, Mapping) else {}
     given = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
     if isinstance(marked := calibration.get("emphasis"), Mapping):
-        given["emphasis"] = {name: each.get("weight") for name, each in marked.items()}
+        given["emphasis"] = {name: entry.get("weight") for name, entry in marked.items()}
     return TextOptions(data=tuple(sources), **given)
 
 
 def recipe_of_plan(plan: Plan) -> Recipe:
-    """The recipe that a plan was made by, its source as the plan names it."""
+    """Return the recipe that a plan was made by, its source as the plan names it."""
     steps = [make_step(entry.name, entry.options, f"steps[{number}]") for number, entry in enumerate(plan.steps)]
     content = {"model": plan.source.model, "revision": plan.source.revision, "seed": plan.seed, "dtype": plan.dtype}
     if plan.base is not None:

@@ -1,4 +1,4 @@
-"""What strategies and exporters are to the compressor: the contract that each plugin is held to."""
+"""The contract of strategies and exporters, to which every plugin is held."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]  # (statistics, opt
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, and what it needs measured."""
+    """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, with its needs."""
 
     name: str
     plan: Callable[..., LayerPlan]
     needs: frozenset[str]
     options: Any = None
     summary: str = ""
-    correction: str = "none"  # what it is corrected by unless the user says otherwise
+    correction: str = "none"  # the default correction of its plans
     similarity: SimilarityFunction | None = None
     similarity_needs: frozenset[str] = frozenset()
 
@@ -39,7 +39,7 @@ class Strategy:
             plan = self.plan(*arguments)
         except CompressionError:
             raise
-        except Exception as error:  # a plugin does what it likes
+        except Exception as error:  # plugins raise any exception
             message = f"strategy {self.name!r} failed: {type(error).__name__}: {reason_of(error)}"
             raise CompressionError(f"{layer.name}: {message}; mend its plan() or choose another strategy") from error
         is_plan = isinstance(plan, LayerPlan) and (plan.module, plan.experts) == (layer.name, layer.experts)
@@ -55,7 +55,7 @@ def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strat
 
 
 def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy that a module is, with its options; raises `CompressionError` for what is none."""
+    """Return the strategy that a module is, with its options; raises `CompressionError` for what is none."""
     what = f"strategy {name!r}"
     needs = getattr(module, "NEEDS", None)
     if not callable(getattr(module, "plan", None)) or not isinstance(needs, frozenset):
@@ -76,7 +76,7 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
 
 
 def working_strategies() -> Iterator[Strategy]:
-    """Every strategy that can be loaded, by name; another is named in a warning and left out."""
+    """Yield every strategy that can be loaded, by name; another is named in a warning and left out."""
     return working(STRATEGIES, load_strategy)
 
 
@@ -98,7 +98,7 @@ class Exporter(Protocol):
 
 
 def load_exporter(name: str) -> Any:
-    """The exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
+    """Return the exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
     module = load(EXPORTERS, name)
     if not callable(getattr(module, "export", getattr(module, "write", None))):
         message = "it needs a function export(checkpoint, output, options, progress)"
@@ -107,5 +107,5 @@ def load_exporter(name: str) -> Any:
 
 
 def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """An exporter's options with these settings, None where it has none; raises `CompressionError`."""
+    """Return an exporter's options with these settings, None where it has none; raises `CompressionError`."""
     return make_options(f"exporter {name!r}", getattr(load_exporter(name), "Options", None), settings or {})

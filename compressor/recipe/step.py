@@ -50,7 +50,7 @@ class EmphasisOptions(Options):
 
 
 class TextOptions(Options):
-    """Which text is read, and how much of it."""
+    """Options of the text: its sources and size."""
 
     data: tuple[Source, ...] | None = Field(None, max_length=MOST_SOURCES)
     """Text, JSONL or parquet file, data set or 'demo' (default: C4). Rows may have pictures. A data set is ID, if need
@@ -62,7 +62,7 @@ class TextOptions(Options):
     emphasis: EmphasisOptions | None = None
     """Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as
     end=8,think_end=8."""
-    strict: bool = Field(False, exclude=True)  # which changes no output, so that no record holds it
+    strict: bool = Field(False, exclude=True)  # no effect on the output, so no record holds it
     """End at a row of text that cannot be read, instead of leaving it out."""
 
     @field_validator("emphasis", mode="before")
@@ -75,14 +75,14 @@ class TextOptions(Options):
     def _several(cls, value: Any) -> Any:
         if isinstance(value, str | PathLike | GivenTexts):
             value = (value,)
-        if isinstance(value, list | tuple) and not any(isinstance(each, Mapping) for each in value):
-            return tuple(fspath(each) if isinstance(each, PathLike) else each for each in value)
+        if isinstance(value, list | tuple) and not any(isinstance(item, Mapping) for item in value):
+            return tuple(fspath(item) if isinstance(item, PathLike) else item for item in value)
         return (GivenTexts.of(value),) if isinstance(value, Iterable) else value
 
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a step reads, and the memory and disk space that it takes."""
+    """The text, memory and disk space that a step needs."""
 
     text: bool = False  # calibration text
     heldout: int = 0  # sequences of it that are held out, at the least
@@ -203,7 +203,7 @@ class Step(Generic[StepOptionsT]):
         return model
 
     def requirements(self, model: "OpenModel", steps: "Sequence[StepOptions]", planned: bool) -> Requirements:
-        """Return what it reads and takes; raise `CompressionError` for what cannot be done, before a weight is read.
+        """Return its needs; raise `CompressionError` for what cannot be done, before a weight is read.
 
         `steps` are those of its stage, or of a step on the whole model those before it; `planned`: its decisions are
         there already.

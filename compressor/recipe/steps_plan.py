@@ -1,4 +1,4 @@
-"""The plan: the recipe's steps with what each decided and, after the run, what came of it; JSON to read and edit.
+"""The plan: the recipe's steps with the decision of each and, after the run, its result; JSON to read and edit.
 
 A plan and its source checkpoint are enough to rebuild the output bit for bit.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.files import alone, json_object, replacing
+from compressor.files import json_object, lock_output, replacing
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, LayerPlan, Source, check_split
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
@@ -26,7 +26,7 @@ Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step as the plan has it: its options, what it decided, what came of it. None: not yet."""
+    """A step in a plan: its options, decision and result; None before they exist."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was or shall be done to a source checkpoint, step by step, with its provenance."""
+    """The steps done, or to be done, to a source checkpoint, with its provenance."""
 
     source: Source
     steps: tuple[PlannedStep, ...]
@@ -70,7 +70,7 @@ class Plan:
     seed: int = 0
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
-    base: Source | None = None  # what the result is compared with and trained toward, where that is not the source
+    base: Source | None = None  # the model to compare with and train toward, if that is not the source
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
@@ -90,7 +90,7 @@ class Plan:
 
     @cached_property
     def expert_plan(self) -> ExpertPlan:
-        """What becomes of the source's experts over all stages together, for those who show it."""
+        """The source's experts in the output, over all stages together, for display."""
         plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
         if plans:
             return reduce(_composed, plans)
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """How the last such step chose experts."""
+        """The strategy of the last step that chose experts."""
         return KEPT_WHOLE if self.pruning is None else str(self.pruning.options.get("strategy", self.pruning.name))
 
     @property
@@ -119,13 +119,13 @@ class Plan:
 
     @property
     def split(self) -> dict[str, Any] | None:
-        """How each of the source's experts became several; None where they stayed whole."""
+        """The split of the source's experts; None if they stayed whole."""
         decided = [dict(step.decision) for step in self.of(SPLIT) if isinstance(step.decision, Mapping)]
         return next((split for split in decided if split.get("parts") != 1), None)
 
     @property
     def correction(self) -> dict[str, Any] | None:
-        """How experts were refitted where they were decided on; None if they were not."""
+        """The correction in the step that decided on experts; None if there was none."""
         pruning = self.pruning
         refits = [step for step in self.of(CORRECT) if pruning is not None and step.stage == pruning.stage]
         if not refits:
@@ -143,7 +143,7 @@ class Plan:
         return {**named, "dtype": self.dtype, **plan.figures}
 
     def of(self, name: str) -> tuple[PlannedStep, ...]:
-        """All steps of a name, in order."""
+        """Return all steps of a name, in order."""
         return tuple(step for step in self.steps if step.name == name)
 
     def with_entry(self, number: int, **changes: Any) -> "Plan":
@@ -168,7 +168,7 @@ class Plan:
         return readable_json(self.to_dict())
 
     def digest(self) -> str:
-        """SHA-256 of what decides the output: source, text, and each step's options and decisions."""
+        """SHA-256 of all that decides the output: source, text, and each step's options and decisions."""
         steps = []
         for step in self.steps:
             content = {} if step.decision is None else decision_to_dict(step.decision)
@@ -211,7 +211,7 @@ class Plan:
 
 
 def decision_to_dict(decision: Decision) -> dict[str, Any]:
-    """A step's decision as JSON, without what is not there."""
+    """Return a step's decision as JSON, without what is not there."""
     if not isinstance(decision, ExpertPlan):
         return dict(decision)
     content: dict[str, Any] = {"experts": decision.experts}
@@ -225,7 +225,7 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
 
 
 def decision_from_dict(content: Any, name: str) -> Decision:
-    """The decision of the step of that name from JSON; one with layers is on experts."""
+    """Return the decision of the step of that name from JSON; one with layers is on experts."""
     where = f"the plan of {name}"
     decision: Mapping[str, Any] = value_as(content, Mapping[str, Any], where)
     layers = decision.get("layers")
@@ -255,14 +255,14 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 
 
 def layer_from_dict(entry: Any) -> LayerPlan:
-    """A layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
+    """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
     content = value_as(entry, Mapping[str, Any], "layers")
     module = str(content.get("module", "layers"))
     if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
         raise CompressionError(f"{module}: {content['experts']} experts are more than any layer has; restore it")
     dropped = content.pop("dropped", None) or ()
     for group in content.get("groups") or ():
-        if isinstance(group, dict):  # routers merge like weights unless the plan says otherwise
+        if isinstance(group, dict):  # routers merge like weights by default
             group.setdefault("router_coefficients", group.get("coefficients"))
     try:
         plan = read_as(LayerPlan, content, closed=True)
@@ -271,16 +271,16 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     grouped = plan.slots()
     for expert in dropped:
         if expert in grouped:
-            fault = "is in a group and in 'dropped'; take it out of one of them"
-            raise CompressionError(f"{module}: expert {expert} {fault}")
+            message = "is in a group and in 'dropped'; take it out of one of them"
+            raise CompressionError(f"{module}: expert {expert} {message}")
         if expert not in range(plan.experts):
-            fault = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
-            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {fault}")
+            message = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
+            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {message}")
     return plan
 
 
 def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
-    """What two stages do one after the other, in terms of the first one's experts."""
+    """Return the plan of two stages in turn, in terms of the first one's experts."""
     before, layers = {layer.module: layer for layer in first.layers}, list[LayerPlan]()
     for layer in second.layers:
         earlier = before.get(layer.module)
@@ -294,7 +294,7 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
 
 
 def _composed_group(earlier: LayerPlan, group: Group) -> Group:
-    """A group of an earlier plan's experts, in terms of that plan's members."""
+    """Return a group of an earlier plan's experts, in terms of that plan's members."""
     members, mixed, routed = list[int](), list[float](), list[float]()
     for slot, share, router_share in zip(group.members, group.coefficients, group.router_coefficients, strict=True):
         inner = earlier.groups[slot]
@@ -318,5 +318,5 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan to a file, whole or not at all."""
-    with alone(path) as work, replacing(path, work / path.name) as fresh:
+    with lock_output(path) as work, replacing(path, work / path.name) as fresh:
         fresh.write_text(plan.to_json(), encoding="utf-8")

@@ -36,7 +36,7 @@ from compressor.report.comparison_report import Comparison, Row
 from compressor.report.grid import Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
-from compressor.steps.constants.mone import (
+from compressor.steps.constants.search import (
     EVEN,
     UNEVEN,
     ConstantsByLayer,
@@ -46,14 +46,14 @@ from compressor.steps.constants.mone import (
     substitutes_of,
 )
 from compressor.steps.constants.step import refuse_model
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.job import idle_parameters, output_size
-from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planned, Planner, PruneSpec, protected_experts
-from compressor.steps.prune.protecting import Protected, given_protected, listed
-from compressor.steps.split.opening import partitioned, seen_as, with_top_k
+from compressor.steps.prune.protection import Protected, given_protected, listed
+from compressor.steps.prune.selection import keep_best
+from compressor.steps.split.view import partitioned, seen_as, with_top_k
 
 RANDOM, CONSTANTS = "random", "constants"
 
@@ -184,7 +184,7 @@ class _Table:
             held = data.heldout_batches
             data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
-            layers = compress_in_order(self.model, work, data, self.progress, probe=probe, phase=phase)
+            layers = compress_sequentially(self.model, work, data, self.progress, probe=probe, phase=phase)
         row = self.row(
             probe.figures[0],
             plan.experts,

@@ -30,8 +30,8 @@ from compressor.data.batches import Calibration, calibrate, load_tokenizer, repe
 from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
-from compressor.model.experts import Watch
-from compressor.model.moe_layer import MoeLayer, layers_by_unit
+from compressor.model.experts import MoeHooks
+from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass, hidden_of
 from compressor.pipeline.outcome import read_outcome
@@ -45,7 +45,7 @@ from compressor.run_record import RunRecord, cache_folder, digest_of, read_cache
 from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
-from compressor.steps.split.opening import as_decided
+from compressor.steps.split.view import as_decided
 
 logger = logging.getLogger(__name__)
 
@@ -305,18 +305,20 @@ class _WatchedLayer:
         self.width = int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
-        self.collectors, self.watches = list[Collector](), list[Watch]()
+        self.collectors, self.watches = list[Collector](), list[MoeHooks]()
         for turn, model in enumerate(models):
             self.collectors.append(Collector(layers[turn], model, needs[turn], seed))
             on_output, on_block = partial(self._experts_ran, turn), partial(self._block_ran, turn)
-            self.watches.append(Watch(model, self.layer, on_output=on_output, on_block=on_block).attach())
+            self.watches.append(MoeHooks(model, self.layer, on_output=on_output, on_block=on_block).attach())
 
     def _experts_ran(self, turn: int, hidden: Tensor, output: Tensor) -> None:
         self.outputs[turn] = output
 
     def _block_ran(self, turn: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Have the output's block run on the arguments of the base's, unless it is the output's turn anyway."""
-        if self.layer.block != self.layer.unit:  # one that is the decoder layer is compared by its experts' outputs
+        if (
+            self.layer.block != self.layer.decoder_layer
+        ):  # one that is the decoder layer is compared by its experts' outputs
             self.outputs[turn] = hidden_of(output)
         if turn == 0 and self.small is not None:
             base, self.outputs[0] = self.outputs[0], torch.empty(0)
@@ -368,11 +370,11 @@ class _BaseAndOutput(LayerVisitor):
         self.watched: list[_WatchedLayer] = []
         self.turn, self.hidden, self.random = 0, torch.empty(0), torch.get_rng_state()
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         for model in self.models[1:]:
-            model.partial.load(model.partial.keys_under(unit))
+            model.partial.load(model.partial.keys_under(decoder_layer))
         live = [model.partial.model for model in self.models]
-        by_model = [layers_by_unit(model.architecture.layers).get(unit, ()) for model in self.models]
+        by_model = [layers_by_decoder_layer(model.architecture.layers).get(decoder_layer, ()) for model in self.models]
         for layers in zip(*by_model, strict=True):
             needs = [VISITS | self.similarity.needs, VISITS][-len(live) :]
             self.watched.append(_WatchedLayer(layers, live, needs, self.sizes, self.seed))
@@ -386,8 +388,8 @@ class _BaseAndOutput(LayerVisitor):
         else:
             self.random = torch.get_rng_state()
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        return self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        return self.models[1].partial.model.get_submodule(decoder_layer).forward if self.turn else layer_forward
 
     def on_layer_output(self, output: Any) -> None:
         if self.turn:  # with what the base's has just made of the same batch
@@ -395,13 +397,13 @@ class _BaseAndOutput(LayerVisitor):
                 layer.stream.add(self.hidden, hidden_of(output), layer.width)
         self.hidden = hidden_of(output)
 
-    def clear(self, unit: str = "") -> None:
+    def clear(self, decoder_layer: str = "") -> None:
         """Leave the models as they were."""
         for layer in self.watched:
             layer.detach()
         self.watched = []
         for model in self.models[1:]:
-            model.partial.release(unit)
+            model.partial.release(decoder_layer)
 
 
 def measure_layers(
@@ -416,7 +418,7 @@ def measure_layers(
     models = [output] if base is None else [base, output]
     other = models[0].architecture
     names = [layer.name for layer in output.architecture.layers]
-    if names != [layer.name for layer in other.layers] or output.architecture.units != other.units:
+    if names != [layer.name for layer in other.layers] or output.architecture.decoder_layers != other.decoder_layers:
         raise CompressionError(
             f"{models[0].source.label} and {output.source.label} have different layers, so they are no base and its "
             "output; name the base with --model"
@@ -425,10 +427,10 @@ def measure_layers(
     both = _BaseAndOutput(models, [batch.numel() for batch in batches], similarity, seed)
     with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
         try:
-            for unit in passed:
+            for decoder_layer in passed:
                 for layer in both.watched:
                     yield layer.measures(similarity)
-                both.clear(unit)
+                both.clear(decoder_layer)
         finally:
             both.clear()
 

@@ -28,7 +28,7 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
+from compressor.files import check_folder, check_parent, is_page, lock_output, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
@@ -381,6 +381,6 @@ def write_report(data: Report, page_file: Path, folder: Path | None = None, over
             for figure in drawn:
                 (work_folder / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
                 written.append(folder / f"{figure.name}.png")
-    with alone(page_file) as work, replacing(page_file, work / page_file.name) as fresh:
+    with lock_output(page_file) as work, replacing(page_file, work / page_file.name) as fresh:
         fresh.write_text(text, "utf-8", "backslashreplace")
     return written

@@ -27,7 +27,7 @@ from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta
 from compressor.model.loading import map_keys, set_tensor
-from compressor.model.moe_layer import layers_by_unit
+from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import NAMES, loaders
 from compressor.model.substitution import Substitution
@@ -42,8 +42,8 @@ from compressor.report.comparison_report import STORED, Comparison, Row, choice,
 from compressor.report.grid import SCHEMES, TRANSFORMERS, Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
-from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job, stored_partial
 from compressor.steps.prune.options import Prune
@@ -51,7 +51,7 @@ from compressor.steps.prune.planning import Planner, PruneSpec, protected_expert
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
-from compressor.steps.split.opening import partitioned
+from compressor.steps.split.view import partitioned
 from compressor.steps.state import untouched
 
 RIDGE = Correct(method="ridge")
@@ -75,8 +75,10 @@ class PlannedShare:
     def __post_init__(self) -> None:
         architecture, experts = self.model.architecture, self.plan.experts
         self.smaller = build_meta(architecture.with_experts(experts), self.model.partial.dtype)
-        layers = layers_by_unit([replace(layer, experts=experts) for layer in architecture.layers])
-        self.matrices = {unit: expert_matrices(self.smaller, moe_layers) for unit, moe_layers in layers.items()}
+        layers = layers_by_decoder_layer([replace(layer, experts=experts) for layer in architecture.layers])
+        self.matrices = {
+            decoder_layer: expert_matrices(self.smaller, moe_layers) for decoder_layer, moe_layers in layers.items()
+        }
 
     @property
     def stored(self) -> torch.dtype:
@@ -99,7 +101,7 @@ class PlannedShare:
 
     def cut(self, decoder_layer: str) -> dict[str, Tensor] | None:
         """Return the loaded layer's tensors as planned, in the dtype in which experts are stored."""
-        layers = layers_by_unit(self.model.architecture.layers).get(decoder_layer)
+        layers = layers_by_decoder_layer(self.model.architecture.layers).get(decoder_layer)
         if layers is None:
             return None
         tensors = dict[str, Tensor]()

@@ -1,4 +1,4 @@
-"""Meters: what is seen of one MoE layer while batches pass it becomes the value of a statistic.
+"""Meters: each turns what passes one MoE layer into the value of a statistic.
 
 T tokens of a batch, S sampled ones, E experts, K top-k, H hidden.
 """
@@ -47,7 +47,7 @@ class RouterArguments:
 
 @dataclass(frozen=True, slots=True)
 class Observed(LayerWeights):
-    """The layer that is observed; `smaller_router` is None where weights are not wanted."""
+    """The layer that is observed; `smaller_router` is None if weights are not needed."""
 
     layer: MoeLayer
     config: Any
@@ -86,10 +86,10 @@ class Meter:
         self.observed = observed
 
     def experts_called(self, call: ExpertsCall) -> None:
-        """A batch is about to pass the experts."""
+        """Observe a batch before it passes the experts."""
 
     def router_called(self, call: RouterCall) -> None:
-        """A batch has passed the router."""
+        """Observe a batch that has passed the router."""
 
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         """For the tokens `rows` [n] an expert returned `outputs` [n, H], in the computing dtype.
@@ -97,8 +97,8 @@ class Meter:
         With gate weights [n] and L2 norms [n].
         """
 
-    def came_out(self, hidden: Tensor) -> None:
-        """The batch's hidden states [B, L, H] have come out of the decoder layer."""
+    def on_layer_output(self, hidden: Tensor) -> None:
+        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
 
     def absorb(self, other: Self, scale: float) -> None:
         """Take in what another meter of the same layer has seen, its sums times `scale`."""
@@ -188,7 +188,7 @@ class StreamEnergySum(Sum):
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         self.waiting.append((expert, rows, (as_float64(weights) * norms).square()))
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         weights = stream_weights(hidden, self.tokens)
         for expert, rows, energies in self.waiting:
             self.total[expert] += (energies * weights[rows.to(weights.device)]).sum().cpu()
@@ -222,7 +222,7 @@ class TokenSum(Sum):
         assert self.call is not None
         self.outputs[(self.call.index == expert).nonzero(as_tuple=True)] = outputs.float()
 
-    def came_out(self, hidden: Tensor) -> None:
+    def on_layer_output(self, hidden: Tensor) -> None:
         if self.call is not None and len(self.call.hidden):
             self.add(self.call, self.outputs)
         self.call, self.outputs = None, torch.zeros(0)
@@ -327,7 +327,7 @@ class Sample(Meter):
             self.parts.append((call.batch, taken.float() if taken.is_floating_point() else taken))
 
     def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All rows; of a layer that no sampled token reached, none, and so wide."""
+        """Return all rows; of a layer that no sampled token reached, none, and so wide."""
         return torch.cat([part for _, part in self.parts]) if self.parts else torch.zeros(0, width, dtype=dtype)
 
 
@@ -437,7 +437,7 @@ def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
 
 
 class Weights(Meter):
-    """The live modules, for which nothing need be seen."""
+    """The live modules, which no batch is needed for."""
 
     def finish(self) -> LayerWeights:
         return self.observed

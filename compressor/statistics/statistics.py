@@ -28,7 +28,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, build_meta
-from compressor.model.experts import Watch
+from compressor.model.experts import MoeHooks
 from compressor.model.inputs import media_of, parts_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -172,7 +172,7 @@ ALL = frozenset(STATISTICS)
 
 
 def _measured_by(*kinds: type[Meter]) -> frozenset[str]:
-    """Names of the statistics that meters of these kinds measure."""
+    """Return the names of the statistics that meters of these kinds measure."""
     return frozenset(name for name, entry in STATISTICS.items() if entry.meter and issubclass(entry.meter, kinds))
 
 
@@ -189,7 +189,7 @@ RECONSTRUCTION = frozenset(
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
-    """Refuse a need that nobody can measure, before anything is read."""
+    """Refuse a need that no meter measures, before anything is read."""
     if unknown := sorted(needs - ALL):
         raise CompressionError(
             f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
@@ -216,7 +216,7 @@ class Collector:
             for name, entry in STATISTICS.items()
             if name in needs and entry.meter is not None
         }
-        self.watch = Watch(
+        self.watch = MoeHooks(
             model,
             layer,
             on_router=self._router_ran,
@@ -234,7 +234,7 @@ class Collector:
         self.watch.detach()
 
     def _seen(self, tokens: int) -> tuple[int, Tensor, Tensor]:
-        """The current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
+        """Return the current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
 
         A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
         """
@@ -276,10 +276,10 @@ class Collector:
         for meter in self.meters.values():
             meter.expert_ran(expert, rows, weights, norms, outputs)
 
-    def came_out(self, hidden: Tensor) -> None:
-        """The decoder layer has put out the batch's hidden states [B, L, H]."""
+    def on_layer_output(self, hidden: Tensor) -> None:
+        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
         for meter in self.meters.values():
-            meter.came_out(hidden)
+            meter.on_layer_output(hidden)
 
     def absorb(self, other: Self, scale: float = 1.0) -> None:
         """Take in what another collector of the same layer has seen, its sums times `scale`."""
@@ -367,10 +367,10 @@ class Observers:
             self.observing = self.collectors[self.calibration.source_of(batch)]
             self.observing.enter(tokens.numel(), self.rows[batch], batch, tokens)
 
-    def came_out(self, hidden: Tensor) -> None:
-        """The decoder layer has put out the batch's hidden states [B, L, H]."""
+    def on_layer_output(self, hidden: Tensor) -> None:
+        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
         if self.observing is not None:
-            self.observing.came_out(hidden)
+            self.observing.on_layer_output(hidden)
 
     def detach(self) -> None:
         """Stop observing."""
@@ -379,7 +379,7 @@ class Observers:
         self.observing = None
 
     def finish(self) -> LayerStatistics:
-        """The statistics of the layer.
+        """Return the statistics of the layer.
 
         Of several ranks the first has them, of the batches of all; the others get the bare layer.
         """
@@ -402,8 +402,8 @@ def collect(
 ) -> Iterator[LayerStatistics]:
     """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
 
-    Needs that are met by weights alone load the experts and run nothing. For the sake of a visitor `end` the batches go
-    on to the model's output.
+    Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the batches go on to the
+    model's output.
     """
     routers = smaller_routers(model.architecture)
     if calibration is None:
@@ -448,7 +448,7 @@ class _Watching(LayerVisitor):
     def __init__(self, observers: Callable[[MoeLayer], Observers]) -> None:
         self.observers, self.active = observers, list[Observers]()
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         self.active = [self.observers(layer) for layer in self.at.moe_layers]
 
     def on_batch_start(self, batch: int) -> None:
@@ -457,4 +457,4 @@ class _Watching(LayerVisitor):
 
     def on_layer_output(self, output: Any) -> None:
         for observers in self.active:
-            observers.came_out(hidden_of(output))
+            observers.on_layer_output(hidden_of(output))

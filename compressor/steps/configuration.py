@@ -1,4 +1,4 @@
-"""The output's config.json: the base's, with the number of experts and what hangs on it rewritten."""
+"""The output's config.json: the base's, with the number of experts and all that depends on it rewritten."""
 
 import copy
 import logging
@@ -14,7 +14,7 @@ from compressor.checkpoint.reader import MODELOPT, WEIGHTS
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
-from compressor.model.own_code import without_code
+from compressor.model.remote_code import without_code
 from compressor.recipe.plan import ExpertPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")
@@ -23,7 +23,7 @@ WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
 
-Renames = Mapping[str, str | None]  # what names of experts become; None for a dropped one
+Renames = Mapping[str, str | None]  # new names of experts; None for a dropped one
 Fields = Mapping[str, Any]  # of a config, or values at dotted paths
 NONE: Renames = {}
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
-    """Set a field of `config` in its JSON, by whatever name it stands there; in a list, where its value stood."""
+    """Set a field of `config` in its JSON, by the name that it has there; in a list, in place of its value."""
     *parents, name = path.split(".")
     node = raw
     for parent in parents:
@@ -49,12 +49,12 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
 
 
 def announces_head(field: str) -> bool:
-    """Whether a config field of this name counts the layers of a multi-token-prediction head."""
+    """Return True if a config field of this name counts the layers of a multi-token-prediction head."""
     return HEADS.fullmatch(field) is not None
 
 
 def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names of the fields that count heads, and what they say."""
+    """Return the dotted names of the fields that count heads, with their values."""
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from _announcing(value, f"{prefix}{key}.")
@@ -63,7 +63,7 @@ def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str, Any], list[str]]:
-    """A config whose fields count the `heads` that are stored, and dotted names of those that were set to zero.
+    """Return a config whose fields count the `heads` that are stored, and dotted names of those that were set to zero.
 
     A field stays where the stock model `config` has other tensors without it.
     """
@@ -96,7 +96,7 @@ def _has(config: Any, path: str) -> bool:
 
 
 def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan) -> dict[str, str | None]:
-    """For experts stored by themselves: what an expert's name becomes; None for a dropped one's."""
+    """Return the new name of each expert that is stored by itself; None for a dropped one."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     renames: dict[str, str | None] = {}
     for layer in architecture.layers:
@@ -109,8 +109,8 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan)
 def all_renames(
     architecture: Architecture, layout: Layout, plan: ExpertPlan, head_renames: Renames
 ) -> dict[str, str | None]:
-    """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
-    if architecture.layers[0].parts > 1:  # no name in a quantisation speaks of a split's experts
+    """Return the new names of experts in a quantisation; those of kept heads are `head_renames`."""
+    if architecture.layers[0].parts > 1:  # a quantisation names no experts of a split
         return dict(head_renames)
     return {**expert_renames(architecture, layout, plan), **head_renames}
 
@@ -133,7 +133,7 @@ def _tells_experts_apart(pattern: str, renames: Renames) -> bool:
 
 
 def _renumber_text(text: str, renames: Renames) -> str | None:
-    """A module name in which an expert's number is replaced; None for a dropped expert's."""
+    """Return a module name in which an expert's number is replaced; None for a dropped expert's."""
     for old in accumulate(text.split("."), "{}.{}".format):
         if old in renames:
             new = renames[old]
@@ -147,7 +147,10 @@ def _renumber_text(text: str, renames: Renames) -> str | None:
 
 
 def renumbered_quantization(node: Any, renames: Renames) -> Any:
-    """A config's quantisation in which experts have other numbers; raises `CompressionError` for a pattern of some."""
+    """Return a config's quantisation in which experts have other numbers.
+
+    Raises `CompressionError` for a pattern of some.
+    """
     if isinstance(node, dict):
         entries = {_renumber_text(key, renames): renumbered_quantization(value, renames) for key, value in node.items()}
         return {name: value for name, value in entries.items() if name is not None}
@@ -158,7 +161,7 @@ def renumbered_quantization(node: Any, renames: Renames) -> Any:
 
 
 def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
-    """A copy of the JSON of the config `known` with other values at dotted paths."""
+    """Return a copy of the JSON of the config `known` with other values at dotted paths."""
     config = copy.deepcopy(dict(raw))
     for path, value in fields.items():
         _set_field(config, known, path, value)
@@ -174,7 +177,7 @@ def config_with(
     """
     config = without_code(fields_set(raw, architecture.config, fields))
     config.pop(WEIGHTS, None)  # the output's have the usual names
-    for node, field in kernel_fields(config):  # not obeyed here, it would fetch code elsewhere
+    for node, field in kernel_fields(config):  # ignored here, it would fetch code elsewhere
         del node[field]
     return _with_heads(config, architecture.config, heads)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.architecture import Architecture
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.model.layout import Layout
@@ -40,6 +39,7 @@ from compressor.steps.tensors import (
     told_apart,
     weighted_members,
 )
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 Tensors = Mapping[str, Tensor]  # by state-dict key
 LayerChange = Callable[[str, Tensors], Tensors]  # of a layer's tensors, by key
@@ -47,7 +47,7 @@ LayerChange = Callable[[str, Tensors], Tensors]  # of a layer's tensors, by key
 
 @torch.no_grad()
 def matching(experts: Any, head: int, member: int) -> Tensor:
-    """The order p [I] of the member's neurons in which they fit the head's best: the same one every time.
+    """Return the order p [I] of the member's neurons in which they fit the head's best: the same one every time.
 
     Maximises sum_i <gate_h[i], gate_m[p(i)]> + <up_h[i], up_m[p(i)]> + <down_h[:, i], down_m[:, p(i)]> with float32
     products; biases do not count.
@@ -65,7 +65,7 @@ def matching(experts: Any, head: int, member: int) -> Tensor:
 
 
 def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
-    """One parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
+    """Return one parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
     if name == "down_proj_bias":
         return value
     if name == "down_proj":
@@ -81,7 +81,7 @@ def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
 
 
 def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
-    """The experts module with the neurons of the members of every group with a head in the head's order."""
+    """Return the experts module with the neurons of the members of every group with a head in the head's order."""
     orders = dict[int, Tensor]()
     for group in groups:
         for member in group.members:
@@ -111,7 +111,7 @@ def merged_parameters(experts: Any, group: Group) -> Parameters:
 
 
 def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
-    """A router's tensor cut by the plan, its equal rows told apart where a token may be routed to some of them only.
+    """Return a router's tensor cut by the plan, with equal rows made distinct where a token may get some of them only.
 
     It may where some of an expert's parts go, or where the top-k is no multiple of them.
     """
@@ -122,7 +122,10 @@ def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerP
 
 
 def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
-    """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
+    """Return the cut tensors [N, ...] of an experts module by state-dict key.
+
+    One merged expert at a time is in float32.
+    """
     cut = Parameters()
     for name in parameter_names(experts):
         cut[name] = torch.empty_like(getattr(experts, name)[: len(plan.groups)])
@@ -140,7 +143,7 @@ def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters
 
 @torch.no_grad()
 def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> Parameters:
-    """New tensors, by state-dict key, of what the plans change in these loaded layers of `model`."""
+    """Return the tensors that the plans change in these loaded layers of `model`, by state-dict key."""
     state, cut = model.state_dict(), Parameters()
     for layer in layers:
         plan = plans[layer.name]
@@ -174,7 +177,7 @@ class CutFiles:
     folder: Path
 
     def of_head(self, number: int) -> "CutFiles":
-        """Those of the multi-token-prediction head of this number."""
+        """Return the files of the multi-token-prediction head of this number."""
         return CutFiles(self.folder / f"head-{number}")
 
     def _path(self, layer: MoeLayer) -> Path:
@@ -182,26 +185,26 @@ class CutFiles:
 
     def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Tensors) -> None:
         """Write a layer's tensors with its plan; a file is there whole or not at all."""
-        keep_tensors(self._path(layer), tensors, layer_to_dict(plan))
+        save_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
-        """The plan of a finished layer; None if it is not there."""
-        facts = facts_of(self._path(layer))
+        """Return the plan of a finished layer; None if it is not there."""
+        facts = read_metadata(self._path(layer))
         return None if facts is None else layer_from_dict(facts)
 
     def tensors(self, layer: MoeLayer) -> Parameters:
-        """The tensors of a finished layer; none if it is not there."""
-        return {} if self.plan(layer) is None else kept_tensors(self._path(layer))
+        """Return the tensors of a finished layer; none if it is not there."""
+        return {} if self.plan(layer) is None else load_tensors(self._path(layer))
 
 
 def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
-    """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
+    """Return True if the output is made through the model, as stored tensors cannot be picked or mixed."""
     stored_as_is = layout.regular and not plan.reorders and not refitted
     return not stored_as_is or (layout.quantized and not plan.is_drop)
 
 
 def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
-    """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
+    """Return a loaded layer's cut tensors by state-dict key; from `files` if it was cut already."""
     if files is None:
         return cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
     kept = files.tensors(layer)
@@ -216,7 +219,7 @@ def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: Moe
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Output made by loading unit after unit of `partial`: a decoder layer, or "" for the rest.
+    """Output made by loading `partial` decoder layer by decoder layer; "" is the rest of the model.
 
     Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`.
     """
@@ -225,32 +228,32 @@ class Conversion:
     architecture: Architecture
     small: Any
 
-    def _keys_of(self, unit: str) -> list[str]:
-        others = () if unit else tuple(f"{other}." for other in self.architecture.units)
-        keys = self.partial.keys_under(unit)
+    def _keys_of(self, decoder_layer: str) -> list[str]:
+        others = () if decoder_layer else tuple(f"{other}." for other in self.architecture.decoder_layers)
+        keys = self.partial.keys_under(decoder_layer)
         return [key for key in keys if not key.startswith(others) and key not in self.partial.tied]
 
     def outputs(self) -> list[OutputTensor]:
-        """Every tensor of the output."""
+        """Return every tensor of the output."""
         state = self.small.state_dict()
         state = {key: value.to(wanted_dtype(self.small, key)) for key, value in state.items()}
         outputs = list[OutputTensor]()
-        for unit in ("", *self.architecture.units):
-            tensors = {key: state[key] for key in self._keys_of(unit) if key in state}
-            outputs += [tensor_output(name, tensor, unit) for name, tensor in saved_names(self.small, tensors)]
+        for decoder_layer in ("", *self.architecture.decoder_layers):
+            tensors = {key: state[key] for key in self._keys_of(decoder_layer) if key in state}
+            outputs += [tensor_output(name, tensor, decoder_layer) for name, tensor in saved_names(self.small, tensors)]
         return outputs
 
-    def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, unit: str) -> Named:
-        """Load a unit, put in what is `cut` of its MoE layers and then `change` of the unit, and yield all of it."""
-        keys = self._keys_of(unit)
+    def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, decoder_layer: str) -> Named:
+        """Load a decoder layer, apply `cut` to its MoE layers and then `change` to all of it, and yield the result."""
+        keys = self._keys_of(decoder_layer)
         self.partial.load(keys)
         state = self.partial.model.state_dict()
         tensors = {key: state[key] for key in keys}
         for layer in self.architecture.layers:
-            for key, value in cut(layer).items() if layer.unit == unit else ():
+            for key, value in cut(layer).items() if layer.decoder_layer == decoder_layer else ():
                 tensors[key] = value.to(state[key].dtype)
-        if change is not None and unit:
-            for key, value in change(unit, tensors).items():
+        if change is not None and decoder_layer:
+            for key, value in change(decoder_layer, tensors).items():
                 tensors[key] = refuse_overflow(key, value.to(state[key].dtype))
         for name, tensor in saved_names(self.small, tensors):
             refuse_nan(name, "the converted model", tensor)

@@ -24,7 +24,7 @@ from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
 from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
-from compressor.model.own_code import json_bytes, naming_code, without_code
+from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
 from compressor.recipe.step import OutputSize
@@ -32,7 +32,14 @@ from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
 from compressor.steps.state import State
-from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit, tensor_bytes_view
+from compressor.steps.tensors import (
+    Named,
+    OutputJob,
+    OutputTensor,
+    plan_outputs,
+    stored_decoder_layer,
+    tensor_bytes_view,
+)
 
 Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it is to be stored
 
@@ -40,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json"),
-    # what says of another model how it was made and judged, or is made anew; params.json is of consolidated weights
+    # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
     *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
 )
 
@@ -69,17 +76,17 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
-    """What is written beside the weights: what the source carries, and this config."""
+    """Return the files beside the weights: those of the source, and this config."""
     return {**carried_files(model.source.folder), "config.json": json_bytes(config)}
 
 
 def stored_partial(model: OpenModel) -> PartialModel:
-    """The model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
+    """Return the model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
     return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
 
 
 def output_size(model: OpenModel, experts: int, changed: bool = False, through: bool = False) -> Size:
-    """Parameters and bytes of the output when every MoE layer keeps `experts`.
+    """Return the parameters and bytes of the output when every MoE layer keeps `experts`.
 
     They stay as they are stored, unless they are `changed`: merged, corrected or trained; or all tensors are made
     `through` the model.
@@ -94,7 +101,7 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
 
 
 def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
-    """A plan that keeps so many experts of each layer, equally many of each routing group."""
+    """Return a plan that keeps so many experts of each layer, equally many of each routing group."""
     kept = [slot * model.architecture.experts // experts for slot in range(experts)]
     return ExpertPlan(experts, tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers))
 
@@ -121,12 +128,12 @@ def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
 
 
 def left_out_of(model: OpenModel, plan: ExpertPlan) -> tuple[str, ...]:
-    """The base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
+    """Return the base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
     kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
     return tuple(name for name in model.layout.left_out if name not in kept)
 
 
-Conversions = dict[str, Callable[[], Named]]  # by unit: the names and bytes of what is made at once
+Conversions = dict[str, Callable[[], Named]]  # by decoder layer: names and bytes of tensors that are made at once
 
 
 def _cut(
@@ -139,39 +146,41 @@ def _cut(
     """All tensors, picked and mixed from the stored ones, or made by loading layer after layer of a `partial` model."""
     architecture = model.architecture
     if partial is None:
-        return plan_outputs(model.checkpoint, model.layout, plan, architecture.units), {}
+        return plan_outputs(model.checkpoint, model.layout, plan, architecture.decoder_layers), {}
     small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
     conversion = Conversion(partial, architecture, small)
     produce = bind(conversion.produce, bind(cut_or_kept, partial.model, plan, files), change)
-    return conversion.outputs(), {unit: bind(produce, unit) for unit in ("", *architecture.units)}
+    return conversion.outputs(), {
+        decoder_layer: bind(produce, decoder_layer) for decoder_layer in ("", *architecture.decoder_layers)
+    }
 
 
 def _cut_head(
     head: Head, plan: ExpertPlan, files: CutFiles | None, dtype: torch.dtype
 ) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
-    """A head's decoder layer under its stored names, and what experts' names become (None: dropped).
+    """Return a head's decoder layer under its stored names, and what experts' names become (None: dropped).
 
     What goes through the head's model does so in `dtype`.
     """
     layer = next(entry for entry in plan.layers if entry.module == head.named.name)
     alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
-    small, unit, name_of = head.model, head.names.unit, head.stored_name
+    small, decoder_layer, name_of = head.model, head.names.decoder_layer, head.stored_name
     partial = None
     if through_model(small.layout, plan, files is not None):
         partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
     outputs, conversions = _cut(small, partial, alone, files)
 
     def converted() -> Named:
-        return ((name_of(name), content) for name, content in conversions[head.layer.unit]())
+        return ((name_of(name), content) for name, content in conversions[head.layer.decoder_layer]())
 
     stored = list[OutputTensor]()
     for output in outputs:
-        if output.unit == head.layer.unit:
-            stored.append(replace(output, name=name_of(output.name), unit=unit))
+        if output.decoder_layer == head.layer.decoder_layer:
+            stored.append(replace(output, name=name_of(output.name), decoder_layer=decoder_layer))
     renames: dict[str, str | None] = {}
     for old, new in expert_renames(small.architecture, small.layout, alone).items():
         renames[name_of(old)] = None if new is None else name_of(new)
-    return stored, {unit: converted} if conversions else {}, renames
+    return stored, {decoder_layer: converted} if conversions else {}, renames
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
@@ -224,15 +233,15 @@ def make_job(
         tensors, converted, renames = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
         head_outputs |= {output.name: output for output in tensors}
         for name in head.names.parts.values():  # what heads share is copied with the first
-            head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.unit))
+            head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.decoder_layer))
         conversions |= converted
         head_renames |= renames
     every = (*outputs, *head_outputs.values())
 
-    def produce(unit: str) -> Named:
-        if unit in conversions:
-            yield from conversions[unit]()
-        yield from stored_unit(every, unit)
+    def produce(decoder_layer: str) -> Named:
+        if decoder_layer in conversions:
+            yield from conversions[decoder_layer]()
+        yield from stored_decoder_layer(every, decoder_layer)
 
     dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
     config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads))
@@ -243,7 +252,7 @@ def make_job(
         files_beside[MODELOPT] = json_bytes(renumbered_quantization(modelopt_file(stored.folder), moved))
     return OutputJob(
         outputs=every,
-        units=("", *architecture.units, *(head.names.unit for head in heads)),
+        decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),
         produce=produce,
         files=files_beside,
         verify=bind(_verify, model, plan.experts, [*head_outputs]),
@@ -252,7 +261,7 @@ def make_job(
 
 
 def plain_job(state: State) -> OutputJob:
-    """Return the job that writes a stage's checkpoint as the steps before have left it."""
+    """Return the job that writes a stage's checkpoint as the earlier steps have left it."""
     return make_job(state.model, state.expert_plan())
 
 
@@ -263,8 +272,8 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     """
     stored = {output.name: output for output in job.outputs}
 
-    def produce(unit: str) -> Named:
-        for name, pieces in job.produce(unit):
+    def produce(decoder_layer: str) -> Named:
+        for name, pieces in job.produce(decoder_layer):
             output = stored[name]
             data = torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[output.dtype])
             yield name, iter((tensor_bytes_view(change(name, data.view(output.shape))),))

@@ -1,4 +1,4 @@
-"""What a run hands from step to step: the model as it is now, its base, the text, the plan so far, the work folder."""
+"""The state between steps: the model as it is now, its base, the text, the plan so far and the work folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,21 +27,21 @@ Texts = tuple[Text | None, Mapping[int, Text]]
 
 @dataclass(slots=True)
 class State:
-    """The run as the step `number` finds it."""
+    """The state of a run before the step `number`."""
 
     source: OpenModel  # the run's input, as it is stored
-    base: OpenModel  # what the result is compared with: the source, unless another one is named
-    model: OpenModel  # as the step sees it: split, with another top-k, or what earlier stages have made
+    base: OpenModel  # the result is compared with it: the source, unless another one is named
+    model: OpenModel  # the step's input: split, with another top-k, or the checkpoint of earlier stages
     steps: tuple[Step[Any], ...]
     plan: Plan
     progress: Progress
     clock: Clock
     texts: Texts
-    work: Workdir | None = None  # None where nothing is written
+    work: Workdir | None = None  # None if nothing is written
     number: int = 0
     first: int = 0  # number of the first of these steps in the plan: earlier ones were done by earlier runs
     parts: int = 1  # sub-experts of each of the source's experts
-    shared: dict[str, Any] = field(default_factory=dict)  # what steps make once for all
+    shared: dict[str, Any] = field(default_factory=dict)  # values that steps compute once
 
     @property
     def text(self) -> Text | None:
@@ -50,18 +50,18 @@ class State:
         return own.get(self.number - self.first, run)
 
     def step_at(self, number: int) -> Step[Any]:
-        """The step of that number in the plan."""
+        """Return the step of that number in the plan."""
         return self.steps[number - self.first]
 
     @property
     def own_text(self) -> Mapping[str, Any] | None:
-        """Identity of the step's own text; None where it reads that of the run."""
+        """Identity of the step's own text; None if it reads that of the run."""
         own = self.step_at(self.number).options.calibration is not None
         return self.text.identity if own and self.text is not None else None
 
     @property
     def seed(self) -> int:
-        """The seed of everything that is drawn."""
+        """The seed of all random draws."""
         return self.plan.seed
 
     @property
@@ -72,7 +72,7 @@ class State:
     def options_of(self, kind: type[StepOptionsT]) -> StepOptionsT | None:
         """Options of this kind in this stage; None if it has no such step."""
         options = [self.step_at(number).options for number in self.stage]
-        return next((each for each in options if isinstance(each, kind)), None)
+        return next((option for option in options if isinstance(option, kind)), None)
 
     @property
     def deciding(self) -> int | None:
@@ -86,21 +86,21 @@ class State:
         return self.options_of(Correct) is not None
 
     def expert_plan(self) -> ExpertPlan:
-        """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
+        """The plan of this stage for every expert; all stay unless a step has decided otherwise."""
         decided = None if self.deciding is None else self.plan.steps[self.deciding].expert_plan
         return untouched(self.model) if decided is None else decided
 
     def kept(self, name: str) -> Path | None:
-        """Where this step keeps what a run that goes on need not make again; None where nothing is written."""
+        """Return the path of work that a resumed run need not repeat; None if nothing is written."""
         return None if self.work is None else self.work.kept(self.number, name)
 
     def cut(self) -> CutFiles:
-        """Where refitted layers of this stage wait to be written."""
+        """Return the files of this stage's refitted layers, which wait to be written."""
         assert self.work is not None
         return CutFiles(self.work.kept(self.stage[0], "layers"))
 
     def teacher_outputs(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
-        """Batches of this step's text, the base's outputs on them, and an evaluator on held-out text.
+        """Return the batches of this step's text, the base's outputs on them, and an evaluator on held-out text.
 
         The base runs once for all steps that share a text: one pass, which processes share.
         """
@@ -142,7 +142,7 @@ class State:
 
 
 def untouched(model: OpenModel) -> ExpertPlan:
-    """The plan that keeps every expert, those of multi-token-prediction heads too."""
+    """Return the plan that keeps every expert, those of multi-token-prediction heads too."""
     whole = ExpertPlan.whole(model)
     if model.is_split:
         return whole
@@ -150,9 +150,9 @@ def untouched(model: OpenModel) -> ExpertPlan:
     return replace(whole, layers=(*whole.layers, *heads))
 
 
-OWN = "own"  # the part of a text that one step alone has, wherever it stands
+OWN = "own"  # the part of a text that one step alone reads, wherever it lies
 
 
 def part_name(number: int) -> str:
-    """The name of the text of a step's own, by its number among the run's steps."""
+    """Return the name of the text of a step's own, by its number among the run's steps."""
     return f"step {number}"

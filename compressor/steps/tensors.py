@@ -1,4 +1,4 @@
-"""From a plan to the output's tensors: which bytes are copied, which rows are picked, which are mixed.
+"""The output's tensors of a plan: bytes that are copied, rows that are picked, rows that are mixed.
 
 Nothing here is read before it is written: the `content` of an `OutputTensor` yields its bytes.
 Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are linear; a quantised
@@ -32,7 +32,7 @@ Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their byt
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit.
+    """One tensor of the output. `content` yields its bytes in order; None: they are made with its decoder layer.
 
     `each` is how many of the model's weights an element stands for.
     """
@@ -40,15 +40,17 @@ class OutputTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    unit: str
+    decoder_layer: str
     content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
     each: Fraction = Fraction(1)
 
     @classmethod
-    def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
+    def copy(cls, checkpoint: Checkpoint, name: str, decoder_layer: str) -> Self:
         """A stored tensor as it is."""
         info = checkpoint.tensors[name]
-        return cls(name, info.dtype, info.shape, unit, partial(_mixed, checkpoint, name, [(name, 1.0)]), info.each)
+        return cls(
+            name, info.dtype, info.shape, decoder_layer, partial(_mixed, checkpoint, name, [(name, 1.0)]), info.each
+        )
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +65,10 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputJob:
-    """One checkpoint to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
+    """One checkpoint to write. `produce` yields the names and bytes of a decoder layer's tensors."""
 
     outputs: tuple[OutputTensor, ...]
-    units: tuple[str, ...]  # in order; "" is the rest of the model
+    decoder_layers: tuple[str, ...]  # in order; "" is the rest of the model
     produce: Callable[[str], Named]
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
     verify: Callable[[Path], None]  # by the first process; raises CompressionError when the written folder is not good
@@ -79,7 +81,7 @@ class OutputJob:
 
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
-    """(member, coefficient) of what a group's merged expert, or its router row, is the sum of; none of them is 0."""
+    """Return the (member, coefficient) pairs of a group's merged expert, or of its router row, without zeros."""
     coefficients = group.router_coefficients
     if not router:
         coefficients = tuple(share * group.scale for share in group.coefficients)
@@ -101,7 +103,7 @@ def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
 
 
 def mixed(name: str, members: Weighted) -> Tensor:
-    """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
+    """Return one row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
     if _is_picked(members):
@@ -116,7 +118,7 @@ def mixed(name: str, members: Weighted) -> Tensor:
 
 
 def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
-    """A tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
+    """Return a tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
     rows = list[Tensor]()
     for group in plan.groups:
         members = weighted_members(group, router)
@@ -126,16 +128,16 @@ def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool
     return torch.stack(rows, dim)
 
 
-def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
+def in_order_of(layer_names: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
     """Tensors of no decoder layer, then those of each in turn; within one in the order given."""
-    order = {unit: position for position, unit in enumerate(("", *units))}
-    return sorted(outputs, key=lambda output: order[output.unit])
+    order = {decoder_layer: position for position, decoder_layer in enumerate(("", *layer_names))}
+    return sorted(outputs, key=lambda output: order[output.decoder_layer])
 
 
 def plan_outputs(
-    checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, units: tuple[str, ...]
+    checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, layer_names: tuple[str, ...]
 ) -> list[OutputTensor]:
-    """Every tensor of the output in the order of the layers, stored as the base stores it."""
+    """Return every tensor of the output in the order of the layers, stored as the base stores it."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     families: dict[str, dict[int, str]] = {}
     for name, role in layout.roles.items():
@@ -145,7 +147,7 @@ def plan_outputs(
     for name, role in layout.roles.items():
         layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
-            outputs.append(OutputTensor.copy(checkpoint, name, role.unit))
+            outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
             continue
         shape, groups = info.shape, layer_plan.groups
         if role.kind == "table":
@@ -167,18 +169,18 @@ def plan_outputs(
             raise CompressionError(
                 f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
             )
-        outputs.append(OutputTensor(name, info.dtype, shape, role.unit, content, info.each))
-    return in_order_of(units, outputs)
+        outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.each))
+    return in_order_of(layer_names, outputs)
 
 
 def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
     return len(members) == 1 and members[0][1] == 1.0
 
 
-def stored_unit(outputs: Iterable[OutputTensor], unit: str) -> Named:
-    """Names and bytes of those tensors of a unit that have contents of their own."""
+def stored_decoder_layer(outputs: Iterable[OutputTensor], decoder_layer: str) -> Named:
+    """Return the names and bytes of a decoder layer's tensors that have their own contents."""
     for output in outputs:
-        if output.unit == unit and output.content is not None:
+        if output.decoder_layer == decoder_layer and output.content is not None:
             yield output.name, output.content()
 
 
@@ -187,13 +189,13 @@ def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iter
 
 
 def _mixed(checkpoint: Checkpoint, name: str, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
-    """The bytes of a mean of stored tensors, or of a single one as it lies in its mapped file."""
+    """Yield the bytes of a mean of stored tensors, or of a single one as it lies in its mapped file."""
     rows = [(checkpoint.read_checked(member), share) for member, share in members]
     yield tensor_bytes_view(mixed(name, rows))
 
 
 def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
-    """The bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
+    """Yield the bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
     dim, value = role.dim, checkpoint.read(info.name)
     apart = role.is_router and len(plan.groups) < plan.experts
     if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
@@ -210,14 +212,17 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
         yield tensor_bytes_view(mixed(info.name, slices))
 
 
-def refuse_overflow(name: str, made: Tensor) -> Tensor:
-    """A tensor that was computed, in the dtype it is written in; raises `CompressionError` if it holds Inf or NaN."""
-    if not is_finite(made):
-        dtype = str(made.dtype).removeprefix("torch.")
+def refuse_overflow(name: str, computed: Tensor) -> Tensor:
+    """Return a tensor that was computed, in the dtype it is written in.
+
+    Raises `CompressionError` if it holds Inf or NaN.
+    """
+    if not is_finite(computed):
+        dtype = str(computed.dtype).removeprefix("torch.")
         raise CompressionError(
             f"tensor {name!r} overflows {dtype} when its experts are merged; plan with another merge or a smaller scale"
         )
-    return made
+    return computed
 
 
 def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
@@ -232,7 +237,7 @@ def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
 
 
 def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
-    """The tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
+    """Return the tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
 
     Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
     them, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two equal
@@ -250,7 +255,7 @@ def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
 
 
 def equal_before(value: Tensor, dim: int, experts: int) -> Tensor:
-    """For each of the first `experts` rows along a dimension the number of rows before it that are equal.
+    """Return for each of the first `experts` rows along a dimension the number of equal rows before it.
 
     No row of a bias has any, nor one of a tensor on meta.
     """
@@ -264,13 +269,13 @@ def equal_before(value: Tensor, dim: int, experts: int) -> Tensor:
 
 
 def tensor_bytes_view(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
+    """Return a tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
-def tensor_output(name: str, tensor: Tensor, unit: str) -> OutputTensor:
-    """The description of a tensor whose values are already known."""
-    return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), unit)
+def tensor_output(name: str, tensor: Tensor, decoder_layer: str) -> OutputTensor:
+    """Return the description of a tensor whose values are already known."""
+    return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), decoder_layer)

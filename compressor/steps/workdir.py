@@ -1,4 +1,4 @@
-"""A run's work folder: the output lies there until it is whole, and a run that was killed is resumed from it.
+"""A run's work folder: it holds the output until that is complete, and a killed run is resumed from it.
 
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
     lock            held by the run
@@ -57,12 +57,12 @@ JOURNAL = "journal.json"
 SMALL = 2**25  # bytes of a layer's file that is joined with others, which writes it a second time
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 Advance = Callable[[str], None]
-WRITERS = 2  # tensors in work at once: checking one for NaN and copying another keep two cores busy
+WRITERS = 2  # tensors processed at once: checking one for NaN and copying another keep two cores busy
 STEPS = "steps"  # in a header's metadata: names of the steps that made the file
 
 
 class Workdir:
-    """The work folder of `out`, held by this run and its other processes."""
+    """The work folder of `out`, locked by this run and its other processes."""
 
     def __init__(self, out: Path, folder: Path) -> None:
         self.out, self.folder = Path(os.path.abspath(out)), folder
@@ -94,20 +94,20 @@ class Workdir:
             write_whole(self.folder / JOURNAL, json.dumps(content))
 
     def drop(self, stage: Path) -> None:
-        """Remove a stage that a later one was made of."""
+        """Remove a stage that a later one has replaced."""
         if ranks().is_first:
             shutil.rmtree(stage, ignore_errors=True)
 
     def kept(self, number: int, name: str) -> Path:
-        """Where step `number` keeps what a run that goes on need not make again."""
+        """Return the path of work of step `number` that a resumed run need not repeat."""
         return self.folder / "kept" / f"{number}-{name}"
 
     def stage(self, number: int) -> Path:
-        """The checkpoint that the layerwise steps from `number` on make."""
+        """Return the checkpoint that the layerwise steps from `number` on make."""
         return self.folder / f"stage-{number}"
 
     def drop_kept(self, number: int) -> None:
-        """Remove what step `number` has kept, which nobody needs any more."""
+        """Remove the kept work of step `number`, which is no longer needed."""
         for path in (self.folder / "kept").glob(f"{number}-*") if ranks().is_first else ():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
@@ -149,11 +149,11 @@ def check_target(out: Path, overwrite: bool) -> None:
 def check_space(out: Path, nbytes: int) -> None:
     """Refuse a disk that cannot hold the output beside what is already there."""
     work = work_folder(out)
-    place = work.parent
+    parent = work.parent
     reusable = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file())
-    free = shutil.disk_usage(place).free + reusable
+    free = shutil.disk_usage(parent).free + reusable
     if free < nbytes + SPARE_BYTES:
-        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free"
+        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB free"
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
@@ -167,20 +167,20 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
     if ranks().is_first:
         folder.mkdir(parents=True, exist_ok=True)
     ranks().barrier()
-    files = {unit: f"{unit or 'rest'}.safetensors" for unit in job.units}
+    files = {decoder_layer: f"{decoder_layer or 'rest'}.safetensors" for decoder_layer in job.decoder_layers}
     with LayerWriter() as writer:
-        for number, (unit, file) in enumerate(files.items()):
+        for number, (decoder_layer, file) in enumerate(files.items()):
             done = made_by(folder / file)
             is_done = done is not None and done[: len(steps)] == tuple(steps)
             if ranks().takes_turn(number) and not is_done:
-                outputs = [output for output in job.outputs if output.unit == unit]
-                writer.write(folder / file, outputs, job.produce(unit), steps)
-            advance(unit or "embeddings and head")
+                outputs = [output for output in job.outputs if output.decoder_layer == decoder_layer]
+                writer.write(folder / file, outputs, job.produce(decoder_layer), steps)
+            advance(decoder_layer or "embeddings and head")
     ranks().barrier()
     if ranks().is_first:
         for name, source in job.files.items():
             write_file(folder / name, source if isinstance(source, bytes) else source.read_bytes())
-        write_index(folder, {output: files[output.unit] for output in job.outputs})
+        write_index(folder, {output: files[output.decoder_layer] for output in job.outputs})
     ranks().barrier()
 
 
@@ -234,7 +234,10 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
 
 
 def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
-    """The tensors of each file of the output, in the order of a stage's files; one tensor may be larger than a file."""
+    """Return the tensors of each file of the output, in the order of a stage's files.
+
+    One tensor may be larger than a file.
+    """
     parts, sizes = list[list[TensorInfo]](), list[int]()
     for name in dict.fromkeys(info.file for info in stored.tensors.values()):
         infos = [*read_header(stored.folder / name).values()]
@@ -256,8 +259,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def publish(work: Workdir, overwrite: bool) -> None:
-    """Rename the finished output into its place; what it replaces is deleted only afterwards, the work folder too."""
-    check_target(work.out, overwrite)  # making takes a while, and the place may have been taken meanwhile
+    """Rename the finished output into place; what it replaces, and the work folder, are deleted only afterwards."""
+    check_target(work.out, overwrite)  # something may have been put there since the run began
     replaced = work.folder / REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
     replace_folder(work.output, work.out, replaced)
@@ -270,7 +273,10 @@ def publish(work: Workdir, overwrite: bool) -> None:
 
 
 def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of these tensors, and where each begins; wide dtypes come first, so that all are aligned."""
+    """Return the header of a file of these tensors, and where each begins.
+
+    Wide dtypes come first, so that all are aligned.
+    """
     metadata = {"format": "pt"}
     if steps:
         metadata[STEPS] = json.dumps(list(steps))
@@ -285,11 +291,11 @@ def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + place for name, place in places.items()}
+    return header, {name: len(header) + parent for name, parent in places.items()}
 
 
 def made_by(path: Path) -> tuple[str, ...] | None:
-    """The steps that made a file; None if it is not there, or cannot be read."""
+    """Return the steps that made a file; None if it is not there, or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return tuple(json.loads((file.metadata() or {}).get(STEPS, "[]")))
@@ -315,9 +321,9 @@ class LayerWriter:
             self._flusher.shutdown(cancel_futures=True)
 
     def write(
-        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], made: Named, steps: Sequence[str]
+        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], produced: Named, steps: Sequence[str]
     ) -> None:
-        """Write the `outputs`, exactly these, from what is `made`."""
+        """Write exactly these `outputs` from the tensors `produced`."""
         header, places = header_of(outputs, steps)
         sizes = {output.name: output.nbytes for output in outputs}
         fresh = path.with_name(f"{path.name}.new")
@@ -334,7 +340,7 @@ class LayerWriter:
             os.pwrite(file, header, 0)
             with ThreadPoolExecutor(WRITERS) as pool:
                 running = deque[Future[None]]()
-                for name, content in made:
+                for name, content in produced:
                     assert name in places, f"tensor {name!r} was made and has no place in the output"
                     offset = places.pop(name)
                     running.append(pool.submit(_write_tensor, content, file, offset, sizes[name], name))
@@ -349,7 +355,7 @@ class LayerWriter:
             raise
         before = self._flushed
         self._flushed = self._flusher.submit(flush)
-        if before is not None:  # one file at most waits for the disk
+        if before is not None:  # at most one file waits for the disk
             before.result()
 
 
@@ -371,7 +377,10 @@ def put(piece: Piece, target: int, offset: int) -> int:
 
 
 def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:
-    """Numbers of what goes into one file: in order, up to `most` bytes; what is larger than `small` stays alone."""
+    """Return the numbers of what goes into one file: in order, up to `most` bytes.
+
+    What is larger than `small` stays alone.
+    """
     groups, filled = list[list[int]](), 0
     for number, nbytes in enumerate(sizes):
         alone = nbytes > small or not groups or sizes[groups[-1][-1]] > small
@@ -384,7 +393,7 @@ def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[l
 
 
 def write_index(folder: Path, places: Mapping[TensorInfo | OutputTensor, str]) -> None:
-    """Write the index file, which tells loaders which file holds a tensor."""
+    """Write the index file, which maps tensors to files for loaders."""
     metadata = {
         "total_parameters": sum(output.parameters for output in places),
         "total_size": sum(output.nbytes for output in places),

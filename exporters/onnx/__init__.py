@@ -28,9 +28,9 @@ from compressor.formatting import human_bytes
 from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import unit_of
+from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.own_code import without_code
+from compressor.model.remote_code import without_code
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as
@@ -310,28 +310,28 @@ def write_graph(
     program = export_graph(model, trace_inputs(model, options.past, mode), options.opset)
     graph = GraphFile(program, folder, options.external_bytes)
     progress.advance("graph")
-    by_unit: dict[str, list[str]] = {}
+    by_decoder_layer: dict[str, list[str]] = {}
     for source in graph.recipes:
-        by_unit.setdefault(unit_of(source, opened.architecture.units), []).append(source)
+        by_decoder_layer.setdefault(decoder_layer_of(source, opened.architecture.decoder_layers), []).append(source)
     nodes = {route.layer for route in routes if route.reason is None}
 
-    def shown(partial: PartialModel, unit: str) -> None:
+    def shown(partial: PartialModel, decoder_layer: str) -> None:
         tensors = dict[str, Tensor]()  # of MoE nodes, which are not those of the model
         for name, experts in experts_modules(partial.model):
-            if not name.startswith(f"{unit}."):
+            if not name.startswith(f"{decoder_layer}."):
                 continue
             if scheme is not None:
                 round_experts(experts, scheme)
             if name in nodes:
                 tensors |= {f"{name}.{key}": value for key, value in moe_node(experts, scheme)[1].items()}
             vars(experts).pop(SCALES, None)
-        for source in by_unit.get(unit, ()):
+        for source in by_decoder_layer.get(decoder_layer, ()):
             graph.put(source, tensors[source] if source in tensors else partial.model.get_parameter_or_buffer(source))
         give_back()
 
     original = None if scheme is None else observe(opened, False, 0, progress)
     reference = observe(opened, options.past, options.tokens, progress, shown)
-    for source in by_unit.get("", ()):  # what belongs to no layer, one tensor at a time
+    for source in by_decoder_layer.get("", ()):  # what belongs to no layer, one tensor at a time
         inner.load([source])
         graph.put(source, inner.model.get_parameter_or_buffer(source))
         inner.release(source.rpartition(".")[0])

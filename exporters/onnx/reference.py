@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import unit_of
+from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
@@ -148,13 +148,13 @@ Shown = Callable[[PartialModel, str], None]
 class _WidenedModel(PartialModel):
     """A model whose tensors outside the layers are brought into float32 as they are loaded."""
 
-    units: tuple[str, ...] = ()
+    decoder_layers: tuple[str, ...] = ()
 
     def load(self, keys: Iterable[str]) -> None:
         """Fill these entries; those of a layer keep their dtype, for they are still to be written."""
         wanted = list(keys)
         super().load(wanted)
-        widen(self.model, (key for key in wanted if not unit_of(key, self.units)))
+        widen(self.model, (key for key in wanted if not decoder_layer_of(key, self.decoder_layers)))
 
 
 def widen(model: Any, keys: Iterable[str]) -> None:
@@ -179,16 +179,16 @@ class _Observer(LayerVisitor):
         case = self.cases[self.at.batch]
         return args, kwargs | model_inputs(model, case.tokens, 0, case.mask)
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         """The layer's own forward, of nudged values for the nudged batch."""
         if self.cases[self.at.batch].name != NUDGED_NAME:
-            return own
-        return lambda hidden_states, *args, **kwargs: own(nudge(hidden_states), *args, **kwargs)
+            return layer_forward
+        return lambda hidden_states, *args, **kwargs: layer_forward(nudge(hidden_states), *args, **kwargs)
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         if self.shown is not None:
-            self.shown(self.partial, unit)
-        widen(self.partial.model, self.partial.keys_under(unit))
+            self.shown(self.partial, decoder_layer)
+        widen(self.partial.model, self.partial.keys_under(decoder_layer))
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         case = self.cases[batch]
@@ -201,9 +201,9 @@ def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, show
     Every layer is `shown` when it is loaded, in its own dtype, before anything passes it.
     """
     inner = opened.partial
-    units = opened.architecture.units
+    layer_names = opened.architecture.decoder_layers
     partial = _WidenedModel(inner.checkpoint, inner.config, inner.dtype, inner.device)
-    partial.units = units
+    partial.decoder_layers = layer_names
     widen(
         partial.model,
         (name for name, value in partial.model.named_buffers() if value.device.type != "meta"),

@@ -19,8 +19,8 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.registry import load_strategy
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.prune.planning import Planner, PruneSpec
 from scripts.benchmarks.frame import Sizes, measured, options
 
@@ -56,7 +56,7 @@ def main() -> None:
         plans = {entry.module: entry for entry in planning_report(model, calibration, keep, layer).layers}
         for correction in (Correct("none"), Correct("ridge"), Correct("tune", steps=given.steps, tokens=512)):
             work = LayerWork(keep, lambda stats: plans[stats.layer.name], correction=correction)
-            _, peak, _ = measured(lambda work=work: compress_in_order(model, work, calibration, Silent()))
+            _, peak, _ = measured(lambda work=work: compress_sequentially(model, work, calibration, Silent()))
             print(f"correcting by {correction.method:6} peak {peak / layer:.2f} layers", flush=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compressor.errors import CompressionError
-from compressor.files import LOCK, REPLACED, alone, clear, work_folder
+from compressor.files import LOCK, REPLACED, clear, lock_output, work_folder
 from tests.support import small
 from tests.support.audit import Moment, happening
 from tests.support.command_line import Run, captured, names, refused
@@ -27,7 +27,7 @@ BUSY = r"^another run is writing .*out; wait for it or stop it$"
 
 
 def hold(out: Path, other: Connection) -> None:
-    with alone(out) as folder:
+    with lock_output(out) as folder:
         (folder / "half").touch()
         other.send("held")
         other.poll(60)
@@ -50,11 +50,11 @@ def another_run(out: Path) -> Iterator[Any]:
 def test_another_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with another_run(out):
-        with pytest.raises(CompressionError, match=BUSY), alone(out):
+        with pytest.raises(CompressionError, match=BUSY), lock_output(out):
             pass
-        with alone(tmp_path / "other"):
+        with lock_output(tmp_path / "other"):
             pass
-    with alone(out):
+    with lock_output(out):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -64,7 +64,7 @@ def test_a_kill_lets_go_and_leaves_its_work(tmp_path: Path) -> None:
     with another_run(out) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.join(30)
-    with alone(out) as folder:
+    with lock_output(out) as folder:
         assert (folder / "half").exists()
         clear(folder)
     assert list(tmp_path.iterdir()) == []
@@ -75,13 +75,13 @@ def test_the_run_itself_may_ask_again_and_another_thread_may_not(tmp_path: Path)
 
     def ask() -> None:
         try:
-            with alone(out):
+            with lock_output(out):
                 pass
         except CompressionError as error:
             faults.append(str(error))
 
-    with alone(out):
-        with alone(out) as folder:
+    with lock_output(out):
+        with lock_output(out) as folder:
             assert folder == work_folder(out)
         thread = threading.Thread(target=ask)
         thread.start()
@@ -103,7 +103,7 @@ def test_a_lock_that_its_holder_has_just_removed_counts_for_nothing(
         real(file, how)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    with alone(out) as folder:
+    with lock_output(out) as folder:
         assert len(calls) == 2 and (folder / LOCK).exists()
 
 
@@ -112,7 +112,7 @@ def test_without_locks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with alone(tmp_path / "out") as folder:
+    with lock_output(tmp_path / "out") as folder:
         assert folder.is_dir()
     assert list(tmp_path.iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_an_older_output_that_had_been_moved_away_comes_back(tmp_path: Path) -> 
     out = tmp_path / "out"
     (work_folder(out) / REPLACED).mkdir(parents=True)
     (work_folder(out) / REPLACED / "old").touch()
-    with alone(out):
+    with lock_output(out):
         assert (out / "old").exists()
     assert list(tmp_path.iterdir()) == [out]
 
@@ -182,5 +182,5 @@ def test_one_that_comes_when_the_same_command_has_just_ended_finds_its_output(
         again = run(*command)
     assert again.status == 0 and "is in place already" in again.err
     assert names(tmp_path) == ["out"]
-    with alone(out):
+    with lock_output(out):
         pass

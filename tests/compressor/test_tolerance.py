@@ -20,8 +20,8 @@ from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, collect
-from compressor.steps.prune.choose import coefficients
 from compressor.steps.prune.partition import group_experts
+from compressor.steps.prune.selection import coefficients
 from compressor.tolerance import ROUNDING, exceeds, rounded, stable_argmin
 from tests.support import zoo
 from tests.support.opened_models import batches

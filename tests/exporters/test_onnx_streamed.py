@@ -150,28 +150,28 @@ def test_the_stock_model_says_the_same_in_memory_and_by_layers(dtype: torch.dtyp
     model = quantized.plain_model(tmp_path, dtype).float()
     shown: list[tuple[str, torch.dtype]] = []
 
-    def show(partial: PartialModel, unit: str) -> None:
-        shown.append((unit, partial.model.get_submodule(unit).mlp.experts.down_proj.dtype))
+    def show(partial: PartialModel, decoder_layer: str) -> None:
+        shown.append((decoder_layer, partial.model.get_submodule(decoder_layer).mlp.experts.down_proj.dtype))
 
-    units = opened.architecture.units
+    layer_names = opened.architecture.decoder_layers
     found, wanted = observe(opened, True, 4, Silent(), show), onnx_answers.observe(model, True, 4)
-    assert shown == [(unit, dtype) for unit in units] and len(units) == 2
+    assert shown == [(decoder_layer, dtype) for decoder_layer in layer_names] and len(layer_names) == 2
     for one, two in zip(found.cases, wanted.cases, strict=True):
         assert (one.name, one.chunks) == (two.name, two.chunks) and torch.equal(one.tokens, two.tokens)
         assert torch.allclose(one.real, two.real, atol=2e-5)
     assert found.cases[-1].name == CONTINUED and found.cases[-1].chunks == (8, 1, 1, 1)
-    with nudging(model, units):
+    with nudging(model, layer_names):
         moved = onnx_answers.answer(model, wanted.cases[NUDGED])
     sensitivity = float((moved - wanted.cases[NUDGED].logits).abs().max())
     assert found.sensitivity == pytest.approx(sensitivity, rel=0.5) and found.sensitivity > 1e-7
 
 
 @contextmanager
-def nudging(model: Any, units: Sequence[str]) -> Iterator[None]:
+def nudging(model: Any, layer_names: Sequence[str]) -> Iterator[None]:
     """Have the input of every one of these layers nudged."""
     handles = [
-        model.get_submodule(unit).register_forward_pre_hook(lambda _, args: (nudge(args[0]), *args[1:]))
-        for unit in units
+        model.get_submodule(decoder_layer).register_forward_pre_hook(lambda _, args: (nudge(args[0]), *args[1:]))
+        for decoder_layer in layer_names
     ]
     yield
     for handle in handles:
@@ -199,10 +199,10 @@ def test_a_wrong_weight_of_any_layer_is_found(made: Made, tmp_path: Path) -> Non
             asked()
 
 
-def rounded(partial: PartialModel, unit: str) -> None:
+def rounded(partial: PartialModel, decoder_layer: str) -> None:
     """Round a loaded layer's experts."""
     for name, experts in experts_modules(partial.model):
-        if name.startswith(f"{unit}.") and ROUNDED is not None:
+        if name.startswith(f"{decoder_layer}.") and ROUNDED is not None:
             round_experts(experts, ROUNDED)
             delattr(experts, SCALES)
 

@@ -13,8 +13,8 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.prune.choose import blocks_of
 from compressor.steps.prune.reconstruction import KeptErrors
+from compressor.steps.prune.selection import blocks_of
 from strategies import hope
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls, statistics

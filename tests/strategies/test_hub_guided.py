@@ -20,8 +20,8 @@ from compressor.progress import Silent
 from compressor.recipe.registry import Strategy
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.options import Correct
-from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planner, PruneSpec
+from compressor.steps.prune.selection import keep_best
 from strategies.ranked import HubGuided, count_guided, gated_mass, listening_factors
 from tests.strategies.test_reap import naive_scores
 from tests.support import small, zoo
@@ -206,7 +206,7 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources(originals: Path) -> 
     spec = PruneSpec(Strategy("listening", listening, frozenset({"rank_change"})), 4)
     made = Planner(model, data, Silent()).plans([spec])
     assert len(seen) == LAYERS and len(made) == 1
-    ordered = Planner(model, data, Silent()).plan_in_order(spec, Correct("none"))
+    ordered = Planner(model, data, Silent()).plan_sequentially(spec, Correct("none"))
     assert len(seen) == 2 * LAYERS
     assert [layer.groups for layer in ordered.layers] == [layer.groups for layer in made[0].plan.layers]
     for name, found in seen:

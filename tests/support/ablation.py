@@ -34,7 +34,7 @@ class Frozen:
     """
 
     model: PreTrainedModel
-    units: Sequence[str]
+    decoder_layers: Sequence[str]
     layers: Sequence[MoeLayer]
     parts: Sequence[str]
     scored: Mapping[str, str]
@@ -65,7 +65,11 @@ class Frozen:
     def _stream_norms(self) -> Iterator[str]:
         for name, module in self.model.named_modules():
             outside = not any(name.startswith(f"{part}.") for part in self.parts)
-            if "Norm" in type(module).__name__ and outside and any(name.startswith(f"{unit}.") for unit in self.units):
+            if (
+                "Norm" in type(module).__name__
+                and outside
+                and any(name.startswith(f"{decoder_layer}.") for decoder_layer in self.decoder_layers)
+            ):
                 yield name
 
     def _recording(self) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -86,7 +90,7 @@ class Frozen:
         def on_router(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
             self.chosen[name] = output[2].reshape(-1, output[2].shape[-1])
 
-        yield self.units[0], partial(on_layer, self.units[0])
+        yield self.decoder_layers[0], partial(on_layer, self.decoder_layers[0])
         yield from ((name, partial(on_part, name)) for name in self.parts)
         yield from ((name, partial(on_norm, name)) for name in self._stream_norms())
         yield from ((layer.router, partial(on_router, layer.name)) for layer in self.layers)
@@ -114,7 +118,7 @@ class Frozen:
             start = self.outputs[TOKEN] - removed.get(TOKEN, 0)
             return ((start, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": start})
 
-        handle = self.model.get_submodule(self.units[0]).register_forward_pre_hook(on_start, with_kwargs=True)
+        handle = self.model.get_submodule(self.decoder_layers[0]).register_forward_pre_hook(on_start, with_kwargs=True)
         hooks = [(name, partial(on_part, name)) for name in self.parts]
         hooks += [(name, partial(on_norm, name)) for name in self.norms]
         hooks += [(module, partial(on_logits, name)) for name, module in self.scored.items()]

@@ -64,8 +64,8 @@ def cut_case(
     counts = torch.randint(1, heaviest + 1, rows.shape, generator=torch.Generator().manual_seed(2)).float()
     recording = Recording(layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
     recording.attach(stock)
-    behind = stock.get_submodule(layer.unit).register_forward_hook(
-        lambda _, __, output: recording.came_out(hidden_of(output))
+    behind = stock.get_submodule(layer.decoder_layer).register_forward_hook(
+        lambda _, __, output: recording.on_layer_output(hidden_of(output))
     )
     for number, part in enumerate((rows[:sequences], rows[sequences:])):
         recording.enter(number)

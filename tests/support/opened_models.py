@@ -55,7 +55,7 @@ def of_two_layers(model: nn.Module) -> Any:
         model=model, device=torch.device("cpu"), dtype=torch.float32, tied={}, empty={}, load=lambda keys: None,
         read_ahead=nothing, release=nothing, keys_under=nothing,
     )  # fmt: skip
-    architecture = SimpleNamespace(units=("layers.0", "layers.1"), layers=())
+    architecture = SimpleNamespace(decoder_layers=("layers.0", "layers.1"), layers=())
     return SimpleNamespace(partial=partial, architecture=architecture, positions=None)
 
 
@@ -119,17 +119,20 @@ def hidden_states(stock: PreTrainedModel, architecture: Architecture, parts: Seq
     """What each decoder layer puts out in plain forwards of the batches: [T, H], or all of a token's side by side."""
     seen = defaultdict[str, list[Tensor]](list)
 
-    def note(unit: str, module: Any, args: Any, output: Any) -> None:
+    def note(decoder_layer: str, module: Any, args: Any, output: Any) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
-        seen[unit].append(hidden.detach().clone().flatten(0, 1).flatten(1))
+        seen[decoder_layer].append(hidden.detach().clone().flatten(0, 1).flatten(1))
 
-    handles = [stock.get_submodule(unit).register_forward_hook(partial(note, unit)) for unit in architecture.units]
+    handles = [
+        stock.get_submodule(decoder_layer).register_forward_hook(partial(note, decoder_layer))
+        for decoder_layer in architecture.decoder_layers
+    ]
     for tokens in parts:
         with torch.no_grad():
             stock(input_ids=tokens, use_cache=False)
     for handle in handles:
         handle.remove()
-    return {unit: torch.cat(values) for unit, values in seen.items()}
+    return {decoder_layer: torch.cat(values) for decoder_layer, values in seen.items()}
 
 
 @torch.no_grad()

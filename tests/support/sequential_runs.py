@@ -23,10 +23,10 @@ from compressor.model.streaming import LayerVisitor
 from compressor.pipeline import resolve
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan, Source
-from compressor.steps.correct import in_order as sequence
+from compressor.steps.correct import sequential
 from compressor.steps.correct.cut_layer import Recording
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from tests.support import zoo
 from tests.support.plans import Decided
 
@@ -99,11 +99,11 @@ def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
-    """`compress_in_order` with these plans; the plans that come back, by layer."""
+    """`compress_sequentially` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)
     passing = {name: more.pop(name) for name in ("files", "probe") if name in more}
     work = LayerWork(experts, lambda stats: plans[stats.layer.name], **more)
-    made = compress_in_order(model, work, data, Silent(), **passing)
+    made = compress_sequentially(model, work, data, Silent(), **passing)
     return {plan.module: plan for plan in made}
 
 
@@ -147,5 +147,5 @@ def watch_corrections(
         then(found[layer.name])
         return figures
 
-    monkeypatch.setattr(sequence, "correct_layer", noted)
+    monkeypatch.setattr(sequential, "correct_layer", noted)
     return found

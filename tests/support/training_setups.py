@@ -51,7 +51,7 @@ class Lesson:
         engine.save(self.folder / "state")
         found = dict[str, Tensor]()
         for layer in trained_layers(self.model, options):
-            values = engine.values(self.folder / "state", layer.unit)
+            values = engine.values(self.folder / "state", layer.decoder_layer)
             found.update({key: value.clone() for key, value in values.items()})
         engine.model.partial.release("")
         return found

@@ -29,7 +29,8 @@ from compressor.model.verification import check_carried
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
 from compressor.steps.configuration import config_with
-from compressor.steps.constants.mone import (
+from compressor.steps.constants.options import Constants
+from compressor.steps.constants.search import (
     EVEN,
     UNEVEN,
     ConstantsByLayer,
@@ -40,13 +41,12 @@ from compressor.steps.constants.mone import (
     refit,
     substitutes_of,
 )
-from compressor.steps.constants.options import Constants
-from compressor.steps.correct.in_order import constants_key, refitted_substitution
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import constants_key, refitted_substitution
 from compressor.steps.cutting import Conversion, CutFiles
 from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
-from compressor.steps.prune.protecting import given_protected, listed, with_list
+from compressor.steps.prune.protection import given_protected, listed, with_list
 from compressor.steps.state import State
 from compressor.steps.tensors import (
     Named,
@@ -54,7 +54,7 @@ from compressor.steps.tensors import (
     OutputTensor,
     in_order_of,
     refuse_overflow,
-    stored_unit,
+    stored_decoder_layer,
     tensor_bytes_view,
     tensor_output,
 )
@@ -71,7 +71,7 @@ class ConstantsStep(Step[Constants]):
 
     @property
     def budget(self) -> str:
-        """How the experts that stay are divided over layers."""
+        """The way in which the remaining experts are divided over layers."""
         return self.options.budget or (EVEN if self.options.experts_total is None else UNEVEN)
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:
@@ -172,33 +172,35 @@ class ConstantsStep(Step[Constants]):
         files = None if state.options_of(Correct) is None else state.cut()
         if files is None:
             stored = pick_dtype("auto", model.config, model.checkpoint)
-            planned = {name: replace(each, values=each.values.to(stored)) for name, each in planned.items()}
+            planned = {
+                name: replace(constants, values=constants.values.to(stored)) for name, constants in planned.items()
+            }
             written = Substitution(constants=planned)
         else:
             written = refitted_substitution(model, state.expert_plan().layers, files)
         copies = list[OutputTensor]()
         for name, role in roles.items():
             if not is_replaced(role, planned):
-                copies.append(OutputTensor.copy(model.checkpoint, name, role.unit))
+                copies.append(OutputTensor.copy(model.checkpoint, name, role.decoder_layer))
         added = list[OutputTensor]()
         for layer in layers:
             prefixes, values = expert_prefixes(model.layout, layer), written.constants[layer.name].values
             for expert, value in zip(planned[layer.name].dropped, values, strict=True):
                 name = f"{prefixes[expert]}{SUFFIX}"
                 content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
-                added.append(replace(tensor_output(name, value, layer.unit), content=content))
-        outputs = in_order_of(model.architecture.units, [*copies, *added])
+                added.append(replace(tensor_output(name, value, layer.decoder_layer), content=content))
+        outputs = in_order_of(model.architecture.decoder_layers, [*copies, *added])
         config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
         constants = {str(entry.layer): list(entry.constants) for entry in state.expert_plan().layers}
         config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
 
-        def produce(unit: str) -> Named:
-            of_unit = [output for output in copies if output.unit == unit]
+        def produce(decoder_layer: str) -> Named:
+            of_layer = [output for output in copies if output.decoder_layer == decoder_layer]
             if files is not None:
-                changed = {output.name for output in of_unit if roles[output.name].layer in planned}
-                yield from _refitted(model, planned, files, unit, changed) if changed else ()
-                of_unit = [output for output in of_unit if output.name not in changed]
-            yield from stored_unit([*of_unit, *added], unit)
+                changed = {output.name for output in of_layer if roles[output.name].layer in planned}
+                yield from _refitted(model, planned, files, decoder_layer, changed) if changed else ()
+                of_layer = [output for output in of_layer if output.name not in changed]
+            yield from stored_decoder_layer([*of_layer, *added], decoder_layer)
 
         def verify(folder: Path) -> None:
             written_tensors = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
@@ -208,8 +210,8 @@ class ConstantsStep(Step[Constants]):
             check_carried(folder, model.source.folder)
             check_forward(folder, model, written)
 
-        units = ("", *model.architecture.units)
-        return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
+        layer_names = ("", *model.architecture.decoder_layers)
+        return OutputJob(tuple(outputs), layer_names, produce, files_with(model, config), verify, tuple(zeroed))
 
 
 def _measured(state: State) -> dict[str, LayerConstants]:
@@ -225,8 +227,10 @@ def _planned(state: State) -> ConstantsByLayer:
     return substitutes_of(dropped, _measured(state))
 
 
-def _refitted(model: OpenModel, planned: ConstantsByLayer, files: CutFiles, unit: str, wanted: set[str]) -> Named:
-    """Yield the refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
+def _refitted(
+    model: OpenModel, planned: ConstantsByLayer, files: CutFiles, decoder_layer: str, wanted: set[str]
+) -> Named:
+    """Yield a decoder layer's refitted tensors by their stored names, experts back at their own numbers."""
     stored = stored_partial(model)
 
     def change(layer: MoeLayer) -> dict[str, Tensor]:
@@ -242,7 +246,7 @@ def _refitted(model: OpenModel, planned: ConstantsByLayer, files: CutFiles, unit
             refuse_overflow(key, value.to(stored.dtype))
         return tensors
 
-    for name, content in Conversion(stored, model.architecture, stored.model).produce(change, None, unit):
+    for name, content in Conversion(stored, model.architecture, stored.model).produce(change, None, decoder_layer):
         if name in wanted:
             yield name, content
 
@@ -282,7 +286,7 @@ def logits_with(model: OpenModel, substitution: Substitution, batches: Sequence[
 
 
 def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, ConstantsByLayer]:
-    """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
+    """Return a written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
     model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
     partial = model.partial

@@ -1,7 +1,7 @@
-"""One MoE layer as it was recorded, and as it was cut: what is to come back, and the float32 tensors to refit for it.
+"""One MoE layer as it was recorded and as it was cut: the target output, and the float32 tensors to refit.
 
-T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. What is recorded stays in the computing
-dtype; past a budget it lies in unlinked mapped files. Each of several ranks has its own batches' tokens.
+T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Recordings stay in the computing dtype,
+and past a budget in unlinked mapped files. Each of several ranks records its own batches' tokens.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.model.experts import Parameters, Watch, apply_expert, expert_parameters, routed
+from compressor.model.experts import MoeHooks, Parameters, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
@@ -24,7 +24,7 @@ CHUNK = 4096  # tokens computed at once
 
 @dataclass(slots=True)
 class Rows:
-    """Rows appended batch by batch to one buffer whose final length is foreseen."""
+    """Rows appended batch by batch to one buffer of an expected final length."""
 
     expected: int
     buffer: Tensor | None = None
@@ -62,7 +62,7 @@ class Recording:
     def __init__(
         self, layer: MoeLayer, expected: int, heldout: Collection[int] = (), emphasis: Sequence[Tensor] = ()
     ) -> None:
-        """Foresee `expected` tokens; `heldout` are numbers of batches.
+        """Prepare for `expected` tokens; `heldout` are numbers of batches.
 
         `emphasis` has weights [B, L] of the batches' tokens; none if all count alike.
         """
@@ -80,7 +80,7 @@ class Recording:
         block = model.get_submodule(self.layer.block)
         named = chain(block.named_parameters(), block.named_buffers())
         self._block_tensors = {id(value): name for name, value in named}
-        self._watch = Watch(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
+        self._watch = MoeHooks(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
 
     def detach(self) -> None:
         self._watch.detach()
@@ -120,7 +120,7 @@ class Recording:
         same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
         return _Argument(keyword, dim, None if same else Rows(self.expected))
 
-    def came_out(self, hidden: Tensor, shift: Tensor | None = None) -> None:
+    def on_layer_output(self, hidden: Tensor, shift: Tensor | None = None) -> None:
         """Take the hidden states [B, L, H] behind the decoder layer, and a `shift`, alike, to add to the outputs.
 
         An error counts by the inverse square of the hidden state.
@@ -147,7 +147,7 @@ class Recording:
 
     @property
     def weights(self) -> Tensor:
-        """How much each token's error counts: [T]."""
+        """The weight of each token's error: [T]."""
         return self._weights.value.flatten()
 
     @property
@@ -198,7 +198,7 @@ class RefittedConstants:
 
 
 class CutLayer:
-    """A smaller layer's experts, one set of float32 parameters each, and its live router, beside what was recorded."""
+    """A smaller layer's experts, one set of float32 parameters each, its live router, and the recording."""
 
     def __init__(
         self, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
@@ -268,8 +268,8 @@ class CutLayer:
         for chunk in self.recording.chunks(rows):
             targets = self.targets(chunk)
             weights = as_float64(self.token_weights(chunk))
-            for place, value in enumerate((self.gap(chunk, targets), targets)):
-                sums[place] += float(weights @ as_float64(value).square().sum(-1))
+            for position, value in enumerate((self.gap(chunk, targets), targets)):
+                sums[position] += float(weights @ as_float64(value).square().sum(-1))
         off, size = ranks().all_reduce(sums).tolist()
         return off / size if size else 0.0
 

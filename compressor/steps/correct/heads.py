@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on what it really gets."""
+"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on its actual input."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,18 +11,18 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, legs_of, names_of
+from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, mtp_stages, names_of
 from compressor.model.opened import OpenModel, open_alike
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 
-Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
+Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, heldout
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
 def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tuple[Head, ...]:
-    """The heads that are kept: all where they are understood, unless they are to be dropped.
+    """Return the heads that are kept: all where they are understood, unless they are to be dropped.
 
     They are planned with as many `experts` as the other layers. Raises `CompressionError` where `choice` is to keep
     what the checkpoint lacks, what is not understood, or a number of experts of its own.
@@ -47,14 +47,14 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
         raise CompressionError("--mtp keep: the checkpoint has no multi-token-prediction head; leave it out")
     if small := next((head for head in heads if head.layer.experts < experts), None):
         raise CompressionError(
-            f"--mtp keep: {small.names.unit} has {small.layer.experts} experts, fewer than the {experts} of the other "
-            f"layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
+            f"--mtp keep: {small.names.decoder_layer} has {small.layer.experts} experts, fewer than the {experts} of "
+            f"the other layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
         )
     return heads
 
 
-def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
-    """What a plan says of a model's heads; None where it has none that are understood."""
+def mtp_choice(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
+    """Return a plan's entry on a model's heads; None if it has none that are understood."""
     if heads:
         return "keep"
     try:
@@ -64,7 +64,7 @@ def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "d
 
 
 def evaluated_batches(calibration: Calibration) -> frozenset[int]:
-    """The batches that acceptance is measured on: those held out, or the last one where none is."""
+    """Return the batches that acceptance is measured on: those held out, or the last one where none is."""
     return calibration.heldout or frozenset({len(calibration.batches) - 1})
 
 
@@ -76,7 +76,7 @@ def acceptance_of(
     calibration: Calibration | None,
     changed: bool,
 ) -> Accepted:
-    """The acceptance of kept heads before and after: what the plan tells, and where text was read the rest, measured.
+    """Return the acceptance of kept heads before and after: the plan's figures, and measured ones if text was read.
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
@@ -113,7 +113,7 @@ def statistics_with_heads(
     seed: int,
     accepted: dict[str, Any],
 ) -> Iterator[LayerStatistics]:
-    """Statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
+    """Yield the statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
 
     The text goes through the model and then its heads. Each head's acceptance is put into `accepted`, by experts
     module, once its statistics have been taken.
@@ -124,15 +124,15 @@ def statistics_with_heads(
             for stats in collect(head.model, needs, None, progress, seed):
                 yield _named(stats, head)
         return
-    legs = legs_of(model, heads, calibration.batches, evaluated_batches(calibration))
-    for leg in legs:
-        passing = replace(calibration, batches=leg.batches)
-        with leg.hooked():
-            for stats in collect(leg.model, needs, passing, progress, seed, leg):
-                yield stats if leg.head is None else _named(stats, leg.head)
-        if leg.head is not None:
-            every_rank = ranks().all_reduce(agreement(legs[0], leg))
-            accepted[leg.head.named.name] = _figure(every_rank, "before", calibration)
+    stages = mtp_stages(model, heads, calibration.batches, evaluated_batches(calibration))
+    for mtp_stage in stages:
+        passing = replace(calibration, batches=mtp_stage.batches)
+        with mtp_stage.hooked():
+            for stats in collect(mtp_stage.model, needs, passing, progress, seed, mtp_stage):
+                yield stats if mtp_stage.head is None else _named(stats, mtp_stage.head)
+        if mtp_stage.head is not None:
+            every_rank = ranks().all_reduce(agreement(stages[0], mtp_stage))
+            accepted[mtp_stage.head.named.name] = _figure(every_rank, "before", calibration)
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:

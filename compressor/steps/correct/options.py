@@ -21,19 +21,19 @@ class Correct(StepOptions):
 
     method: Literal["auto", "none", "ridge", "tune"] = "tune"
     """Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in closed form. tune then
-    trains router, gate, up and down projections by gradient steps. auto is what the strategy asks for."""
+    trains router, gate, up and down projections by gradient steps. auto is the strategy's own method."""
     steps: int = Field(300, ge=1, le=10**5)
     """Optimizer steps of tune for each layer."""
     tokens: int = Field(2048, ge=1, le=10**6)
-    """Tokens of each of them."""
+    """Tokens of each optimizer step."""
     toward: float | None = Field(None, ge=0, le=1)
-    """How much of the way from the base's output on the smaller model's hidden states to the base's own hidden states
+    """Share of the way from the base's output on the smaller model's hidden states to the base's own hidden states that
     is fitted. Above 0, calibration text also passes the base. The default is 0.5, or 0 where that is not known: beside
     constants, in multi-token-prediction heads, and where experts' outputs pass a norm."""
     rate: float = Field(0.3, gt=0, lt=1)
-    """Learning rate of tune, times the error that is left."""
+    """Learning rate of tune, as a multiple of the remaining error."""
     deterministic: bool = False
-    """Keep to operations that give the same bits each time; on a GPU some are slower."""
+    """Use operations that give the same bits each time; on a GPU some are slower."""
 
     @property
     def changes(self) -> frozenset[str]:

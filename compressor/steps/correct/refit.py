@@ -1,7 +1,7 @@
 """Output-space correction of one cut layer: the remaining experts refitted toward the base layer's output.
 
 `ridge` refits the down projections in closed form; `tune` goes on from there with optimiser steps on router, gate, up
-and down. Guarded: what does not lower the reconstruction error on held-out calibration tokens is not kept.
+and down. A guard keeps only what lowers the reconstruction error on held-out calibration tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from compressor.steps.correct.ridge import refit_constants, refit_down
 from compressor.steps.correct.tuning import tune
 
 MOST_RATE = 0.03
-STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; what one does not better is undone
+STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lowers no error is undone
     NONE: (),
     "ridge": ("ridge",),
     "tune": ("ridge", "tune"),
@@ -80,12 +80,12 @@ class _Guard:
         self.best = self._error()
 
     def _stored(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """A value rounded as writing will: what is computed in one dtype may be stored in another."""
+        """Return a value rounded as writing will: what is computed in one dtype may be stored in another."""
         return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
 
     @torch.no_grad()
     def _error(self) -> float:
-        """The error with all values rounded as they will be stored; they stay so."""
+        """Return the error with all values rounded as they will be stored; they stay so."""
         for value, best in self.best_values:
             value.copy_(self._stored(value, best.dtype))
         return self.cut.error(self.heldout)
@@ -139,7 +139,7 @@ def correct_layer(
             leaves.append(constants.values)
         for name in steps if guard.best > 0 and fitted else ():
             if name == "tune":
-                rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
+                rate = min(correction.rate * guard.best, MOST_RATE)  # large steps only disturb a layer that is close
                 tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed)
             if name == "ridge":
                 refit_down(cut, fit, heldout)

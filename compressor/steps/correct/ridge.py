@@ -1,10 +1,10 @@
-"""Ridge correction: tensors that a layer's output is linear in, refitted in closed form so that the output comes back.
+"""Ridge correction: refit in closed form the tensors that a layer's output is linear in, toward the base's output.
 
 Down projections: with phi the gate-weighted intermediate activations of the kept experts, laid side by side, and
-r = y - y' what the cut layer misses, their change D minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
-weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on what the
-others leave. The penalty is the one of least error on held-out tokens for the first block; a later block stays as it is
-where that penalty does not help it. Constants that stand for experts: the same with their gate weights as phi.
+r = y - y' the error of the cut layer, their change D minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
+weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on the
+residual of the others. The penalty is the one of least error on held-out tokens for the first block; a later block
+that it does not help stays as it is. Constants that stand for experts: the same with their gate weights as phi.
 """
 
 import math
@@ -28,12 +28,12 @@ CONSTANT_PENALTIES = (1e-6, *PENALTIES)
 
 
 def block_width(layer_bytes: int) -> int:
-    """Neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
+    """Return the neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
     return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
 
 
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, slice]]:
-    """Experts and their neurons in blocks of at most `width` neurons, in order.
+    """Return the experts and their neurons in blocks of at most `width` neurons, in order.
 
     A block is of whole experts, or a part of one that is wider: activations are computed anew for each block.
     """
@@ -46,7 +46,7 @@ def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, s
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens to fit on or to evaluate on: positions [m], routing, and what the layer still misses [m, H]."""
+    """Tokens to fit on or to evaluate on: positions [m], routing, and the layer's residual [m, H]."""
 
     rows: Tensor
     weights: Tensor
@@ -82,8 +82,8 @@ class _Block:
     def columns(self, expert: int) -> slice:
         """Return the columns of the features that are an expert's neurons."""
         width = self.neurons.stop - self.neurons.start
-        place = expert - self.experts.start
-        return slice(place * width, (place + 1) * width)
+        index = expert - self.experts.start
+        return slice(index * width, (index + 1) * width)
 
     @property
     def width(self) -> int:
@@ -115,7 +115,7 @@ class _Block:
         return reached, phi
 
     def subtract(self, change: Tensor) -> None:
-        """Subtract what the change brings back from the tokens' residual."""
+        """Subtract the output of the change from the tokens' residual."""
         for residual, reached, phi in self.features():
             residual[reached] -= phi @ change.to(phi.device)
 
@@ -132,7 +132,7 @@ class _Block:
         return sums[:, :width].contiguous(), sums[:, width:].contiguous()
 
     def missed(self, change: Tensor | None) -> float:
-        """Return the squares of what the tokens of all ranks that reach the block miss with a change, in all."""
+        """Return the squared residual, with a change, summed over all ranks' tokens that reach the block."""
         total = torch.zeros(1, dtype=torch.float64)
         for residual, reached, phi in self.features():
             left = residual[reached]
@@ -145,10 +145,10 @@ class _Block:
 def _best(
     normal: Tensor, right: Tensor, penalties: Sequence[float], missed: Callable[[Tensor | None], float]
 ) -> tuple[Tensor, float] | None:
-    """Return the ridge solution [D, H] that misses least of held-out tokens, and its penalty; None if none does better.
+    """Return the ridge solution [D, H] of least held-out error, and its penalty; None if none lowers the error.
 
-    Of phi^T phi [D, D] and phi^T r [D, H]. Where rounding, or float32's range, leaves no Cholesky factor, a penalty
-    has no solution.
+    `normal` is phi^T phi [D, D], `right` phi^T r [D, H]. A penalty has no solution where rounding, or
+    float32's range, leaves no Cholesky factor.
     """
     best = None
     least = missed(None)

@@ -9,8 +9,8 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, refuse_shared_experts, shared_experts
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.step import CONSTANTS, Requirements, Step, StepOptions
-from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.options import NONE, Correct
+from compressor.steps.correct.sequential import correct
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class CorrectStep(Step[Correct]):
     """Refit the remaining experts, layer by layer, toward the base's output on the same input."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return the step with the strategy's own method for `auto`; None where nothing is refitted."""
+        """Return the step with the strategy's own method for `auto`; None if nothing is refitted."""
         method: str = self.options.method
         if method == "auto":
             suggested = [options.step().suggested_correction for options in stage if options is not self.options]
@@ -44,7 +44,7 @@ class CorrectStep(Step[Correct]):
         return Requirements(text=True, heldout=1, passes=1, hidden_copies=copies, waits_on_disk=True)
 
     def refit(self, state: State) -> ExpertPlan | None:
-        """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
+        """Refit all layers in order, and keep them; the figures go to the layers of the step that pruned them."""
         plan = state.expert_plan()
         text = state.text
         if plan.has_constants:  # which refit their own

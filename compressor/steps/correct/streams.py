@@ -16,7 +16,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerVisitor, Replay, Spill, hidden_of
+from compressor.model.streaming import ActivationOffload, Forward, LayerVisitor, Replay, hidden_of
 
 TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
@@ -31,8 +31,8 @@ class BaseStream(LayerVisitor):
 
     model: OpenModel
     count: int
-    spill: Spill
-    toward: float | None  # share of the way to them that is asked for; None: the default where it can be told
+    offload: ActivationOffload
+    toward: float | None  # requested share of the way to them; None: the default, if it is defined
     outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
     passing: bool = False
     last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
@@ -49,13 +49,13 @@ class BaseStream(LayerVisitor):
         self.last = hidden_of(output)
         if self.passing:
             self.outputs[self.at.batch] = output
-            self.spill.keep(self.at.batch, hidden_of(output))
+            self.offload.keep(self.at.batch, hidden_of(output))
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """What a batch has passed already, where it has."""
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """Return the finished output of a batch that has passed the layer already."""
         if self.at.batch not in self.outputs:
-            return own
-        self.spill.forget(self.at.batch)
+            return layer_forward
+        self.offload.forget(self.at.batch)
         output = self.outputs.pop(self.at.batch)
         return lambda *args, **kwargs: output
 
@@ -98,8 +98,8 @@ class BaseStream(LayerVisitor):
         unknown = bent > BENT**2 * moved
         if unknown and self.toward is not None:
             raise CompressionError(
-                f"{layer.name}: what its experts put out is changed before it joins the hidden states, so there is no "
-                "telling what would bring those back; leave out correct.toward"
+                f"{layer.name}: its experts' output is changed before it joins the hidden states, so the target for "
+                "those is unknown; leave out correct.toward"
             )
         wanted = TOWARD if self.toward is None else self.toward
         self.share = 0.0 if unknown else wanted

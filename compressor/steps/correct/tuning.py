@@ -72,7 +72,7 @@ def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
 def tune(
     layer: CutLayer, rows: Tensor, router: Sequence[Tensor], steps: int, tokens: int, rate: float, seed: int = 0
 ) -> None:
-    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on so many tokens a step.
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens a step.
 
     The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
     and all end with the same values.
@@ -88,8 +88,8 @@ def tune(
     def update(values: Iterable[Tensor]) -> None:
         for value in values:
             if not ranks().is_alone:
-                own = torch.zeros_like(value) if value.grad is None else value.grad
-                value.grad = ranks().all_reduce(own)
+                gradient = torch.zeros_like(value) if value.grad is None else value.grad
+                value.grad = ranks().all_reduce(gradient)
             if value.grad is not None:
                 optimizers[value].step()
                 value.grad = None  # no two gradients need be in memory at once

@@ -26,16 +26,16 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
-from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
-from compressor.model.moe_layer import layers_by_unit
+from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.options import Distill
 from compressor.steps.tensors import refuse_overflow
+from compressor.tensor_cache import load_tensors, save_tensors
 
 MOST_NORM = 1.0  # of a decoder layer's gradients
 MOMENTS = "of "  # begins the name of a tensor of the optimiser's state in a file
@@ -48,9 +48,9 @@ SCALE = 2.0  # LoRA's alpha / r
 
 @dataclass(frozen=True, slots=True)
 class TrainedLayer:
-    """State-dict keys of what is trained of the decoder layer `unit`: `whole`, or through LoRA's factors."""
+    """State-dict keys of what is trained of the decoder layer `decoder_layer`: `whole`, or through LoRA's factors."""
 
-    unit: str
+    decoder_layer: str
     whole: tuple[str, ...]
     factored: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class TrainedLayer:
         """Masters that leave the layer's `stored` tensors as they are."""
         masters = {key: stored[key].detach().to(torch.float32, copy=True) for key in self.whole}
         for key in self.factored:
-            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()  # no factor hangs on which others there are
+            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()  # a factor is independent of the others
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
             factors = begin_factors(tuple(stored[key].shape), rank, generator)
             for name, factor in zip(_names(key), factors, strict=True):
@@ -70,7 +70,10 @@ class TrainedLayer:
         return masters
 
     def values(self, stored: Tensors, masters: Tensors) -> Tensors:
-        """The layer's tensors in float32 that these masters stand for; `stored` are those that it was read with."""
+        """Return the layer's tensors in float32 that these masters stand for.
+
+        `stored` are those that it was read with.
+        """
         values = {key: masters[key] for key in self.whole}
         for key in self.factored:
             first, second = _names(key)
@@ -78,7 +81,7 @@ class TrainedLayer:
         return values
 
     def gradients(self, model: nn.Module, masters: Tensors) -> Tensors:
-        """The masters' gradients, from those of the layer's tensors in the live `model`."""
+        """Return the masters' gradients, from those of the layer's tensors in the live `model`."""
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         for key in self.keys:
             gradient = model.get_parameter(key).grad
@@ -99,7 +102,7 @@ def _names(key: str) -> tuple[str, str]:
 
 
 def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
-    """List what the method trains, in the order of the decoder layers; those of which nothing is trained are left out.
+    """List the trained tensors in the order of the decoder layers; layers without any are left out.
 
     `experts`: the experts' tensors and the routers' parameters; `router`: those of the routers alone; `lora`: factors
     of every linear layer and of the experts' matrices, and the routers' parameters whole; `all`: every floating-point
@@ -107,14 +110,14 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
     `CompressionError` for a tensor that another layer shares.
     """
     live = model.partial.model
-    by_unit = layers_by_unit(model.architecture.layers)
+    by_decoder_layer = layers_by_decoder_layer(model.architecture.layers)
     parameters = {key for key, value in live.named_parameters() if value.is_floating_point()}
     linear = {f"{name}.weight" for name, module in live.named_modules() if isinstance(module, nn.Linear)}
     shared = {*model.partial.tied, *model.partial.tied.values()}
     trained = list[TrainedLayer]()
-    for unit in model.architecture.units:
-        keys = [key for key in model.partial.keys_under(unit) if key in parameters]
-        layers = by_unit.get(unit, [])
+    for decoder_layer in model.architecture.decoder_layers:
+        keys = [key for key in model.partial.keys_under(decoder_layer) if key in parameters]
+        layers = by_decoder_layer.get(decoder_layer, [])
         experts = tuple(f"{layer.name}." for layer in layers)
         routers = tuple(f"{layer.router}." for layer in layers)
         in_experts = [key for key in keys if key.startswith(experts)]
@@ -135,7 +138,7 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
             if key in shared:
                 raise CompressionError(f"{key} is shared by two layers, so it cannot be trained as one of them")
         if whole or factored:
-            trained.append(TrainedLayer(unit, tuple(whole), tuple(factored)))
+            trained.append(TrainedLayer(decoder_layer, tuple(whole), tuple(factored)))
     return tuple(trained)
 
 
@@ -157,7 +160,10 @@ def merged(weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str, torch.dtype]:
-    """The dtype in which each trained tensor is stored, by state-dict key; refuses one that cannot be written back."""
+    """Return the dtype in which each trained tensor is stored, by state-dict key.
+
+    Refuses one that cannot be written back.
+    """
     dtypes = dict[str, torch.dtype]()
     for layer in layers:
         empty = {key: model.partial.empty[key] for key in layer.keys}
@@ -173,7 +179,7 @@ def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str,
 
 
 def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch.dtype]) -> Tensors:
-    """A decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
+    """Return a decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
     rounded = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
     direct, converted = _stored(model, rounded)
     tensors = {name: rounded[key] for key, name in direct.items()}
@@ -190,7 +196,7 @@ def _stored(model: OpenModel, tensors: Tensors) -> tuple[dict[str, str], list[tu
         return direct, []
     try:
         return direct, list(saved_names(model.partial.model, others))
-    except Exception as error:  # a conversion that takes more than these raises what it likes
+    except Exception as error:  # conversions raise any exception
         raise _unknown_storage(next(iter(others))) from error
 
 
@@ -215,7 +221,7 @@ def _unknown_storage(key: str) -> CompressionError:
 
 @dataclass(slots=True)
 class LayerState:
-    """A decoder layer's masters, and what the optimiser remembers of each."""
+    """A decoder layer's masters, and the optimiser's state of each."""
 
     masters: Masters
     moments: Moments = field(default_factory=dict)
@@ -247,21 +253,21 @@ def update(state: LayerState, gradients: Tensors, optimizer: str, rate: float) -
         master.grad = None
 
 
-def file_of(folder: Path, unit: str) -> Path:
-    return folder / f"{unit}.safetensors"
+def file_of(folder: Path, decoder_layer: str) -> Path:
+    return folder / f"{decoder_layer}.safetensors"
 
 
-def keep_state(folder: Path, unit: str, state: LayerState) -> None:
+def keep_state(folder: Path, decoder_layer: str, state: LayerState) -> None:
     tensors = dict(state.masters)
     for name, moments in state.moments.items():
         tensors |= {f"{MOMENTS}{name} {kind}": value for kind, value in moments.items()}
-    keep_tensors(file_of(folder, unit), tensors, {"unit": unit})
+    save_tensors(file_of(folder, decoder_layer), tensors, {"unit": decoder_layer})
 
 
-def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = True) -> LayerState:
-    """A layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
+def kept_state(folder: Path, decoder_layer: str, device: torch.device, moments: bool = True) -> LayerState:
+    """Return a layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
     state = LayerState({})
-    for name, value in kept_tensors(file_of(folder, unit)).items():
+    for name, value in load_tensors(file_of(folder, decoder_layer)).items():
         if not name.startswith(MOMENTS):
             state.masters[name] = value.to(device, copy=True)
         elif moments:
@@ -272,19 +278,19 @@ def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = Tr
 
 
 class _Engine:
-    """The part of both ways of training that deals with a loaded layer."""
+    """Base of both engines: the handling of a loaded layer."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)
         self.model, self.options, self.seed = model, options, seed
-        self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}  # by decoder layer
+        self.layers: Mapping[str, TrainedLayer] = {layer.decoder_layer: layer for layer in layers}  # by decoder layer
         self.stored = stored_dtypes(model, layers)
 
     def loaded(self, layer: TrainedLayer) -> Tensors:
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
     def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors, train: bool) -> None:
-        """Have a loaded layer compute with its masters: asking for gradients, or rounded as they would be stored."""
+        """Put a layer's masters into the loaded layer: with gradients, or rounded as they would be stored."""
         partial = self.model.partial
         for key, value in layer.values(stored, masters).items():
             if not train:
@@ -293,15 +299,18 @@ class _Engine:
             computed = value.detach().to(partial.device, partial.empty[key].dtype)
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
-    def values(self, folder: Path, unit: str) -> Tensors:
-        """A layer's trained tensors in float32 in a kept state, by state-dict key; the layer itself is read anew."""
+    def values(self, folder: Path, decoder_layer: str) -> Tensors:
+        """Return a layer's trained tensors in float32 in a kept state, by state-dict key.
+
+        The layer itself is read anew.
+        """
         partial = self.model.partial
-        layer = self.layers[unit]
-        partial.release(unit)
+        layer = self.layers[decoder_layer]
+        partial.release(decoder_layer)
         partial.load(layer.keys)
-        masters = kept_state(folder, unit, partial.device, moments=False).masters
+        masters = kept_state(folder, decoder_layer, partial.device, moments=False).masters
         values = layer.values(self.loaded(layer), masters)
-        partial.release(unit)
+        partial.release(decoder_layer)
         return values
 
 
@@ -315,13 +324,14 @@ class InMemory(_Engine):
         for layer in self.layers.values():
             self.read |= self.loaded(layer)
         self.states = {
-            unit: LayerState(layer.begin(self.read, options.rank, seed)) for unit, layer in self.layers.items()
+            decoder_layer: LayerState(layer.begin(self.read, options.rank, seed))
+            for decoder_layer, layer in self.layers.items()
         }
 
     def step(self, objective: Objective, rate: float) -> None:
         """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
-        for unit, layer in self.layers.items():
-            self.put(layer, self.read, self.states[unit].masters, train=True)
+        for decoder_layer, layer in self.layers.items():
+            self.put(layer, self.read, self.states[decoder_layer].masters, train=True)
         failed = 0.0
         try:
             self._backward(objective)
@@ -332,8 +342,8 @@ class InMemory(_Engine):
         objective.parts = dict(zip(objective.parts, parts, strict=True))
         if failures:  # at one rank, so at all
             raise NotFiniteError
-        for unit, layer in self.layers.items():
-            state = self.states[unit]
+        for decoder_layer, layer in self.layers.items():
+            state = self.states[decoder_layer]
             gradients = layer.gradients(self.model.partial.model, state.masters)
             gradients = {name: ranks().all_reduce(value) for name, value in gradients.items()}
             update(state, gradients, self.options.optimiser, rate)
@@ -341,10 +351,13 @@ class InMemory(_Engine):
     def _backward(self, objective: Objective) -> None:
         """Take the gradients of all batches' losses, the layers' forwards as the objective has them."""
         partial = self.model.partial
-        modules = {unit: partial.model.get_submodule(unit) for unit in self.model.architecture.units}
+        modules = {
+            decoder_layer: partial.model.get_submodule(decoder_layer)
+            for decoder_layer in self.model.architecture.decoder_layers
+        }
         try:
-            for unit, module in modules.items():
-                module.forward = objective.wrap_forward(unit, module.forward)
+            for decoder_layer, module in modules.items():
+                module.forward = objective.wrap_forward(decoder_layer, module.forward)
             with torch.enable_grad():
                 for number, batch in enumerate(objective.batches):
                     if len(batch.tokens):
@@ -357,17 +370,19 @@ class InMemory(_Engine):
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
-        """Figures of the model as it would be stored now."""
-        for unit, layer in self.layers.items():
-            self.put(layer, self.read, self.states[unit].masters, train=False)
+        """Return the figures of the model as it would be stored now."""
+        for decoder_layer, layer in self.layers.items():
+            self.put(layer, self.read, self.states[decoder_layer].masters, train=False)
         return evaluator.measure_loaded(self.model.partial.model)
 
     def save(self, folder: Path) -> None:
-        for unit, state in self.states.items():
-            keep_state(folder, unit, state)
+        for decoder_layer, state in self.states.items():
+            keep_state(folder, decoder_layer, state)
 
     def load(self, folder: Path) -> None:
-        self.states = {unit: kept_state(folder, unit, self.model.partial.device) for unit in self.layers}
+        self.states = {
+            decoder_layer: kept_state(folder, decoder_layer, self.model.partial.device) for decoder_layer in self.layers
+        }
 
 
 class Streamed(_Engine):
@@ -377,10 +392,10 @@ class Streamed(_Engine):
         super().__init__(model, options, seed)
         self.now = now
         shutil.rmtree(now, ignore_errors=True)
-        for unit, layer in self.layers.items():
+        for decoder_layer, layer in self.layers.items():
             model.partial.load(layer.keys)
-            keep_state(now, unit, LayerState(layer.begin(self.loaded(layer), options.rank, seed)))
-            model.partial.release(unit)
+            keep_state(now, decoder_layer, LayerState(layer.begin(self.loaded(layer), options.rank, seed)))
+            model.partial.release(decoder_layer)
 
     def step(self, objective: Objective, rate: float) -> None:
         run = ReversePass(self.model, [batch.tokens for batch in objective.batches])
@@ -406,29 +421,29 @@ class _Masters(ReverseVisitor):
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:
         self.engine, self.rate = engine, rate
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         engine = self.engine
-        layer = engine.layers.get(unit)
+        layer = engine.layers.get(decoder_layer)
         if layer is not None:
-            masters = kept_state(engine.now, unit, engine.model.partial.device, moments=False).masters
+            masters = kept_state(engine.now, decoder_layer, engine.model.partial.device, moments=False).masters
             engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
 
-    def done(self, unit: str) -> None:
+    def done(self, decoder_layer: str) -> None:
         engine = self.engine
-        layer = engine.layers.get(unit)
+        layer = engine.layers.get(decoder_layer)
         if self.rate is not None and layer is not None:
-            state = kept_state(engine.now, unit, engine.model.partial.device)
+            state = kept_state(engine.now, decoder_layer, engine.model.partial.device)
             gradients = layer.gradients(engine.model.partial.model, state.masters)
             update(state, gradients, engine.options.optimiser, self.rate)
-            keep_state(engine.now, unit, state)
+            keep_state(engine.now, decoder_layer, state)
 
 
-def _linked(source: Path, folder: Path, units: Mapping[str, TrainedLayer]) -> None:
+def _linked(source: Path, folder: Path, layer_names: Mapping[str, TrainedLayer]) -> None:
     """Give every layer's file, which is never written again, a name in another folder, too; or copy it there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for unit in units:
+    for decoder_layer in layer_names:
         try:
-            os.link(file_of(source, unit), file_of(folder, unit))
+            os.link(file_of(source, decoder_layer), file_of(folder, decoder_layer))
         except OSError:
-            shutil.copyfile(file_of(source, unit), file_of(folder, unit))
+            shutil.copyfile(file_of(source, decoder_layer), file_of(folder, decoder_layer))

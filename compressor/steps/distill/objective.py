@@ -49,13 +49,13 @@ class Text:
     most: int  # sequences that are computed at once
 
     def of_step(self, step: int, sequences: int, seed: int) -> list[Batch]:
-        """The batches of a step: passes over shuffled sequences, without a remainder's short step."""
-        epoch, place = divmod(step, len(self.fit) // sequences)
+        """Return the batches of a step: passes over shuffled sequences, without a remainder's short step."""
+        epoch, position = divmod(step, len(self.fit) // sequences)
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
         plain = list[tuple[Batch, int]]()
         alone = list[Batch]()
-        for number in order[place * sequences : (place + 1) * sequences]:
+        for number in order[position * sequences : (position + 1) * sequences]:
             batch, row = self.fit[number]
             if isinstance(self.batches[batch].tokens, Inputs):
                 alone.append(self.batches[batch])
@@ -66,7 +66,7 @@ class Text:
 
 
 def _joined(rows: Sequence[tuple[Batch, int]]) -> Batch:
-    """One batch of these rows of others."""
+    """Return one batch of these rows of others."""
     base = dict[str, Tensor]()
     for name in rows[0][0].base.tensors:
         base[name] = torch.stack([batch.base.tensors[name][row] for batch, row in rows])
@@ -84,7 +84,7 @@ def training_text(
     model: OpenModel,
     emphasis: Emphasis = PLAIN,
 ) -> Text:
-    """The sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
+    """Return the sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
 
     Of sequences with pictures only those tokens count whose next one is text.
     """
@@ -113,16 +113,16 @@ class Objective(ReverseVisitor):
 
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel) -> None:
         self.options = options
-        rows = slice(ranks().rank, None, ranks().size)  # this rank's sequences, maybe none
+        rows = slice(ranks().rank, None, ranks().size)  # this rank's sequences, possibly none
         self.batches = [Batch(batch.tokens[rows], batch.base.rows(rows), batch.weights[rows]) for batch in batches]
         self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
         self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
-        self.last = model.architecture.units[-1] if options.hidden_states else None
+        self.last = model.architecture.decoder_layers[-1] if options.hidden_states else None
         self.parts = {name: 0.0 for name in PARTS if getattr(options, name)}
         self.batch = 0
 
     def loss(self, number: int, output: Any) -> Tensor:
-        """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
+        """Return a batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
         batch = self.batches[number]
         logits = output.logits
         weights = batch.weights.to(logits.device)
@@ -134,11 +134,11 @@ class Objective(ReverseVisitor):
             following = batch.tokens[:, 1:].to(logits.device)
             losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), following, reduction="none")
             loss = loss + self._part("cross_entropy", (losses * weights[:, :-1]).sum() / self.predicted)
-        nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
+        nothing: Tensor = 0.0 * logits.float().sum()  # carries the gradients of parts that layers add
         return loss if loss.requires_grad else nothing
 
     def _part(self, name: str, value: Tensor) -> Tensor:
-        """A part times its weight; its mean is added up in `parts`."""
+        """Return a part times its weight; its mean is added up in `parts`."""
         share = float(value.detach())
         if not math.isfinite(share):
             raise NotFiniteError
@@ -149,16 +149,19 @@ class Objective(ReverseVisitor):
     def on_batch_start(self, batch: int) -> None:
         self.batch = batch
 
-    def replaying(self, unit: str, batch: int) -> None:
+    def replaying(self, decoder_layer: str, batch: int) -> None:
         self.batch = batch
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """The layer's forward; where gradients are taken, the distance of the last one's output joins the loss."""
-        if unit != self.last:
-            return own
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """Return the layer's forward.
+
+        Where gradients are taken, the distance of the last one's output joins the loss.
+        """
+        if decoder_layer != self.last:
+            return layer_forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
+            output = layer_forward(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return output
             hidden, *others = (output,) if isinstance(output, Tensor) else output
@@ -168,7 +171,10 @@ class Objective(ReverseVisitor):
         return forward
 
     def _distance(self, hidden: Tensor) -> Tensor:
-        """The square distance from the base's states over their own square, by sequence; its share of the mean."""
+        """Return the square distance from the base's states over their own square, by sequence.
+
+        Its share of the mean.
+        """
         batch = self.batches[self.batch]
         assert batch.base.hidden is not None
         wanted = batch.base.hidden.to(hidden.device).float()

@@ -76,7 +76,7 @@ class Distill(StepOptions):
         return self.evaluate_every or math.ceil(self.steps / EVALUATIONS)
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0: up over the first ones, then down to 0 on a line."""
+        """Return the learning rate of a step, counted from 0: up over the first ones, then down to 0 on a line."""
         warm = max(1, round(WARM_UP * self.steps))
         return self.rate * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
 

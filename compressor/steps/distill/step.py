@@ -26,7 +26,7 @@ class DistillStep(Step[Distill]):
     """Train toward the base; the loss is the sum of its parts, each times its weight."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return None where nothing is trained."""
+        """Return the step; None if nothing is trained."""
         return None if self.options.train == "none" else self
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
@@ -54,7 +54,7 @@ class DistillStep(Step[Distill]):
         return self.options.hidden_states > 0
 
     def apply_model(self, state: State) -> Result:
-        """Train, evaluate on held-out text, and take the best state if it is nearer to the base."""
+        """Train, evaluate on held-out text, and take the best state if its KL from the base is lower."""
         return distill(self.options, state)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:

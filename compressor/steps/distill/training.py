@@ -15,7 +15,6 @@ from typing import Any
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.progress import Progress
 from compressor.recipe.step import Result
 from compressor.records import finite, read_as
@@ -31,8 +30,9 @@ from compressor.steps.distill.engines import (
 from compressor.steps.distill.objective import NotFiniteError, Objective, Text, training_text
 from compressor.steps.distill.options import Distill
 from compressor.steps.state import State as Run
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
-FIGURES = "figures.safetensors"  # there once all new stored tensors are
+FIGURES = "figures.safetensors"  # written after all new stored tensors
 STATE = "state.safetensors"
 DIVERGED = 2.0  # times the KL from the base before the first step
 NOT_A_NUMBER = "a loss was no number"
@@ -67,10 +67,12 @@ class State:
         return self.curve[-1].step
 
     def result(self) -> dict[str, Any]:
-        """The result as a plan has it; `changed` says if the best state is taken."""
+        """Return the result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
-        after = next(each for each in self.curve if each.step == (self.best if gained.accepted else 0))
+        after = next(
+            evaluation for evaluation in self.curve if evaluation.step == (self.best if gained.accepted else 0)
+        )
         return {
             "changed": gained.accepted,
             "before": before.kl,
@@ -90,7 +92,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Trains what the engine holds, or goes on where a killed run has stopped; the best state is left in `place`."""
+    """Trains the engine's layers, or resumes a killed run; the best state is left in `place`."""
 
     engine: Engine
     text: Text
@@ -99,7 +101,7 @@ class Training:
     progress: Progress
 
     def run(self) -> State:
-        """All steps, or as many as there are until it ends early."""
+        """Return all steps, or as many as there are until it ends early."""
         self.progress.start("distill", self.engine.options.steps)
         state = self._kept()
         ranks().assert_same_on_all(state and state.step, f"training in {self.place}")
@@ -114,8 +116,8 @@ class Training:
             self.progress.advance("step")
         while state.ended is None:
             state = self._next(state)
-            if ranks().is_first:  # write how far it has come, then remove the states that are of no more use
-                keep_tensors(self.place / STATE, {}, asdict(state))
+            if ranks().is_first:  # write the progress, then remove the states that are no longer needed
+                save_tensors(self.place / STATE, {}, asdict(state))
                 needed = (self.folder(state.best), self.folder(state.step))
                 for folder in self.place.glob("step-*"):
                     if folder not in needed:
@@ -127,18 +129,18 @@ class Training:
 
     def _kept(self) -> State | None:
         """Return the state of an earlier run that was killed, if there is one."""
-        figures = facts_of(self.place / STATE)
+        figures = read_metadata(self.place / STATE)
         if figures is None:
             return None
         state = read_as(State, figures)
         for step in {state.step, state.best} - {0}:
-            for unit in self.engine.layers:
-                if facts_of(file_of(self.folder(step), unit)) is None:  # cut short by a loss of power
+            for decoder_layer in self.engine.layers:
+                if read_metadata(file_of(self.folder(step), decoder_layer)) is None:  # cut short by a loss of power
                     return None
         return state
 
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
-        """Figures of the model now, and the KL of each sequence; all processes measure together."""
+        """Return the figures of the model now, and the KL of each sequence; all processes measure together."""
         figures = self.engine.evaluated(self.evaluator)
         means = figures.means
         evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts)
@@ -178,7 +180,7 @@ class Training:
 
 
 def distill(options: Distill, run: Run) -> Result:
-    """Train toward the base, and give the stored tensors of the best state if held-out text is nearer to the base.
+    """Train toward the base, and return the stored tensors of the best state if its KL on held-out text is lower.
 
     Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
     `CompressionError` for tensors that cannot be trained as they are stored, for fewer than eight held-out sequences,
@@ -187,17 +189,17 @@ def distill(options: Distill, run: Run) -> Result:
     place = run.kept("distill")
     assert place is not None
     trained = place / "made"
-    figures = facts_of(trained / FIGURES)
+    figures = read_metadata(trained / FIGURES)
     if figures is None:  # else of an earlier run
         if options.stream and not ranks().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
         stored_dtypes(run.model, trained_layers(run.model, options))
         figures = _train(options, run, place, trained)
-    return Result(figures, map(kept_tensors, sorted(trained.glob("layer-*.safetensors"))))
+    return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))
 
 
 def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, Any]:
-    """Train, and leave what is to be stored of each layer in the folder `trained`; nothing if it is not accepted."""
+    """Train, and write each layer's tensors to the folder `trained`; none if the result is not accepted."""
     batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
@@ -215,13 +217,13 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
         if not ranks().is_first:
             return figures
         shutil.rmtree(trained, ignore_errors=True)
-        for number, unit in enumerate(engine.layers if figures["changed"] else ()):
-            values = engine.values(training.folder(state.best), unit)
+        for number, decoder_layer in enumerate(engine.layers if figures["changed"] else ()):
+            values = engine.values(training.folder(state.best), decoder_layer)
             tensors = stored_tensors(run.model, values, engine.stored)
-            keep_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
+            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": decoder_layer})
     finally:
         run.model.partial.release("")
-    keep_tensors(trained / FIGURES, {}, figures)
+    save_tensors(trained / FIGURES, {}, figures)
     for folder in (now, steps):
         shutil.rmtree(folder, ignore_errors=True)
     return figures

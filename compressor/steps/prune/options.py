@@ -16,7 +16,7 @@ Protector = Callable[[Any], Sequence[tuple[str, int]]]  # of a planner: experts 
 
 
 def protector_of(protect: Any) -> Protector | None:
-    """What finds the experts to protect on calibration data, for the NAME or NAME:N of a protector; None for a list.
+    """Return the protector of a NAME or NAME:N, which finds experts on calibration data; None for a list.
 
     Raises `CompressionError` for NAME:N without a whole number N above 0, or where the protector takes none.
     """
@@ -87,7 +87,7 @@ class Prune(StepOptions):
 
     @property
     def is_sized(self) -> bool:
-        """True if it says how many experts stay."""
+        """Return True if it says how many experts stay."""
         return self.experts is not None or self.ratio is not None
 
     def count(self, layers: Sequence[MoeLayer], parts: int = 1) -> int:

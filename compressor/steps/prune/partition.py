@@ -27,7 +27,7 @@ Changes = list[tuple[int, int]]  # (expert, its new group)
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A partition of the experts, with what it costs.
+    """A partition of the experts, with its cost.
 
     groups: every expert once, members ascending, groups ordered by their smallest member; without those of a block
         in which protected experts take all the groups.
@@ -122,7 +122,7 @@ def _solve(distances: Tensor, count: int) -> Tensor:
 
 
 def cost(distances: Tensor, labels: Tensor) -> float:
-    """Within-group sum over unordered pairs: [E, E], [E] -> scalar."""
+    """Return the sum of distances within groups, over unordered pairs: [E, E], [E] -> scalar."""
     return float((distances * (labels[:, None] == labels)).sum()) / 2
 
 
@@ -152,7 +152,7 @@ def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
-    """The labels [E] of least cost, the first of equal ones."""
+    """Return the labels [E] of least cost, the first of equal ones."""
     return candidates[stable_argmin(cost(distances, labels) for labels in candidates)]
 
 
@@ -216,22 +216,22 @@ def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:
 
 def _best_move(table: Tensor, labels: Tensor) -> Changes:
     """Expert e to group g, gain table[e, g] - table[e, own]: [E, G], [E] -> one change, or none."""
-    own = table.gather(1, labels[:, None])
+    current = table.gather(1, labels[:, None])
     lonely = labels.bincount(minlength=table.shape[1])[labels] == 1
-    gain = (table - own).scatter_(1, labels[:, None], torch.inf)
+    gain = (table - current).scatter_(1, labels[:, None], torch.inf)
     gain.masked_fill_(lonely[:, None], torch.inf)
     expert, group = divmod(int(gain.argmin()), table.shape[1])
-    return [(expert, group)] if gain[expert, group] < -TOLERANCE * own[expert] else []
+    return [(expert, group)] if gain[expert, group] < -TOLERANCE * current[expert] else []
 
 
 def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
     """Experts u, v trade groups: gain A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]: changes or none."""
-    own = table.gather(1, labels[:, None])
-    gain = table[:, labels] - own
+    current = table.gather(1, labels[:, None])
+    gain = table[:, labels] - current
     gain = (gain + gain.T).sub_(distances, alpha=2)
     gain.masked_fill_(labels[:, None] == labels, torch.inf)
     first, second = divmod(int(gain.argmin()), labels.numel())
-    if gain[first, second] >= -TOLERANCE * (own[first] + own[second]):
+    if gain[first, second] >= -TOLERANCE * (current[first] + current[second]):
         return []
     return [(first, int(labels[second])), (second, int(labels[first]))]
 
@@ -239,26 +239,26 @@ def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
 def _best_regrouping(table: Tensor, labels: Tensor) -> Changes:
     """Merge groups a, b and set one expert e apart in the freed group: [E, G], [E] -> changes, or none."""
     count = table.shape[1]
-    own = table.gather(1, labels[:, None]).flatten()
+    current = table.gather(1, labels[:, None]).flatten()
     between = torch.zeros(count, count, dtype=torch.float64).index_add_(0, labels, table)
     between.fill_diagonal_(torch.inf)  # distances across every two groups
     # an expert of the joined groups
-    inside = between[labels] - own[:, None] - table  # e stays, the rest of its group a joins b
+    inside = between[labels] - current[:, None] - table  # e stays, the rest of its group a joins b
     inner, target = divmod(int(inside.argmin()), count)
     options = [(float(inside[inner, target]), inner, int(labels[inner]), target)]
     # one of another group, where the nearest two groups join
     first, second = divmod(int(between.argmin()), count)
-    apart = own.masked_fill((labels == first) | (labels == second), -torch.inf)
+    apart = current.masked_fill((labels == first) | (labels == second), -torch.inf)
     other = int(apart.argmax())
     options.append((float(between[first, second] - apart[other]), other, first, second))
     # the most expensive expert, where the nearest two of the other groups join
-    heaviest = int(own.argmax())
+    heaviest = int(current.argmax())
     outside = between.clone()
     outside[labels[heaviest]] = outside[:, labels[heaviest]] = torch.inf
     first, second = divmod(int(outside.argmin()), count)
-    options.append((float(outside[first, second] - own[heaviest]), heaviest, first, second))
+    options.append((float(outside[first, second] - current[heaviest]), heaviest, first, second))
     gain, expert, source, target = min(options)
-    if gain >= -TOLERANCE * float(own[expert]):
+    if gain >= -TOLERANCE * float(current[expert]):
         return []
     joining = (labels == source).nonzero().flatten().tolist()
     return [*((member, target) for member in joining if member != expert), (expert, source)]

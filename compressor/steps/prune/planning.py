@@ -1,4 +1,4 @@
-"""From the options of `prune` to a plan of every layer, which is planned as a pass over the model shows it."""
+"""Plan every layer by the options of `prune`, in one pass over the model."""
 
 import logging
 import time
@@ -21,12 +21,12 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
-from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
-from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
+from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, mtp_choice, statistics_with_heads
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import COMPRESSED, UNCORRECTED, LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.options import Prune, protector_of
-from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
+from compressor.steps.prune.protection import Protected, given_protected, listed, strongest_that_fit
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 
 @dataclass(frozen=True, slots=True)
 class PruneSpec:
-    """One plan to make, checked as far as that needs no data."""
+    """A requested plan, checked as far as that needs no data."""
 
     strategy: Strategy
     experts: int  # to keep in every layer
@@ -55,7 +55,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans a model on text. What protectors and statistics of the whole model measure is measured once for all plans.
+    """Plans a model on text. Measurements of protectors and of the whole model are made once for all plans.
 
     It is that of the base on the calibration's tokens, without what is held out, all counting alike; it stands for
     every plan: those made in order, and those of each source alone. Ranks share its batches.
@@ -68,7 +68,7 @@ class Planner:
     _measured: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, measure: Callable[[Calibration], Any]) -> Any:
-        """What `measure` returns for the text without what is held out, kept under `name`; by all ranks together.
+        """Return the result of `measure` on the text that is not held out, kept under `name`; all ranks take part.
 
         Raises `CompressionError` where there is no text.
         """
@@ -92,7 +92,7 @@ class Planner:
         return ranks().broadcast(lambda: changes)
 
     def plans(self, specs: Sequence[PruneSpec], protected: Protected | None = None) -> list[Planned]:
-        """Several plans from one pass over the layers, one for each spec; nothing is written.
+        """Return a plan for each spec from one pass over the layers; nothing is written.
 
         `protected` experts, by layer name, stay as they are. The specs' heads, which are the same in all, are planned
         after the model's own layers.
@@ -114,7 +114,7 @@ class Planner:
         run = (self.calibration, self.progress, self.seed, accepted)
         for stats in statistics_with_heads(self.model, specs[0].heads, needs, *run):
             by_layer.append(ranks().broadcast(partial(decide, stats)))
-            del stats  # samples need not outlive the layer
+            del stats  # free the samples with the layer
         planned = list[Planned]()
         for number, spec in enumerate(specs):
             layers = list[LayerPlan]()
@@ -125,7 +125,7 @@ class Planner:
             planned.append(Planned(self._plan(spec, layers, protected), seconds[number]))
         return planned
 
-    def plan_in_order(
+    def plan_sequentially(
         self,
         spec: PruneSpec,
         correction: Correct | None = None,
@@ -146,14 +146,14 @@ class Planner:
 
         needs = spec.strategy.needs | self._modalities
         work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
-        layers = compress_in_order(
+        layers = compress_sequentially(
             self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=spec.heads
         )
         return self._plan(spec, layers, protected)
 
     @property
     def _modalities(self) -> frozenset[str]:
-        """What tells tokens of text from others, of a model that sees others."""
+        """Return the statistics that tell text from media, if the model sees media."""
         wanted = self.calibration is not None and sees_media(self.model.config)
         return frozenset({MODALITIES} if wanted else ())
 
@@ -175,12 +175,12 @@ class Planner:
                 experts,
                 100 * unreached / experts,
             )
-        heads = said_of_heads(model, spec.heads)
+        heads = mtp_choice(model, spec.heads)
         return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)
 
 
 def fit_batches(calibration: Calibration) -> Calibration:
-    """The calibration without what is held out, which nothing that decides a plan may see."""
+    """Return the calibration without what is held out, which nothing that decides a plan may see."""
     return Calibration(
         tuple(calibration.batches[number] for number in calibration.fit),
         calibration.identity,
@@ -192,7 +192,7 @@ def fit_batches(calibration: Calibration) -> Calibration:
 def _layer_plan(
     stats: LayerStatistics, spec: PruneSpec, protected: Protected | None, rank_changes: Mapping[str, Tensor]
 ) -> LayerPlan:
-    """The layer as the strategy plans it; a third party's may not heed protected experts."""
+    """Return the layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
     if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
@@ -242,7 +242,7 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
 
 
 def planner_of(state: State) -> Planner:
-    """The planner of the stage's model, whose routing attribution is run once for all steps."""
+    """Return the planner of the stage's model, whose routing attribution is run once for all steps."""
     key = f"planner {state.stage[0]}"
     if key not in state.shared:
         calibration = None if state.text is None else state.text.fit

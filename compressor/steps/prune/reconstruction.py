@@ -24,7 +24,7 @@ from compressor.steps.cutting import merged_parameters
 from compressor.steps.tensors import equal_before, remap_table, told_apart
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once
-ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
+ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: float32's error where products cancel
 
 Routing = tuple[Tensor, Tensor]  # gate weights [S, K] and slots [S, K]
 _Select = Callable[[ExpertTensor, Tensor], Tensor]  # a tensor's rows for the smaller layer
@@ -57,7 +57,7 @@ class SmallerRouter:
             self._tensors[name] = _float(value), tensor
             if tensor is not None:
                 self._has_equal_rows |= bool(equal_before(value, tensor.dim, layer.experts).any())
-        # tensors that the block holds and hands to its router, such as a bias: known by their place in memory
+        # tensors that the block passes to its router, such as a bias: identified by their address
         handed = dict[int, ExpertTensor]()
         for name, value in weights.block.state_dict(keep_vars=True).items():
             key = f"{layer.block}.{name}"
@@ -115,7 +115,7 @@ class SmallerRouter:
         for name, (value, tensor) in self._tensors.items():
             if tensor is not None:
                 value = select(tensor, value)
-                if self._has_equal_rows:  # as rows that stay are told apart when the layer is cut
+                if self._has_equal_rows:  # as cutting the layer makes equal rows distinct
                     value = told_apart(value, tensor.dim, count)
             tensors[name] = value
         for name, table in self._tables.items():
@@ -128,7 +128,10 @@ class SmallerRouter:
 
 
 def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: Tensor) -> Tensor:
-    """Rows of a table that whole numbers among the arguments name, ascending; all where none are whole numbers."""
+    """Return the rows of a table that whole numbers among the arguments name, ascending.
+
+    All where none are whole numbers.
+    """
     tensors = [value for _, value in arguments if isinstance(value, Tensor) and value.dtype == torch.long]
     if not tensors:
         return torch.arange(len(table), device=table.device)

@@ -1,4 +1,4 @@
-"""How alike experts are: CKA of their outputs, Euclidean distance of their features.
+"""Similarity of experts: CKA of their outputs, Euclidean distance of their features.
 
 E experts, T tokens, D output width, F features; all results are float64, on the device of the input if it has that.
 CKA is HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with HSIC(K, L) = tr(K H L H) and H = I - 1/T (Kornblith et al., ICML
@@ -120,7 +120,7 @@ def mean_output_distances(outputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise(norms: Tensor) -> Tensor:
-    """How far apart by rounding alone float32 features of these norms may be: [E] -> [E, E]."""
+    """Return the distance that rounding alone can put between float32 features of these norms: [E] -> [E, E]."""
     return FLOAT32 * (norms[:, None] + norms)
 
 
@@ -137,7 +137,7 @@ def _refuse_not_finite(what: str, values: Tensor) -> None:
 
 
 def _centred(outputs: Tensor) -> Callable[[int, slice], Tensor]:
-    """What reads tokens of an expert's output less their mean, over its Frobenius norm, as CKA ignores scale."""
+    """Return a reader of an expert's centred outputs, over their Frobenius norm, as CKA ignores scale."""
     _refuse_not_finite("outputs", outputs)
     spread = list[tuple[Tensor, Tensor, Tensor]]()
     for output in outputs:

@@ -15,8 +15,8 @@ from compressor.statistics.statistics import ATTRIBUTED, WEIGHTS
 from compressor.steps.correct.options import Correct
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.planning import planner_of, protected_experts, spec_of
-from compressor.steps.prune.protecting import with_list
-from compressor.steps.split.opening import with_top_k
+from compressor.steps.prune.protection import with_list
+from compressor.steps.split.view import with_top_k
 from compressor.steps.state import State
 
 
@@ -26,7 +26,7 @@ class PruneStep(Step[Prune]):
 
     @property
     def suggested_correction(self) -> str:
-        """The strategy's own."""
+        """The strategy's own correction."""
         return load_strategy(self.options.strategy, self.options.options).correction
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:
@@ -74,7 +74,7 @@ class PruneStep(Step[Prune]):
         reads = spec.strategy.needs - WEIGHTS
         if prune.sequential and planner.calibration is not None and (reads or correct is not None):
             files = None if state.work is None else state.cut()
-            return planner.plan_in_order(spec, correct, protected, files)
+            return planner.plan_sequentially(spec, correct, protected, files)
         if not reads:
             planner = replace(planner, calibration=None)
         return planner.plans([spec], protected)[0].plan

@@ -10,7 +10,7 @@ from torch import Tensor
 from compressor.steps.quantize.scheme import ROW, Scales, Scheme
 
 DAMPING = 0.01  # of the mean diagonal of H
-BLOCK = 128  # columns whose errors are handed on to the rest at once
+BLOCK = 128  # columns whose errors are passed on to the rest at once
 
 
 def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Matrix:
 
     module: str  # name under which it is stored
     key: str  # state-dict entry that it is, or is a part of
-    unit: str
+    decoder_layer: str
     rows: int
     columns: int
     owner: str  # the module that holds the entry
@@ -48,7 +48,7 @@ class Matrix:
         return next((f"{parent}.{others[0]}" for others in FUSED if leaf in others), self.module)
 
     def of(self, model: nn.Module) -> Tensor:
-        """The matrix [rows, columns] in a live model: a view, which can be written into."""
+        """Return the matrix [rows, columns] in a live model: a view, which can be written into."""
         if self.expert is None:
             return getattr(*parent_and_name(model, self.key))  # type: ignore[no-any-return]
         experts = model.get_submodule(self.owner)
@@ -58,20 +58,20 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """All matrices to quantise in the order of the layers, and what holds them now."""
+    """All matrices to quantise in the order of the layers, and the tensors that hold them now."""
 
     every: tuple[Matrix, ...]
     replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
     ignored: tuple[str, ...]  # names of linear modules and routers that stay as they are
-    names: Mapping[str, str]  # under which tensors are stored that are stored as they are, by key
-    stored: bool  # whether they can be read from stored tensors, without loading the layer
+    names: Mapping[str, str]  # stored names of tensors that stay as they are, by key
+    stored: bool  # True if they can be read from stored tensors, without loading the layer
 
-    def of(self, unit: str) -> list[Matrix]:
-        return [matrix for matrix in self.every if matrix.unit == unit]
+    def of(self, decoder_layer: str) -> list[Matrix]:
+        return [matrix for matrix in self.every if matrix.decoder_layer == decoder_layer]
 
 
 def find_matrices(model: OpenModel, targets: str) -> Matrices:
-    """The routed experts' matrices, or with `ALL` those of attention and dense layers, too; from headers alone.
+    """Return the routed experts' matrices, or with `ALL` those of attention and dense layers, too; from headers alone.
 
     Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
     """
@@ -90,8 +90,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     every = [*_of_experts(partial.model, in_experts, _names_of_experts(partial, keys, in_experts))]
     if targets == ALL:
         every += _dense(model, keys, shapes)
-    order = {unit: number for number, unit in enumerate(architecture.units)}
-    every.sort(key=lambda matrix: order[matrix.unit])
+    order = {decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)}
+    every.sort(key=lambda matrix: order[matrix.decoder_layer])
     quantized = {matrix.key for matrix in every}
     names = {key: name for name, key in keys.targets.items()}
     ignored = set[str]()
@@ -125,7 +125,7 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
 
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
-    """The matrices of all routed experts of a live model, under names that need not be those that are stored."""
+    """Return the matrices of all routed experts of a live model, under names that need not be those that are stored."""
     return list(_of_experts(model, _experts_keys(model, layers), {}))
 
 
@@ -158,7 +158,7 @@ def _as_it_lies(partial: Any, key: str) -> bool:
 def _names_of_experts(
     partial: Any, keys: KeyMap, in_experts: Mapping[str, MoeLayer]
 ) -> dict[tuple[str, int, str], str]:
-    """Names under which matrices of single experts are stored, by (key, expert, part)."""
+    """Return the names under which matrices of single experts are stored, by (key, expert, part)."""
     families: dict[tuple[str, str], list[str]] = {}
     for name, key in keys.targets.items():
         pattern = keys.patterns[name]
@@ -178,7 +178,7 @@ def _names_of_experts(
 
 
 def _parts_of(key: str) -> tuple[str, ...]:
-    """The projections that a weight of fused experts holds."""
+    """Return the projections that a weight of fused experts holds."""
     return {"down_proj": ("down",), "up_proj": ("up",)}.get(key.rpartition(".")[2], ("gate", "up"))
 
 
@@ -191,11 +191,11 @@ def _of_experts(
         for expert, part in product(range(layer.experts), _parts_of(key)):
             rows, columns = matrix_of(module, tensor, getattr(module, tensor)[expert], part).shape
             name = names.get((key, expert, part), f"{layer.name}.{expert}.{part}_proj")
-            yield Matrix(name, key, layer.unit, rows, columns, layer.name, expert, part)
+            yield Matrix(name, key, layer.decoder_layer, rows, columns, layer.name, expert, part)
 
 
 def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) -> Iterator[Matrix]:
-    """The weights of dense layers in decoder layers, where they are stored by themselves."""
+    """Yield the weights of dense layers in decoder layers, where they are stored by themselves."""
     routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
     modules = dict(model.partial.model.named_modules())
     for name, key in keys.targets.items():
@@ -203,10 +203,12 @@ def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) 
         module = modules.get(owner)
         if not isinstance(module, nn.Linear) or module.out_features == 1 or key.startswith(routers):
             continue
-        units = [unit for unit in model.architecture.units if key.startswith(f"{unit}.")]
+        layer_names = [
+            decoder_layer for decoder_layer in model.architecture.decoder_layers if key.startswith(f"{decoder_layer}.")
+        ]
         by_itself = keys.patterns[name] is None and tuple(shapes[name]) == tuple(module.weight.shape)
         # with "weight" in the module's name, loaders would take that for the tensor's own name
         named = name.endswith(".weight") and "weight" not in owner
-        if units and by_itself and named and key not in model.partial.tied:
+        if layer_names and by_itself and named and key not in model.partial.tied:
             rows, columns = module.weight.shape
-            yield Matrix(name.removesuffix(".weight"), key, max(units, key=len), rows, columns, owner)
+            yield Matrix(name.removesuffix(".weight"), key, max(layer_names, key=len), rows, columns, owner)

@@ -21,15 +21,15 @@ class Quantize(StepOptions):
     verified_by_kept: ClassVar[bool] = True
 
     scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = "int4"
-    """Numbers that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."""
+    """Number format that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."""
     group_size: int | None = Field(None, ge=-1)
     """Columns that share a scale, -1 for a whole row (default: the format's own; of integers the largest of 128, 64 and
     32 that divides all matrices, else -1)."""
     targets: Literal["experts", "all"] = "experts"
-    """What is quantised: routed experts, or all of attention and dense layers, too; never routers, norms, embeddings or
-    the head."""
+    """Quantise the routed experts, or all: attention and dense layers, too. Routers, norms, embeddings and the head
+    stay as they are."""
     method: Literal["rtn", "gptq"] = "rtn"
-    """rtn rounds to the nearest number and needs no text; gptq searches for the best range and makes up for errors on
+    """rtn rounds to the nearest number and needs no text; gptq searches for the best range and compensates errors on
     calibration text."""
 
     @field_validator("group_size")

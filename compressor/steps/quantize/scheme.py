@@ -74,7 +74,7 @@ class Scheme:
         return QuantizationScheme(targets=["Linear"], weights=weights, format=self.format)
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json, without the modules to `ignore`."""
+        """Return the `quantization_config` of config.json, without the modules to `ignore`."""
         from compressed_tensors.quantization import QuantizationConfig
 
         config = QuantizationConfig(
@@ -106,11 +106,11 @@ class Scheme:
         }
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Bytes of a stored matrix."""
+        """Return the bytes of a stored matrix."""
         return sum(tensor_bytes(*stored) for stored in self.stored(rows, columns, dtype).values())
 
     def nearest(self, value: Tensor) -> Tensor:
-        """The nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
+        """Return the nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
         if self.name == "fp8":
             return _nearest_float(value.clamp(-FP8_MAX, FP8_MAX), 3, -6)
         if self.name in FP4:
@@ -119,11 +119,11 @@ class Scheme:
         return value.round().clamp_(-most, most - 1)
 
     def codes(self, weight: Tensor, scales: Scales) -> Tensor:
-        """Numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
+        """Return the numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
         return self.nearest(self._grouped(weight) / scales.effective[..., None]).flatten(-2)
 
     def values(self, codes: Tensor, scales: Scales) -> Tensor:
-        """The values that are loaded of stored numbers [B, O, I], in float32."""
+        """Return the values that are loaded of stored numbers [B, O, I], in float32."""
         value = (self._grouped(codes) * scales.effective[..., None]).flatten(-2)
         return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
 
@@ -206,7 +206,7 @@ class Scheme:
         }
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """One stored matrix [O, I] as it is loaded."""
+        """Return one stored matrix [O, I] as it is loaded."""
         from compressed_tensors.compressors import BaseCompressor
 
         compressor = BaseCompressor.get_value_from_registry(self.format)
@@ -232,14 +232,14 @@ def _pack_fp4(codes: Tensor) -> Tensor:
     doubled = (codes * 2).to(torch.int8).abs_()  # 0, 1, 2, 3, 4, 6, 8, 12
     beyond_two = (doubled - 4).clamp_(min=0).bitwise_right_shift_(1)
     beyond_four = (doubled - 8).clamp_(min=0).bitwise_right_shift_(2)
-    place = doubled.sub_(beyond_two).sub_(beyond_four)
-    place.add_((codes.view(torch.int32) < 0).view(torch.int8), alpha=8)
-    pairs = place.view(torch.int16)
+    code = doubled.sub_(beyond_two).sub_(beyond_four)
+    code.add_((codes.view(torch.int32) < 0).view(torch.int8), alpha=8)
+    pairs = code.view(torch.int16)
     return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:
-    """The scheme for matrices of these numbers of columns; where no group size is named, the largest usual one.
+    """Return the scheme for matrices of these numbers of columns; where no group size is named, the largest usual one.
 
     Raises `CompressionError` naming the sizes that divide all of them.
     """
@@ -254,8 +254,8 @@ def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Sch
     size = fixed or group_size or usual
     if size == ROW or common % size == 0:
         return Scheme(name, size)
-    remedy = "choose int4 or fp8"
+    hint = "choose int4 or fp8"
     if fixed is None:
-        remedy = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}"
+        hint = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}"
     shown = ", ".join(map(str, widths))
-    raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {remedy}")
+    raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {hint}")

@@ -9,10 +9,10 @@ from compressor.formatting import joined
 from compressor.model.opened import OpenModel
 from compressor.model.serving import loaders
 from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions
-from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
 from compressor.steps.quantize.options import Quantize
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
+from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer, packed_size
 from compressor.steps.state import State
 from compressor.steps.tensors import OutputJob
@@ -29,7 +29,7 @@ class QuantizeStep(Step[Quantize]):
         return Requirements(text=reads, passes=int(reads))
 
     def _chosen(self, model: OpenModel) -> tuple[Matrices, Scheme]:
-        """A model's matrices, and the scheme with the group size for them."""
+        """Return a model's matrices, and the scheme with the group size for them."""
         matrices = find_matrices(model, self.options.targets)
         columns = (matrix.columns for matrix in matrices.every)
         return matrices, scheme_for(self.options.scheme, self.options.group_size, columns)
@@ -59,7 +59,7 @@ class QuantizeStep(Step[Quantize]):
     def refit(self, state: State) -> None:
         if self.options.method == "gptq":
             assert state.text is not None
-            quantize_in_order(self._writer(state), state.text.fit, state.progress, state.seed)
+            quantize_sequentially(self._writer(state), state.text.fit, state.progress, state.seed)
 
     def writer(self, state: State) -> OutputJob:
         return self._writer(state).job(state.expert_plan())

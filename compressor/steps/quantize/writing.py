@@ -21,7 +21,6 @@ from compressor.checkpoint.reader import DTYPE_NAMES, Size, refuse_nan, tensor_b
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
@@ -31,6 +30,7 @@ from compressor.steps.job import files_with, make_job, output_size, stored_parti
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 AT_ONCE = 2**19  # weights that are rounded at once: few enough to stay in the cache
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
@@ -117,54 +117,58 @@ class Writer:
     def dtype(self) -> torch.dtype:
         return self.partial.dtype
 
-    def kept_file(self, unit: str) -> Path:
-        return self.kept / f"{unit}.safetensors"
+    def kept_file(self, decoder_layer: str) -> Path:
+        return self.kept / f"{decoder_layer}.safetensors"
 
     def job(self, plan: ExpertPlan) -> OutputJob:
-        units = self.model.architecture.units
+        layer_names = self.model.architecture.decoder_layers
         inner = make_job(self.model, plan, through=None if self.matrices.stored else self.partial)
         outputs = [output for output in inner.outputs if output.name not in self.matrices.replaced]
-        heads = [output for output in outputs if output.unit and output.unit not in units]  # of further tokens
+        heads = [
+            output for output in outputs if output.decoder_layer and output.decoder_layer not in layer_names
+        ]  # of further tokens
         dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             tensors = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
             for name, (dtype, shape) in tensors.items():
                 each = Fraction(weights, math.prod(shape))
-                outputs.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, each=each))
+                outputs.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.decoder_layer, each=each))
                 weights = 0
         config = json.loads(bytes(inner.files["config.json"]))
         ignored = [*self.matrices.ignored, *sorted(name.removesuffix(".weight") for name in dense)]
         config["quantization_config"] = self.scheme.config(ignored)
         return replace(
             inner,
-            outputs=tuple(in_order_of([*units, *dict.fromkeys(output.unit for output in heads)], outputs)),
+            outputs=tuple(
+                in_order_of([*layer_names, *dict.fromkeys(output.decoder_layer for output in heads)], outputs)
+            ),
             produce=bind(self._produce, inner),
             files={**inner.files, "config.json": files_with(self.model, config)["config.json"]},
             verify=bind(self._verify, inner),
         )
 
-    def _produce(self, inner: OutputJob, unit: str) -> Named:
-        file = self.kept_file(unit)
-        tensors = {} if facts_of(file) is None else kept_tensors(file)
+    def _produce(self, inner: OutputJob, decoder_layer: str) -> Named:
+        file = self.kept_file(decoder_layer)
+        tensors = {} if read_metadata(file) is None else load_tensors(file)
         for name, value in tensors.items():
             yield name, iter([tensor_bytes_view(value)])
-        if not tensors and self.matrices.of(unit):
+        if not tensors and self.matrices.of(decoder_layer):
             sums = dict[str, int]()
-            for matrix, stored, total in self._rounded(unit):
+            for matrix, stored, total in self._rounded(decoder_layer):
                 sums[matrix.module] = total
                 for name, value in stored.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
-            keep_tensors(file, {}, sums)
-        for name, pieces in inner.produce(unit):
+            save_tensors(file, {}, sums)
+        for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
                 yield name, pieces
 
-    def _rounded(self, unit: str) -> Iterator[tuple[Matrix, Tensors, int]]:
-        """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
+    def _rounded(self, decoder_layer: str) -> Iterator[tuple[Matrix, Tensors, int]]:
+        """Yield a layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
         if not self.matrices.stored:
-            self.partial.load(self.partial.keys_under(unit))
-        matrices = self.matrices.of(unit)
+            self.partial.load(self.partial.keys_under(decoder_layer))
+        matrices = self.matrices.of(decoder_layer)
         largest = largest_weights(self.scheme, matrices, self._read)
 
         def packed(matrix: Matrix) -> tuple[Tensors, int]:
@@ -175,7 +179,7 @@ class Writer:
                 yield matrix, tensors, total
 
     def _read(self, matrix: Matrix) -> Tensor:
-        """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
+        """Return a matrix of the stage before: of its stored tensor, or of the loaded layer."""
         if not self.matrices.stored:
             return matrix.of(self.partial.model)
         checkpoint = self.model.checkpoint
@@ -188,16 +192,16 @@ class Writer:
         return matrix_of(experts, matrix.key.rpartition(".")[2], weight, matrix.part)
 
     def _verify(self, inner: OutputJob, folder: Path) -> None:
-        """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
+        """Load the written folder layer by layer; raises `CompressionError` for a matrix that differs."""
         inner.verify(folder)
         source = ModelSource(str(folder), None, folder)
         written = open_model(source, str(self.dtype).removeprefix("torch."), "cpu")
         live = written.partial.model
-        for unit in self.model.architecture.units:
-            matrices = self.matrices.of(unit)
-            sums = facts_of(self.kept_file(unit))
+        for decoder_layer in self.model.architecture.decoder_layers:
+            matrices = self.matrices.of(decoder_layer)
+            sums = read_metadata(self.kept_file(decoder_layer))
             if sums is None:  # lost with power, before it was on disk like the layer
-                sums = {matrix.module: total for matrix, _, total in self._rounded(unit)}
+                sums = {matrix.module: total for matrix, _, total in self._rounded(decoder_layer)}
             written.partial.load({matrix.key for matrix in matrices})
             with one_thread_each() as pool:
                 totals = pool.map(lambda matrix: checksum(matrix.of(live).detach()), matrices)
@@ -207,4 +211,4 @@ class Writer:
                             f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report "
                             "this"
                         )
-            written.partial.release(unit)
+            written.partial.release(decoder_layer)

@@ -9,7 +9,7 @@ from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, StepOptio
 
 
 class Routers(StepOptions):
-    """Move the routers toward the base on text, as far as held-out text is nearer to it."""
+    """Move the routers toward the base on text, as far as that lowers the KL on held-out text."""
 
     name: ClassVar[str] = "routers"
     implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"
@@ -24,7 +24,7 @@ class Routers(StepOptions):
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6)
     """Tokens in each sequence."""
     optimizer: Literal["own", "mode", "kernel", "ngd"] = "own"
-    """How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd."""
+    """Optimiser of the pathways that a bias averages: own (each answer), mode, kernel or ngd."""
     reference: str | None = None
     """Reference set of the checkpoint, whose optimised pathways a bias averages."""
 

@@ -12,7 +12,6 @@ from compressor.divergence.evaluator import Evaluator, require_enough
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import short
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
 from compressor.pathways.answering import average_pathway, checked_reference, text_reference
@@ -22,6 +21,7 @@ from compressor.recipe.step import Requirements, Result, Step, StepOptions, Text
 from compressor.steps.routers.options import Routers
 from compressor.steps.routers.weights import Answered, Calibrated, bias_places, calibrate_bias, calibrate_weights
 from compressor.steps.state import State
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ PLACES = ("layer", "place", "mean", "deviation")
 
 @dataclass(frozen=True)
 class RoutersStep(Step[Routers]):
-    """Move the routers toward the base on text, as far as held-out text is nearer to it."""
+    """Move the routers toward the base on text, as far as that lowers the KL on held-out text."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return None where nothing is moved."""
+        """Return the step; None if nothing is moved."""
         return None if self.options.method == "none" else self
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
@@ -57,18 +57,18 @@ class RoutersStep(Step[Routers]):
         return batches[:PLACED] if self.options.method == "bias" else batches
 
     def apply_model(self, state: State) -> Result:
-        """Move the routers as far as held-out text is nearer to the base; new ones are kept until they are in place.
+        """Move the routers as far as that lowers the KL on held-out text; new ones are kept until they are in place.
 
         Raises `CompressionError` for fewer than eight held-out sequences.
         """
         path = state.kept("routers.safetensors")
         assert path is not None
-        if ranks().broadcast(lambda: facts_of(path)) is None:
+        if ranks().broadcast(lambda: read_metadata(path)) is None:
             tensors, figures = self._calibrated(state)
             if ranks().is_first:
-                keep_tensors(path, tensors, figures)
-        figures = ranks().broadcast(lambda: facts_of(path))
-        return Result(figures, iter([kept_tensors(path)] if ranks().is_first else ()))
+                save_tensors(path, tensors, figures)
+        figures = ranks().broadcast(lambda: read_metadata(path))
+        return Result(figures, iter([load_tensors(path)] if ranks().is_first else ()))
 
     def _calibrated(self, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return stored router tensors by name, as they are to be written, and a plan's figures, in nats per token.

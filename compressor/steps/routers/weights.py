@@ -65,14 +65,14 @@ class Round:
 
     @classmethod
     def of(cls, before: Figures, trial: Trial) -> "Round":
-        """The step of a trial, if its gain is accepted; else one of zero."""
+        """Return the step of a trial, if its gain is accepted; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
         return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if gained.accepted else cls()
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """New router tensors, the figures on held-out text before and after, and what else is to be said of them."""
+    """New router tensors, with figures on held-out text before and after, and other facts."""
 
     weights: Weights
     before: Figures
@@ -82,21 +82,21 @@ class Calibrated:
 
 
 class _WithWeights(ReverseVisitor):
-    """Has a model compute with these router tensors, in the dtype of those that it has."""
+    """Substitutes these router tensors in a model, in the dtype of its own."""
 
     def __init__(self, model: OpenModel, weights: Weights) -> None:
         self.model, self.weights = model.partial.model, weights
 
-    def on_layer_loaded(self, unit: str) -> None:
-        for key, weight in (_tensors_under(unit, self.model, self.weights) or {}).items():
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        for key, weight in (_tensors_under(decoder_layer, self.model, self.weights) or {}).items():
             set_tensor(self.model, key, weight)
 
 
-def _tensors_under(unit: str, model: Any, weights: Weights) -> Weights | None:
+def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights | None:
     """Return the router tensors of a decoder layer, like those of the model, by key; None if there are none."""
     tensors = dict[str, Tensor]()
     for key, weight in weights.items():
-        if key.startswith(f"{unit}."):
+        if key.startswith(f"{decoder_layer}."):
             present = getattr(*parent_and_name(model, key))
             tensors[key] = weight.to(present.device, present.dtype)
     return tensors or None
@@ -138,7 +138,7 @@ def calibrate_weights(
 
 @dataclass(slots=True)
 class Moments:
-    """X'X [H, H], X'G [H, E] and G'G [E, E] of what enters a router, X [T, H], and its logits' gradients, G [T, E]."""
+    """X'X [H, H], X'G [H, E] and G'G [E, E] of a router's inputs X [T, H] and its logits' gradients G [T, E]."""
 
     inputs: Tensor
     both: Tensor
@@ -147,7 +147,7 @@ class Moments:
 
     @classmethod
     def empty(cls, width: int, rows: int) -> "Moments":
-        """Moments of no token yet, in float64."""
+        """Return the moments before any token, in float64."""
         sizes = ((width, width), (width, rows), (rows, rows))
         inputs, both, gradients = (torch.zeros(size, dtype=torch.float64) for size in sizes)
         return cls(inputs, both, gradients)
@@ -175,7 +175,7 @@ class Moments:
 
 
 def ridged(square: Tensor, ridge: float) -> Tensor:
-    """A matrix of moments with that share of its mean diagonal added to the diagonal."""
+    """Return a matrix of moments with that share of its mean diagonal added to the diagonal."""
     added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     return square + added * torch.eye(len(square), dtype=square.dtype)
 
@@ -184,11 +184,11 @@ class RouterGradients(ReverseVisitor):
     """Moments of every router that gradients reach, by its weight's state-dict key, added up over ranks."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Moments] = {}  # of the present layer's routers, on this rank's batches
+        self.moments: dict[str, Moments] = {}  # of the present layer's routers, on this rank's batches
         self._watching = ExitStack()
         self._seen = list[tuple[str, Product]]()
 
-    def replaying(self, unit: str, batch: int) -> None:
+    def replaying(self, decoder_layer: str, batch: int) -> None:
         self._seen = []
         for layer in self.at.moe_layers:
             note = partial(self._note, router_weight(layer))
@@ -196,32 +196,32 @@ class RouterGradients(ReverseVisitor):
 
     def _note(self, key: str, product: Product) -> Tensor:
         logits = product.logits
-        if not logits.requires_grad:  # in the first layer nothing before it asks for gradients
+        if not logits.requires_grad:  # in the first layer, nothing before it needs gradients
             logits = logits.detach().requires_grad_()
         logits.retain_grad()
         self._seen.append((key, Product(product.inputs, logits, product.weight)))
         return logits
 
-    def returned(self, unit: str, batch: int) -> None:
+    def returned(self, decoder_layer: str, batch: int) -> None:
         self._watching.close()
         for key, product in self._seen:
             gradient = product.logits.grad
             if gradient is None:
-                continue  # nothing hangs on the scores of the experts that were chosen
+                continue  # the chosen experts' scores have no effect
             x = as_float64(product.inputs.detach())
             g = as_float64(gradient.reshape(len(x), -1))
-            self.found.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+            self.moments.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
-    def done(self, unit: str) -> None:
+    def done(self, decoder_layer: str) -> None:
         """Add up the moments of the layer's routers over all ranks."""
         for layer in self.at.moe_layers:
             key = router_weight(layer)
             rows, width = self.at.model.get_parameter(key).shape
-            moments = self.found.pop(key, Moments.empty(width, rows))
+            moments = self.moments.pop(key, Moments.empty(width, rows))
             inputs, both, gradients = map(ranks().all_reduce, (moments.inputs, moments.both, moments.gradients))
             tokens = int(ranks().all_reduce(torch.tensor(moments.tokens)))
             if tokens:
-                self.found[key] = Moments(inputs, both, gradients, tokens)
+                self.moments[key] = Moments(inputs, both, gradients, tokens)
 
 
 def _moments(model: OpenModel, weights: Weights, text: Answered, emphasis: Emphasis) -> dict[str, Moments]:
@@ -232,7 +232,7 @@ def _moments(model: OpenModel, weights: Weights, text: Answered, emphasis: Empha
 
     gradients = RouterGradients()
     ReversePass(model, [tokens for tokens, _ in text]).run(loss, _WithWeights(model, weights), gradients)
-    return gradients.found
+    return gradients.moments
 
 
 def line_search(
@@ -243,7 +243,10 @@ def line_search(
     steps: Sequence[float],
     largest: float,
 ) -> Trial:
-    """The `moved(ridge, step)` of least KL on held-out text; a largest step that wins is doubled up to `largest`."""
+    """Return the `moved(ridge, step)` of least KL on held-out text.
+
+    A largest step that wins is doubled up to `largest`.
+    """
 
     def best(choices: Sequence[tuple[float, float]], *known: Trial) -> Trial:
         weights = [moved(*choice) for choice in choices]
@@ -290,7 +293,7 @@ class BiasPlace:
     deviation: float = 0.0
 
     def moved(self, tensor: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
-        """The tensor with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
+        """Return the tensor with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
         if self.direction is not None:
             change = torch.outer(as_float64(logits).cpu(), self.direction.cpu())
         else:
@@ -301,24 +304,24 @@ class BiasPlace:
 
 @dataclass(slots=True)
 class _Inputs(LayerVisitor):
-    """X'X and X'1 of what each layer's router is given, and the layers whose product adds a bias."""
+    """X'X and X'1 of each router's inputs, and the layers whose product adds a bias."""
 
     layers: Sequence[MoeLayer]
-    found: dict[str, Moments] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
     biased: set[str] = field(default_factory=set)
     _watching: ExitStack = field(default_factory=ExitStack)
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
             if layer in self.layers:
                 self._watching.enter_context(watched(self.at.model, layer, partial(self._add, layer.name)))
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         self._watching.close()
 
     def _add(self, name: str, product: Product) -> None:
         x = as_float64(product.inputs.detach())
-        self.found.setdefault(name, Moments.empty(x.shape[1], 1)).add(x, x.new_ones(len(x), 1))
+        self.moments.setdefault(name, Moments.empty(x.shape[1], 1)).add(x, x.new_ones(len(x), 1))
         if product.bias is not None:
             self.biased.add(name)
 
@@ -326,11 +329,11 @@ class _Inputs(LayerVisitor):
 def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
     """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses have no place."""
     inputs, places = _Inputs(layers), list[BiasPlace]()
-    Pass(model, batches, wanted={layer.unit for layer in layers}).run(inputs)
+    Pass(model, batches, wanted={layer.decoder_layer for layer in layers}).run(inputs)
     for layer in layers:
-        if layer.name not in inputs.found:
+        if layer.name not in inputs.moments:
             continue
-        seen = inputs.found[layer.name]
+        seen = inputs.moments[layer.name]
         biases = [  # tensors outside the experts with a bias for each expert
             tensor.key
             for tensor in layer.tensors
@@ -358,7 +361,7 @@ def calibrate_bias(
     evaluator: Evaluator,
     progress: Progress,
 ) -> Calibrated:
-    """The late layers' tensors with the average pathway in them, at the scale of least KL, if it is accepted."""
+    """Return the late layers' tensors with the average pathway in them, at the scale of least KL, if it is accepted."""
     progress.start("try the biases", 1)
     late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
 

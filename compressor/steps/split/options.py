@@ -17,7 +17,7 @@ class Split(StepOptions):
     )
 
     parts: int | Literal["auto"] = 2
-    """Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."""
+    """Sub-experts that each expert becomes; auto: 2, 3 or 4, the first that the model's layout allows, or 1."""
 
     @property
     def changes(self) -> frozenset[str]:

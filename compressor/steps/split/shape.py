@@ -34,14 +34,14 @@ from compressor.steps.split.tensors import Factors, keys_beside, split_beside, s
 
 TOKENS = 512
 PART = 8  # neurons of a part: enough for kernels that ask for aligned rows
-ROUNDING = 1e-5  # of the largest output: what sums of the same float32 numbers in another order may differ by
+ROUNDING = 1e-5  # of the largest output: reordering float32 sums may differ by as much
 
 Fields = dict[str, Any]  # of a config, by dotted path
 
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """The split model as its config alone decides it. `fields` are the changed ones by dotted path, in order."""
+    """The split model that the config alone defines; `fields` are the changed ones by dotted path, in order."""
 
     fields: Fields
     architecture: Architecture
@@ -74,7 +74,7 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
 
 
 def widths(model: nn.Module) -> dict[str, int]:
-    """Neurons of each expert, by experts module."""
+    """Return the neurons of each expert, by experts module."""
     return {name: width_of(module) for name, module in experts_modules(model)}
 
 
@@ -88,7 +88,7 @@ def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _each(value: Any, change: Callable[[int], int]) -> Any:
-    """A config's number, or all numbers of its list, changed."""
+    """Return a config's number, or all numbers of its list, changed."""
     return [change(number) for number in value] if isinstance(value, list) else change(value)
 
 
@@ -104,7 +104,7 @@ def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any])
 def top_k_fields(
     config: Any, architecture: Architecture, wanted: Mapping[str, int], change: Callable[[int], int]
 ) -> tuple[Fields, Architecture]:
-    """The field that sets top-k, at the value that `change` makes of it, and the architecture that comes of it.
+    """Return the field that sets top-k, at the value that `change` makes of it, and the architecture that comes of it.
 
     `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each layer. Raises
     `CompressionError` where no field does.
@@ -165,7 +165,10 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
 
 @torch.no_grad()
 def _factors(architecture: Architecture, parts: int, fields: Fields, width_field: str) -> Factors:
-    """The parts' output factor: S where they share an expert's weight, 1 where not; refuses what neither fits."""
+    """Return the parts' output factor: S where they share an expert's weight, 1 where not.
+
+    Refuses what neither fits.
+    """
     config = architecture.config
     width = attrgetter(width_field)(config)
     narrow = {width_field: _each(width, lambda _: PART * parts)}
@@ -241,7 +244,7 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
 def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
     """Run a block on tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
     inside = len(f"{layer.block}.")
-    if layer.block == layer.unit:
+    if layer.block == layer.decoder_layer:
         *_, weights, index = block.get_submodule(layer.router[inside:])(hidden[0])
         if index.is_floating_point():
             weights, index = index, weights

@@ -8,8 +8,8 @@ from compressor.document.blocks import Block, Text
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import describe_split
 from compressor.recipe.step import WEIGHTS, Requirements, Step, StepOptions
-from compressor.steps.split.opening import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.split.options import Split
+from compressor.steps.split.view import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.state import State
 
 
@@ -25,7 +25,7 @@ class SplitStep(Step[Split]):
         return int(self.options.parts)
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return the step with the number of parts that `auto` comes to; None where nothing is split."""
+        """Return the step with the number of parts that `auto` comes to; None if nothing is split."""
         if self.options.parts != "auto":
             return None if self.parts == 1 else self
         parts, why = chosen_parts(model, stage)

@@ -34,7 +34,7 @@ class Factors:
 
 @torch.no_grad()
 def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors) -> Tensors:
-    """The fused parameters of an experts module, [E * S, ...] by state-dict key, filled one part at a time.
+    """Return the fused parameters of an experts module, [E * S, ...] by state-dict key, filled one part at a time.
 
     `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
     shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
@@ -63,7 +63,7 @@ def keys_beside(layer: MoeLayer) -> list[str]:
 
 @torch.no_grad()
 def split_beside(key: str, value: Tensor, layer: MoeLayer, factors: Factors) -> Tensor:
-    """A layer's tensor beside its experts, for their parts: a router's rows and biases are repeated.
+    """Return a layer's tensor beside its experts, for their parts: a router's rows and biases are repeated.
 
     What belongs to no routed expert stays behind the parts. A table of expert ids [V, K] becomes one of all their parts
     [V, K * S].
@@ -90,7 +90,7 @@ class SplitModel(PartialModel):
         orders: Tensors | None = None,
     ) -> None:
         """`layers` are those of the `stored` model, and `config` that of the split one."""
-        vars(self).update(vars(stored))  # what follows is its own
+        vars(self).update(vars(stored))  # the fields below are its own
         self.stored = stored
         self.layers = {layer.name: layer for layer in layers}
         self.config = config
@@ -105,15 +105,15 @@ class SplitModel(PartialModel):
         self._fill_constant_buffers()
 
     def stream(self) -> None:
-        """Have the stored model kept no more; its parts are cut again in each pass."""
+        """Stop keeping the stored model in memory; its parts are cut again in each pass."""
         self.stored.stream()
 
     def ordered(self, orders: Tensors) -> "SplitModel":
-        """The same with the order of all neurons known, so that experts can be loaded."""
+        """Return the same with the order of all neurons known, so that experts can be loaded."""
         return SplitModel(self.stored, self.layers.values(), self.config, self.factors, orders)
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "SplitModel":
-        """The same model, empty, in another dtype or on another device; itself if it is in both."""
+        """Return the same model, empty, in another dtype or on another device; itself if it is in both."""
         stored = self.stored.computing_in(dtype, device)
         if stored is self.stored:
             return self

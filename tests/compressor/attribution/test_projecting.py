@@ -33,13 +33,18 @@ PARTS = ("self_attn", "mlp", "mixer", "mlp.experts", "mlp.shared_experts", "mixe
 def frozen(stock: PreTrainedModel, model: OpenModel, ids: Tensor) -> Frozen:
     """The brute force: the stock model in float64, its components by name."""
     stock.double().set_experts_implementation("eager")
-    units, layers = model.architecture.units, model.architecture.layers
+    layer_names, layers = model.architecture.decoder_layers, model.architecture.layers
     modules = dict(stock.named_modules())
-    blocks = {layer.block for layer in layers if layer.block not in units}
-    parts = [f"{unit}.{part}" for unit in units for part in PARTS if f"{unit}.{part}" in modules]
+    blocks = {layer.block for layer in layers if layer.block not in layer_names}
+    parts = [
+        f"{decoder_layer}.{part}"
+        for decoder_layer in layer_names
+        for part in PARTS
+        if f"{decoder_layer}.{part}" in modules
+    ]
     scored = {layer.name: f"{layer.router}.proj" if hasattr(modules[layer.router], "proj") else layer.router
               for layer in layers}  # fmt: skip
-    return Frozen(stock, units, layers, [part for part in parts if part not in blocks], scored, ids)
+    return Frozen(stock, layer_names, layers, [part for part in parts if part not in blocks], scored, ids)
 
 
 def removal(reference: Frozen, sender: Sender) -> dict[str, Tensor]:
@@ -47,8 +52,8 @@ def removal(reference: Frozen, sender: Sender) -> dict[str, Tensor]:
     if sender.kind == "token":
         return reference.whole(TOKEN)
     if sender.kind == "moe":
-        unit = sender.module
-        within = [part for part in reference.parts if part.startswith(f"{unit}.") and "attn" not in part]
+        decoder_layer = sender.module
+        within = [part for part in reference.parts if part.startswith(f"{decoder_layer}.") and "attn" not in part]
         return reference.whole(*within)
     if sender.kind == "expert":
         assert sender.number is not None

@@ -21,7 +21,7 @@ from compressor.attribution.tracing import (
     pull_sum,
 )
 from compressor.model.architecture import discover
-from compressor.model.moe_layer import layers_by_unit
+from compressor.model.moe_layer import layers_by_decoder_layer
 from tests.support import zoo
 from tests.support.linear_maps import evaluate, explicit
 
@@ -297,18 +297,18 @@ def test_pulling_back_is_the_transpose_of_the_explicit_matrices(drawn: list[tupl
 # --- the parts of a layer ---------------------------------------------------------------------------------------------
 
 
-def kinds(name: str, unit: int) -> dict[str, str]:
+def kinds(name: str, decoder_layer: int) -> dict[str, str]:
     """Kind of each part of a layer, by the module's name in it."""
     model = zoo.skeleton(name)
     architecture = discover(model.config, model)
-    full = architecture.units[unit]
-    own = layers_by_unit(architecture.layers).get(full, ())
+    full = architecture.decoder_layers[decoder_layer]
+    own = layers_by_decoder_layer(architecture.layers).get(full, ())
     found = parts_of(full, model.get_submodule(full), own)
     return {part.removeprefix(f"{full}."): kind for part, kind in found.items()}
 
 
 @pytest.mark.parametrize(
-    ("name", "unit", "expected"),
+    ("name", "decoder_layer", "expected"),
     [
         ("mixtral", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
         ("granitemoe", 0, {"self_attn": "attention", "block_sparse_moe.experts": "expert"}),
@@ -326,8 +326,10 @@ def kinds(name: str, unit: int) -> dict[str, str]:
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )
-def test_parts_are_the_modules_that_write_to_the_stream(name: str, unit: int, expected: dict[str, str]) -> None:
-    assert kinds(name, unit) == expected
+def test_parts_are_the_modules_that_write_to_the_stream(
+    name: str, decoder_layer: int, expected: dict[str, str]
+) -> None:
+    assert kinds(name, decoder_layer) == expected
 
 
 class _Sizes(nn.Module):

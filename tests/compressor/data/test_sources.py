@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.data.sources import (
-    Address,
     GivenTexts,
+    SourceSpec,
     WeightedSource,
     divide,
     parse_sources,
@@ -142,7 +142,7 @@ def test_relative_files_are_recorded_with_their_folders(tmp_path: Path, monkeypa
     ],
 )
 def test_addresses_are_taken_apart(text: str, parts: tuple[str | None, ...]) -> None:
-    address = Address.parse(text)
+    address = SourceSpec.parse(text)
     assert (address.name, address.config, address.split, address.column) == parts and str(address) == text
 
 

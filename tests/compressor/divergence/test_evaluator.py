@@ -129,7 +129,7 @@ def test_tokens_that_count_and_marks_have_the_figures_of_whole_models_without_pa
 
 def scaled(model: OpenModel, count: int) -> list[Substitution]:
     """Variants of which number n multiplies the first decoder layer's down projections by 1 + n / 10."""
-    first = model.architecture.units[0]
+    first = model.architecture.decoder_layers[0]
     keys = [key for key in model.partial.keys_under(first) if key.endswith("experts.down_proj")]
 
     def tensors(decoder_layer: str, scale: float) -> dict[str, torch.Tensor] | None:

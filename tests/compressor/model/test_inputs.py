@@ -37,7 +37,7 @@ class Loaded(LayerVisitor):
     """Notes what of the tower is loaded whenever a batch is about to run."""
 
     def __init__(self, model: OpenModel) -> None:
-        self.partial, self.blocks = model.partial, tower_blocks(model.partial.model, model.architecture.units)
+        self.partial, self.blocks = model.partial, tower_blocks(model.partial.model, model.architecture.decoder_layers)
         self.most, self.beside_layers = 0, set[str]()
 
     def _loaded(self, names: set[str]) -> set[str]:
@@ -47,7 +47,7 @@ class Loaded(LayerVisitor):
     def on_batch_start(self, batch: int) -> None:
         self.most = max(self.most, len(self._loaded(set(self.blocks))))
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         self.beside_layers |= self._loaded(set(self.blocks.values()))
 
 
@@ -121,5 +121,5 @@ def test_a_reverse_pass_takes_pictures_unless_layers_get_features_of_the_tower(t
 class _Asking(ReverseVisitor):
     """Asks for the gradients of all that is loaded."""
 
-    def on_layer_loaded(self, unit: str) -> None:
-        self.at.model.get_submodule(unit).requires_grad_(True)
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        self.at.model.get_submodule(decoder_layer).requires_grad_(True)

@@ -12,7 +12,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model import mtp
-from compressor.model.mtp import Leg, acceptances, agreement, find_heads
+from compressor.model.mtp import MtpStage, acceptances, agreement, find_heads
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.correct.heads import chosen_heads, statistics_with_heads
@@ -51,7 +51,7 @@ def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: p
         assert stats["routed_count"].tolist() == counts.tolist()
         sums = torch.zeros(8, dtype=torch.float64).index_add_(0, own.index.flatten(), own.weights.flatten().double())
         torch.testing.assert_close(stats["gate_weight_sum"], sums, rtol=0, atol=1e-4)
-    told = list[Leg]()
+    told = list[MtpStage]()
     monkeypatch.setattr(mtp, "agreement", lambda trunk, head: (told.append(head), agreement(trunk, head))[1])
     for ahead, (own, accepted) in enumerate(zip(seen, acceptances(model, heads, batches), strict=True), start=1):
         agreed = trunk[:, ahead:] == own.choices

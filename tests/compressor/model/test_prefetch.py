@@ -98,7 +98,7 @@ def test_passes_give_the_same_numbers(name: str, tmp_path: Path) -> None:
     close = {"rtol": 1e-4, "atol": 1e-5}  # copies lie elsewhere
     torch.testing.assert_close(logits(Pass(model, parts, to_end=True)), expected, **close)
     torch.testing.assert_close(_given(gradients(model, parts)), _given(plain), **close)
-    begun = 3 * (len(model.architecture.units) - 1)
+    begun = 3 * (len(model.architecture.decoder_layers) - 1)
     assert readers() == []
     assert lagging.log.count("hand over") == lagging.log.count("copy") > begun
     assert lagging.log.count("computed") == begun
@@ -130,11 +130,11 @@ def test_a_fault_is_the_same_sentence(device: str | None, tmp_path: Path) -> Non
     small.edit_tensors(tmp_path, lambda tensors: tensors[damaged].view(-1)[3:4].fill_(torch.nan))
     model = open_model(locate(str(tmp_path)), "float32", "cpu")
     model.partial.ahead.copier = LaggingDevice() if device else None
-    seen, units, ids = list[str](), model.architecture.units, torch.ones(1, 4, dtype=torch.long)
+    seen, layer_names, ids = list[str](), model.architecture.decoder_layers, torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(CompressionError, match=rf"tensor '{damaged}' in model\.safetensors holds NaN; repair"):
         seen.extend(Pass(model, [ids]).layers())
-    assert seen == [units[0]] and readers() == []  # no sooner than its layer is wanted
-    assert list(Pass(model, [ids], wanted=units[:1]).layers()) == [units[0]]  # the rest is not read
+    assert seen == [layer_names[0]] and readers() == []  # no sooner than its layer is wanted
+    assert list(Pass(model, [ids], wanted=layer_names[:1]).layers()) == [layer_names[0]]  # the rest is not read
 
 
 @pytest.mark.parametrize("how", ["close", "forget", "fail"])
@@ -143,7 +143,7 @@ def test_an_abandoned_pass_ends_its_thread(how: str, tmp_path: Path) -> None:
     model.partial.ahead.copier = LaggingDevice()
 
     class Failing(LayerVisitor):
-        def before_layer(self, unit: str, replay: Any) -> None:
+        def before_layer(self, decoder_layer: str, replay: Any) -> None:
             assert len(readers()) == 1
             if how == "fail":
                 raise ValueError("a visitor's own")
@@ -153,7 +153,7 @@ def test_an_abandoned_pass_ends_its_thread(how: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="a visitor's own"):
             next(passing)
     else:
-        assert next(passing) == model.architecture.units[0]
+        assert next(passing) == model.architecture.decoder_layers[0]
         if how == "close":
             passing.close()
     del passing

@@ -18,7 +18,7 @@ class Replaying(LayerVisitor):
     def __init__(self, times: int, batches: int) -> None:
         self.times, self.batches, self.outputs = times, batches, list[Any]()
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         for _ in range(self.times):
             replay(range(self.batches))
 
@@ -35,7 +35,7 @@ def test_replays_show_what_a_plain_forward_does_and_leave_no_trace(name: str, tm
     parts = with_heldout(stock).batches
     expected = plain_calls(stock, model.architecture, parts)
     seen = watch(model.partial.model, model.architecture.layers)
-    wanted = {layer.unit for layer in model.architecture.layers}
+    wanted = {layer.decoder_layer for layer in model.architecture.layers}
     Pass(model, parts, wanted=wanted).run(Replaying(2, len(parts)))
     for layer, calls in expected.items():
         assert len(seen[layer].experts_outputs) == 3 * len(parts), layer

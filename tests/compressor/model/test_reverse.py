@@ -41,15 +41,15 @@ class Gathering(ReverseVisitor):
         self.found: dict[str, Tensor | None] = {}
         self.most = 0
 
-    def on_layer_loaded(self, unit: str) -> None:
-        self.whole.get_submodule(unit).requires_grad_(True)
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        self.whole.get_submodule(decoder_layer).requires_grad_(True)
 
-    def replaying(self, unit: str, batch: int) -> None:
+    def replaying(self, decoder_layer: str, batch: int) -> None:
         self.most = max(self.most, len(loaded_units(self.model)))
 
-    def done(self, unit: str) -> None:
-        for name, parameter in self.whole.get_submodule(unit).named_parameters():
-            self.found[f"{unit}.{name}"] = parameter.grad
+    def done(self, decoder_layer: str) -> None:
+        for name, parameter in self.whole.get_submodule(decoder_layer).named_parameters():
+            self.found[f"{decoder_layer}.{name}"] = parameter.grad
 
 
 def check_equal(stock: Any, model: OpenModel, parts: Sequence[Tensor], **options: Any) -> None:
@@ -89,7 +89,7 @@ def test_batches_whose_calls_wait_in_files(name: str, tmp_path: Path) -> None:
     parts = batches(stock, (2, 1, 1))
     with paths_of("tempfile.mkstemp") as spilled:
         check_equal(stock, model, parts, activation_budget=0)
-    assert len(spilled) >= len(parts) * 2 * len(model.architecture.units)  # each call, and each gradient on its way
+    assert len(spilled) >= len(parts) * 2 * len(model.architecture.decoder_layers)
 
 
 def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path) -> None:
@@ -97,11 +97,13 @@ def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path)
     layer = model.architecture.layers[0]
 
     class Changing(Gathering):
-        def on_layer_loaded(self, unit: str) -> None:
-            if unit == layer.unit:  # what is loaded may be the checkpoint's own file, mapped: replaced, never written
+        def on_layer_loaded(self, decoder_layer: str) -> None:
+            if (
+                decoder_layer == layer.decoder_layer
+            ):  # what is loaded may be the checkpoint's own file, mapped: replaced, never written
                 key = f"{layer.router}.weight"
                 set_tensor(self.whole, key, 0.5 * self.whole.get_parameter(key))
-            super().on_layer_loaded(unit)
+            super().on_layer_loaded(decoder_layer)
 
     changing, parts = Changing(model), batches(stock)
     losses = ReversePass(model, parts).run(loss, changing)

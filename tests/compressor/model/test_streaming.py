@@ -28,7 +28,12 @@ def loaded(partial: PartialModel) -> set[str]:
 
 
 def loaded_units(model: OpenModel) -> set[str]:
-    return {unit for unit in model.architecture.units for key in loaded(model.partial) if key.startswith(f"{unit}.")}
+    return {
+        decoder_layer
+        for decoder_layer in model.architecture.decoder_layers
+        for key in loaded(model.partial)
+        if key.startswith(f"{decoder_layer}.")
+    }
 
 
 class Calling(LayerVisitor):
@@ -40,17 +45,17 @@ class Calling(LayerVisitor):
     def _call(self, name: str, *args: Any) -> None:
         self.functions.get(name, lambda *_: None)(*args)
 
-    def on_layer_loaded(self, unit: str) -> None:
-        self._call("loaded", unit)
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        self._call("loaded", decoder_layer)
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
-        self._call("before", unit, replay)
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
+        self._call("before", decoder_layer, replay)
 
     def on_batch_start(self, batch: int) -> None:
         self._call("entering", batch)
 
-    def on_layer_end(self, unit: str) -> None:
-        self._call("passed", unit)
+    def on_layer_end(self, decoder_layer: str) -> None:
+        self._call("passed", decoder_layer)
 
 
 def stream(
@@ -66,8 +71,10 @@ def check_equal(model: OpenModel, stock: Any, parts: tuple[Tensor, ...], **optio
     expected = plain_calls(stock, model.architecture, parts)
     seen = watch(model.partial.model, model.architecture.layers)
     torch.manual_seed(7)
-    units = list(stream(model, parts, **options))
-    assert units == [unit for unit in model.architecture.units if unit in units]
+    layer_names = list(stream(model, parts, **options))
+    assert layer_names == [
+        decoder_layer for decoder_layer in model.architecture.decoder_layers if decoder_layer in layer_names
+    ]
     for name, calls in expected.items():
         assert len(seen[name].experts_outputs) == len(calls.experts_outputs), name
         for found, whole in zip(seen[name].experts_arguments, calls.experts_arguments, strict=True):
@@ -75,8 +82,8 @@ def check_equal(model: OpenModel, stock: Any, parts: tuple[Tensor, ...], **optio
                 torch.testing.assert_close(value, reference, rtol=0, atol=5e-6)
         for found_output, output in zip(seen[name].experts_outputs, calls.experts_outputs, strict=True):
             torch.testing.assert_close(found_output, output, rtol=0, atol=5e-6)
-    called = {layer.unit for layer in model.architecture.layers if expected[layer.name].experts_outputs}
-    assert called <= set(units)
+    called = {layer.decoder_layer for layer in model.architecture.layers if expected[layer.name].experts_outputs}
+    assert called <= set(layer_names)
 
 
 @EVERY
@@ -85,11 +92,11 @@ def test_experts_see_and_return_what_they_do_in_a_whole_model(name: str, tmp_pat
     most: list[set[str]] = []
     check_equal(
         model, stock, batches(stock, (2, 1)),
-        loaded=lambda unit: most.append(loaded_units(model)),
+        loaded=lambda decoder_layer: most.append(loaded_units(model)),
         entering=lambda batch: most.append(loaded_units(model)),
     )  # fmt: skip
     # by number: diffusion_gemma's encoder and decoder are the same weights under two names
-    assert max(len({unit.rpartition(".")[2] for unit in units}) for units in most) == 1
+    assert max(len({decoder_layer.rpartition(".")[2] for decoder_layer in layer_names}) for layer_names in most) == 1
     assert loaded(model.partial) == set()
     model.partial.resident = True
     for _ in range(2):  # the first one keeps what the second computes with
@@ -118,7 +125,7 @@ def test_hidden_states_that_wait_in_files_are_the_same(name: str, tmp_path: Path
     parts = batches(stock, (2, 1))
     with paths_of("tempfile.mkstemp") as spilled:
         check_equal(model, stock, parts, activation_budget=0)
-    assert len(spilled) >= len(parts) * len({layer.unit for layer in model.architecture.layers})
+    assert len(spilled) >= len(parts) * len({layer.decoder_layer for layer in model.architecture.layers})
 
 
 def test_only_what_passes_the_budget_goes_to_files(tmp_path: Path) -> None:
@@ -127,7 +134,7 @@ def test_only_what_passes_the_budget_goes_to_files(tmp_path: Path) -> None:
     one = parts[0].numel() * stock.config.hidden_size * 4
     with paths_of("tempfile.mkstemp") as spilled:
         list(stream(model, parts, activation_budget=2 * one))
-    assert len(spilled) == len(model.architecture.units)  # the third batch, before each layer
+    assert len(spilled) == len(model.architecture.decoder_layers)  # the third batch, before each layer
 
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "gemma4"])
@@ -135,22 +142,22 @@ def test_embeddings_and_head_are_not_held_while_layers_pass(name: str, tmp_path:
     stock, model = opened(name, tmp_path)
     outside: list[set[str]] = []
 
-    def note(unit: str) -> None:
-        outside.append({key for key in loaded(model.partial) if not key.startswith(f"{unit}.")})
+    def note(decoder_layer: str) -> None:
+        outside.append({key for key in loaded(model.partial) if not key.startswith(f"{decoder_layer}.")})
 
     list(stream(model, batches(stock), loaded=note))
     whole = model.partial.model
     vocabulary = stock.get_input_embeddings().weight.shape
     assert all(whole.get_parameter(key).shape != vocabulary for keys in outside for key in keys if "weight" in key)
-    assert len(outside) == len(model.architecture.units)
+    assert len(outside) == len(model.architecture.decoder_layers)
 
 
 def test_only_layers_up_to_the_last_wanted_are_loaded(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
-    units, entered = model.architecture.units, list[str]()
+    layer_names, entered = model.architecture.decoder_layers, list[str]()
     calling = Calling(loaded=entered.append)
-    passed = list(Pass(model, batches(stock), wanted={units[1]}).layers(calling))
-    assert passed == entered == list(units[:2])
+    passed = list(Pass(model, batches(stock), wanted={layer_names[1]}).layers(calling))
+    assert passed == entered == list(layer_names[:2])
     assert loaded(model.partial) == set()
 
 
@@ -161,7 +168,7 @@ def test_no_batch_goes_on_to_the_head(name: str, tmp_path: Path) -> None:
     reached: list[str] = []
     for part in ("model.norm", "lm_head"):
         whole.get_submodule(part).register_forward_hook(lambda *_, part=part: reached.append(part))
-    assert len(list(stream(model, batches(stock)))) == len(model.architecture.units)
+    assert len(list(stream(model, batches(stock)))) == len(model.architecture.decoder_layers)
     assert reached == []
 
 
@@ -181,7 +188,7 @@ def test_nothing_stays_loaded_when_the_consumer_stops_or_fails(how: str, tmp_pat
     if how in ("close", "consumer"):
         run = stream(model, batches(stock))
         next(run)
-        assert loaded_units(model) == {model.architecture.units[0]}
+        assert loaded_units(model) == {model.architecture.decoder_layers[0]}
         if how == "close":
             run.close()
         else:
@@ -218,33 +225,33 @@ def test_batches_that_take_different_ways_are_refused() -> None:
 
 def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_before(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
-    units, parts, noted = model.architecture.units, batches(stock, (1, 1)), list[tuple[str, str, str]]()
+    layer_names, parts, noted = model.architecture.decoder_layers, batches(stock, (1, 1)), list[tuple[str, str, str]]()
 
     class Noting(LayerVisitor):
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def on_layer_loaded(self, unit: str) -> None:
-            noted.append((self.name, "loaded", unit))
+        def on_layer_loaded(self, decoder_layer: str) -> None:
+            noted.append((self.name, "loaded", decoder_layer))
 
-        def before_layer(self, unit: str, replay: Replay) -> None:
-            noted.append((self.name, "before", unit))
+        def before_layer(self, decoder_layer: str, replay: Replay) -> None:
+            noted.append((self.name, "before", decoder_layer))
 
-        def on_layer_end(self, unit: str) -> None:
-            noted.append((self.name, "passed", unit))
+        def on_layer_end(self, decoder_layer: str) -> None:
+            noted.append((self.name, "passed", decoder_layer))
 
-        def wrap_forward(self, unit: str, own: Forward) -> Forward:
+        def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                noted.append((self.name, "forward", unit))
-                return own(*args, **kwargs)
+                noted.append((self.name, "forward", decoder_layer))
+                return layer_forward(*args, **kwargs)
 
             return forward
 
     seen = watch(model.partial.model, model.architecture.layers)
-    Pass(model, parts, wanted=units[:1]).run(Noting("one"), Noting("two"))
-    turns = [(name, what, units[0]) for what in ("loaded", "before") for name in ("one", "two")]
-    turns += [("two", "forward", units[0]), ("one", "forward", units[0])] * len(parts)
-    assert noted == [*turns, ("one", "passed", units[0]), ("two", "passed", units[0])]
+    Pass(model, parts, wanted=layer_names[:1]).run(Noting("one"), Noting("two"))
+    turns = [(name, what, layer_names[0]) for what in ("loaded", "before") for name in ("one", "two")]
+    turns += [("two", "forward", layer_names[0]), ("one", "forward", layer_names[0])] * len(parts)
+    assert noted == [*turns, ("one", "passed", layer_names[0]), ("two", "passed", layer_names[0])]
     layer = model.architecture.layers[0]
     expected = plain_calls(stock, model.architecture, parts)[layer.name].experts_outputs
     for found, plain in zip(seen[layer.name].experts_outputs, expected, strict=True):
@@ -253,7 +260,7 @@ def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_be
 
 def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
-    units, noted = model.architecture.units, list[tuple[str, int, str, tuple[str, ...]]]()
+    layer_names, noted = model.architecture.decoder_layers, list[tuple[str, int, str, tuple[str, ...]]]()
 
     class Noting(LayerVisitor):
         def note(self, what: str) -> None:
@@ -261,7 +268,7 @@ def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
             noted.append((what, self.at.batch, self.at.layer, layers))
             assert self.at.model is model.partial.model
 
-        def on_layer_end(self, unit: str) -> None:
+        def on_layer_end(self, decoder_layer: str) -> None:
             self.note("passed")
 
         def on_batch_start(self, batch: int) -> None:
@@ -272,12 +279,19 @@ def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
             self.note("finished")
 
     Pass(model, batches(stock, (1, 2)), to_end=True).run(Noting())
-    moe = {unit: tuple(x.name for x in model.architecture.layers if x.unit == unit) for unit in units}
+    moe = {
+        decoder_layer: tuple(x.name for x in model.architecture.layers if x.decoder_layer == decoder_layer)
+        for decoder_layer in layer_names
+    }
     assert {len(names) for names in moe.values()} == {0, 1}
     through = [
         step
-        for unit in units
-        for step in (("entering", 0, unit, moe[unit]), ("entering", 1, unit, moe[unit]), ("passed", 1, unit, moe[unit]))
+        for decoder_layer in layer_names
+        for step in (
+            ("entering", 0, decoder_layer, moe[decoder_layer]),
+            ("entering", 1, decoder_layer, moe[decoder_layer]),
+            ("passed", 1, decoder_layer, moe[decoder_layer]),
+        )
     ]
     before = [("entering", number, "", ()) for number in range(2)]
     end = [(what, number, "", ()) for number in range(2) for what in ("entering", "finished")]
@@ -286,8 +300,8 @@ def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
 
 def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
-    units, drawn, reported = model.architecture.units, list[float](), list[Any]()
-    drawing = Calling(passed=lambda unit: drawn.append(float(torch.rand(()))))
+    layer_names, drawn, reported = model.architecture.decoder_layers, list[float](), list[Any]()
+    drawing = Calling(passed=lambda decoder_layer: drawn.append(float(torch.rand(()))))
 
     class Listening:
         def start(self, phase: str, total: int) -> None:
@@ -300,11 +314,11 @@ def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: P
     expected = float(torch.rand(()))
     torch.manual_seed(1)
     for _ in range(2):
-        Pass(model, batches(stock), Listening(), "try", seed=5, wanted=units[1:2]).run(drawing)
+        Pass(model, batches(stock), Listening(), "try", seed=5, wanted=layer_names[1:2]).run(drawing)
     assert float(torch.rand(())) == expected
     torch.manual_seed(5)
     assert drawn == 2 * [float(torch.rand(())) for _ in range(2)]
-    assert reported == 2 * [("try", 2), *units[:2]]
+    assert reported == 2 * [("try", 2), *layer_names[:2]]
 
 
 def test_batches_of_an_evaluation_come_last_and_go_to_the_end(tmp_path: Path) -> None:
@@ -325,5 +339,5 @@ def test_layers_that_run_twice_give_the_stock_logits_and_are_refused_to_what_see
     for number, tokens in enumerate(parts):
         torch.testing.assert_close(found[number], stock(input_ids=tokens).logits, rtol=0, atol=2e-6)
     with pytest.raises(CompressionError, match=r"runs model\.layers\.1 more than once .* needs no calibration"):
-        Pass(model, parts).run(Calling(passed=lambda unit: None))
+        Pass(model, parts).run(Calling(passed=lambda decoder_layer: None))
     assert loaded(model.partial) == set()

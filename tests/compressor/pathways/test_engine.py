@@ -152,11 +152,11 @@ def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:
 def test_work_counts_layers_and_tokens() -> None:
     model = engine("qwen3_moe-sparse_step", late=1)
     plain = model.run(rows(model))
-    tokens, units = plain.tokens.numel(), len(model.opened.architecture.units)
-    assert model.work == units * tokens == plain.work
+    tokens, layer_names = plain.tokens.numel(), len(model.opened.architecture.decoder_layers)
+    assert model.work == layer_names * tokens == plain.work
     unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
     model.again(plain, unmoved)
-    late = units - len(model.early_units)
-    assert 0 < late < units and model.work == (units + late) * tokens
+    late = layer_names - len(model.early_units)
+    assert 0 < late < layer_names and model.work == (layer_names + late) * tokens
     model.again(plain, unmoved.requires_grad_())
-    assert model.work == (units + 4 * late) * tokens
+    assert model.work == (layer_names + 4 * late) * tokens

@@ -65,8 +65,8 @@ def test_only_a_reference_set_is_replaced(folder: Path, tmp_path: Path) -> None:
 
 def test_neighbours_are_the_nearest_by_angle() -> None:
     query = torch.tensor([5.0, 0.0])
-    places, unit, near = made().neighbours(query, 2)
-    assert places == [0, 1] and unit.tolist() == [1, 0]
+    places, decoder_layer, near = made().neighbours(query, 2)
+    assert places == [0, 1] and decoder_layer.tolist() == [1, 0]
     torch.testing.assert_close(near, EMBEDDINGS[:2] / EMBEDDINGS[:2].norm(dim=1, keepdim=True))
     assert made().neighbours(query, 9)[0] == [0, 1, 2, 3]
     assert made().neighbours(query, 2, but="prompt 0")[0] == [1, 2]

@@ -122,7 +122,7 @@ def relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
 @torch.no_grad()
 def block_errors(case: Case, layer: MoeLayer) -> tuple[float, float] | None:
     """The output's block on what the stock block was called with; where it is the whole layer, its experts' part."""
-    inside = layer.block == layer.unit
+    inside = layer.block == layer.decoder_layer
     names = [layer.block, layer.name]
 
     def forward() -> None:
@@ -145,9 +145,11 @@ def test_measures_are_those_of_whole_models_in_memory(case: Case) -> None:
     """Visits as a plain forward counts them, errors of the output's own block, and of both models on their own."""
     before = counted(case.stock, case.model.architecture, case.parts)
     after = counted(case.small, case.out.architecture, case.parts)
-    units = [layer.unit for layer in case.model.architecture.layers]
+    layer_names = [layer.decoder_layer for layer in case.model.architecture.layers]
     both = [
-        calls_of(model, units, lambda model=model: [model(input_ids=part, use_cache=False) for part in case.parts])
+        calls_of(
+            model, layer_names, lambda model=model: [model(input_ids=part, use_cache=False) for part in case.parts]
+        )
         for model in (case.stock, case.small)
     ]
     found = case.measured()
@@ -161,7 +163,7 @@ def test_measures_are_those_of_whole_models_in_memory(case: Case) -> None:
             assert (measured.error, measured.cosine) == (None, None)
         else:
             assert (measured.error, measured.cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6) and wanted[0] > 1e-3
-        one, two = (calls[layer.unit] for calls in both)
+        one, two = (calls[layer.decoder_layer] for calls in both)
         wanted = relative([(x.output, y.output) for x, y in zip(one, two, strict=True)])
         assert (measured.stream_error, measured.stream_cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 

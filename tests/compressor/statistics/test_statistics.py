@@ -106,7 +106,7 @@ def test_sums_equal_a_loop_over_a_whole_models_tokens(name: str, tmp_path: Path)
     called = 0
     for layer in model.architecture.layers:
         expected, stats = (
-            naive_sums(stock, layer.name, layer.experts, calls[layer.name], behind[layer.unit]),
+            naive_sums(stock, layer.name, layer.experts, calls[layer.name], behind[layer.decoder_layer]),
             found[layer.name],
         )
         if calls[layer.name].router_outputs:
@@ -241,7 +241,7 @@ def test_a_pass_keeps_the_callers_random_state(tmp_path: Path) -> None:
 def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     run: Any = collecting.collect(model, ROUTED, calibration(batches(stock)), Silent())
-    module = model.partial.model.get_submodule(model.architecture.units[1])
+    module = model.partial.model.get_submodule(model.architecture.decoder_layers[1])
     handle = module.register_forward_hook(lambda _, __, output: output * torch.inf)
     first = model.partial.model.get_submodule(model.architecture.layers[1].name)
     other = first.register_forward_pre_hook(lambda _, args: (args[0] * torch.inf, *args[1:]))

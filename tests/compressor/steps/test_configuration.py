@@ -30,13 +30,15 @@ LAYERS = (moe_layer(0), moe_layer(1))
 
 
 def architecture(config: Any = None, field: str = "num_local_experts") -> Architecture:
-    units = tuple(layer.unit for layer in LAYERS)
-    return Architecture("mixtral", "Mixtral", field, LAYERS, units, config or MixtralConfig(num_local_experts=8))
+    layer_names = tuple(layer.decoder_layer for layer in LAYERS)
+    return Architecture("mixtral", "Mixtral", field, LAYERS, layer_names, config or MixtralConfig(num_local_experts=8))
 
 
 def layout(left_out: tuple[str, ...] = (), quantized: bool = False) -> Layout:
     roles = {
-        f"{layer.name}.{expert}.{part}.weight": Role("expert", layer.unit, layer.name, expert=expert, family=part)
+        f"{layer.name}.{expert}.{part}.weight": Role(
+            "expert", layer.decoder_layer, layer.name, expert=expert, family=part
+        )
         for layer in LAYERS
         for expert in range(8)
         for part in ("up_proj", "down_proj")

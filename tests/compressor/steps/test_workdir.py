@@ -43,8 +43,8 @@ def content(name: str, nbytes: int) -> bytes:
 
 def outputs(per_unit: int = 5) -> tuple[OutputTensor, ...]:
     return tuple(
-        OutputTensor(f"{unit or 'head'}.t{number}", DTYPES[number % 4], (3 + number, 5), unit)
-        for unit in UNITS
+        OutputTensor(f"{decoder_layer or 'head'}.t{number}", DTYPES[number % 4], (3 + number, 5), decoder_layer)
+        for decoder_layer in UNITS
         for number in range(per_unit)
     )
 
@@ -60,16 +60,16 @@ Before = Callable[[str, int], Any]
 
 
 def a_job(
-    before: Before = lambda unit, number: None,
+    before: Before = lambda decoder_layer, number: None,
     verify: Callable[[Path], None] = good,
     files: dict[str, bytes | Path] | None = None,
 ) -> OutputJob:
-    """A job; `before` is called with a unit and the number of the tensor that is about to be made."""
+    """A job; `before` is called with a decoder layer and the number of the tensor that is about to be made."""
     made = outputs()
 
-    def produce(unit: str) -> Iterable[tuple[str, Iterator[Piece]]]:
-        for number, output in enumerate(output for output in made if output.unit == unit):
-            before(unit, number)
+    def produce(decoder_layer: str) -> Iterable[tuple[str, Iterator[Piece]]]:
+        for number, output in enumerate(output for output in made if output.decoder_layer == decoder_layer):
+            before(decoder_layer, number)
             data = content(output.name, output.nbytes)
             yield output.name, iter([data[:7], memoryview(data)[7:]])
 
@@ -94,7 +94,7 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
 def units_made(out: Path) -> set[str]:
     """The units whose tensors are made when the output is written, which leaves no work folder."""
     made: list[str] = []
-    write(a_job(lambda unit, _: made.append(unit)), out)
+    write(a_job(lambda decoder_layer, _: made.append(decoder_layer)), out)
     assert not work_folder(out).exists()
     return set(made)
 
@@ -177,13 +177,13 @@ def run_killed(work: Callable[[], Any]) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("decoder_layer", UNITS)
 @pytest.mark.parametrize("number", [0, 3])
-def test_killed_while_a_tensor_is_made(unit: str, number: int, tmp_path: Path, whole: dict[str, str]) -> None:
+def test_killed_while_a_tensor_is_made(decoder_layer: str, number: int, tmp_path: Path, whole: dict[str, str]) -> None:
     out = tmp_path / "out"
-    run_killed(lambda: write(a_job(lambda *at: die() if at == (unit, number) else None), out))
+    run_killed(lambda: write(a_job(lambda *at: die() if at == (decoder_layer, number) else None), out))
     assert not out.exists() and work_folder(out).is_dir()
-    made, at = units_made(out), UNITS.index(unit)
+    made, at = units_made(out), UNITS.index(decoder_layer)
     assert tree(out) == whole
     assert set(UNITS[at:]) <= made <= set(UNITS[max(0, at - 1) :])  # of the finished, one may wait for the disk
 
@@ -262,8 +262,8 @@ def test_a_file_that_was_cut_short_is_made_again(tmp_path: Path, whole: dict[str
 
 
 def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
-    def fault(unit: str, number: int) -> None:
-        if unit == UNITS[2]:
+    def fault(decoder_layer: str, number: int) -> None:
+        if decoder_layer == UNITS[2]:
             raise CompressionError("tensor 'x' in y holds NaN")
 
     def not_good(folder: Path) -> None:

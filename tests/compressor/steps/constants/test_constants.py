@@ -15,7 +15,7 @@ from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
 from compressor.model.substitution import Substitution
 from compressor.progress import Silent
-from compressor.steps.constants.mone import (
+from compressor.steps.constants.search import (
     NEEDS,
     LayerConstants,
     cheapest_numbers,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
-from compressor.steps.correct import in_order
+from compressor.steps.correct import sequential
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.options import Correct
 from tests.support import zoo
@@ -32,7 +32,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recording]:
         found[layer.name] = recording
         return {}
 
-    monkeypatch.setattr(in_order, "correct_layer", note)
+    monkeypatch.setattr(sequential, "correct_layer", note)
     return found
 
 
@@ -45,7 +45,7 @@ def test_tokens_weigh_by_the_hidden_states_of_a_whole_model(
     run(model, keeps(model.architecture), data, correction=Correct(method="ridge"))
     behind = hidden_states(stock, model.architecture, data.batches)
     for layer in model.architecture.layers:
-        expected = 1 / behind[layer.unit].norm(dim=-1) ** 2
+        expected = 1 / behind[layer.decoder_layer].norm(dim=-1) ** 2
         torch.testing.assert_close(found[layer.name].weights, expected, rtol=1e-4, atol=0)
 
 
@@ -59,12 +59,12 @@ def base_on(stock: PreTrainedModel, small: PreTrainedModel, layer: MoeLayer, ids
     def note(module: Any, args: Any, kwargs: Any) -> None:
         called.append(([copied(value) for value in args], {key: copied(value) for key, value in kwargs.items()}))
 
-    handle = small.get_submodule(layer.unit).register_forward_pre_hook(note, with_kwargs=True)
+    handle = small.get_submodule(layer.decoder_layer).register_forward_pre_hook(note, with_kwargs=True)
     watching = stock.get_submodule(layer.name).register_forward_hook(lambda _, __, output: outputs.append(output))
     with torch.no_grad():
         small(input_ids=ids, use_cache=False)
         ((args, kwargs),) = called
-        hidden = stock.get_submodule(layer.unit)(*args, **kwargs)
+        hidden = stock.get_submodule(layer.decoder_layer)(*args, **kwargs)
     handle.remove()
     watching.remove()
     hidden = hidden if isinstance(hidden, Tensor) else hidden[0]
@@ -85,7 +85,7 @@ def test_targets_go_toward_the_hidden_states_of_a_whole_model(
     for layer in model.architecture.layers:
         pairs = [base_on(stock, small, layer, batch) for batch in data.batches]
         output, hidden = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        shift = 0.7 * (own[layer.unit] - hidden) / factor
+        shift = 0.7 * (own[layer.decoder_layer] - hidden) / factor
         torch.testing.assert_close(found[layer.name].outputs, output + shift, rtol=1e-3, atol=1e-4)
         moved = max(moved, float(shift.abs().max()))
     assert moved > 1e-2  # the smaller model's hidden states are elsewhere

@@ -36,7 +36,7 @@ from tests.support.training_setups import Lesson, close, lesson, note_gradients,
 def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tensor:
     """The loss of a step from stock outputs, in double precision, the whole divergence taken."""
     hidden: list[Any] = []
-    last = made.model.architecture.units[-1]
+    last = made.model.architecture.decoder_layers[-1]
     handles = [
         model.get_submodule(last).register_forward_hook(lambda module, args, output: hidden.append(output))
         for model in (made.stock, made.stock_base)
@@ -147,7 +147,7 @@ def test_a_streamed_step_holds_one_layer_and_leaves_nothing_loaded(
     wish = options(stream=True)
     engine, text = made.engine(wish), made.text(wish)
     take_step(engine, text, wish, 0, made.model)
-    assert held == [[unit] for unit in reversed(made.model.architecture.units)]
+    assert held == [[decoder_layer] for decoder_layer in reversed(made.model.architecture.decoder_layers)]
     assert loaded(made.model.partial) == set()
     engine.save(tmp_path / "kept")
     before = [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
@@ -217,7 +217,7 @@ def test_factors_make_the_model_and_get_the_gradients_that_they_do_in_peft(
     (batch,) = text.of_step(0, wish.sequences, 0)
     output = wrapped(input_ids=batch.tokens, labels=batch.tokens)
     output.loss.backward()
-    assert len(factors(masters)) == len(made.model.architecture.units) * (len(ATTENTION) + len(EXPERTS))
+    assert len(factors(masters)) == len(made.model.architecture.decoder_layers) * (len(ATTENTION) + len(EXPERTS))
     for key, pair in factors(gradients).items():
         first, second = module_of(wrapped, key)
         for found, expected in ((as_peft_first(pair[0]), first), (as_peft_second(pair[1]), second)):
@@ -225,7 +225,7 @@ def test_factors_make_the_model_and_get_the_gradients_that_they_do_in_peft(
             torch.testing.assert_close(found, expected.weight.grad, rtol=1e-3, atol=1e-4 * scale, msg=key)
     merged = wrapped.merge_and_unload()
     for layer in engine.layers.values():
-        for key, value in layer.values(engine.read, engine.states[layer.unit].masters).items():
+        for key, value in layer.values(engine.read, engine.states[layer.decoder_layer].masters).items():
             torch.testing.assert_close(value, merged.get_parameter(key).detach(), rtol=1e-5, atol=1e-6, msg=key)
 
 

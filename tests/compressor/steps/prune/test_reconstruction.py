@@ -13,7 +13,6 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics, collect
-from compressor.steps.prune.choose import merge_groups
 from compressor.steps.prune.reconstruction import (
     KeptErrors,
     SmallerRouter,
@@ -21,6 +20,7 @@ from compressor.steps.prune.reconstruction import (
     reconstruct,
     relative_error,
 )
+from compressor.steps.prune.selection import merge_groups
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened, plain_calls
 from tests.support.stock_models import Small, by_slot

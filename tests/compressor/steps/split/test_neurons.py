@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.steps.split.opening import energy_of_weights, measured, order_of
+from compressor.steps.split.view import energy_of_weights, measured, order_of
 from tests.support import zoo
 
 

@@ -17,7 +17,7 @@ from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.split.opening import as_decided, cut_as_stored, order_of, packed, seen_as, unpacked
+from compressor.steps.split.view import as_decided, cut_as_stored, order_of, packed, seen_as, unpacked
 from tests.support import zoo
 from tests.support.per_expert_checkpoints import save_packed
 from tests.support.plans import Decided, by_hand

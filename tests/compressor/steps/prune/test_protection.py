@@ -19,10 +19,10 @@ from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison import random_drop
 from compressor.statistics.statistics import ALL, collect
-from compressor.steps.prune import choose
-from compressor.steps.prune.choose import METHODS, competing
+from compressor.steps.prune import selection
 from compressor.steps.prune.planning import fit_batches
-from compressor.steps.prune.protecting import given_protected, strongest_that_fit, with_list
+from compressor.steps.prune.protection import given_protected, strongest_that_fit, with_list
+from compressor.steps.prune.selection import METHODS, competing
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened
 from tests.support.plans import make_plan
@@ -31,9 +31,17 @@ MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")
 
 
 def moe_layer(index: int, groups: int = 1, part: str = "mlp", experts: int = 8) -> MoeLayer:
-    unit = f"model.layers.{index}"
+    decoder_layer = f"model.layers.{index}"
     return MoeLayer(
-        f"{unit}.{part}.experts", f"{unit}.{part}", f"{unit}.{part}.gate", unit, index, experts, 2, groups, groups
+        f"{decoder_layer}.{part}.experts",
+        f"{decoder_layer}.{part}",
+        f"{decoder_layer}.{part}.gate",
+        decoder_layer,
+        index,
+        experts,
+        2,
+        groups,
+        groups,
     )
 
 
@@ -169,7 +177,7 @@ def least_liked(free: LayerPlan, layer: MoeLayer, places: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["mixtral", zoo.full("deepseek_v3")])
 def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose.learn_coefficients, "__defaults__", (True, 1))  # steps
+    monkeypatch.setattr(selection.learn_coefficients, "__defaults__", (True, 1))  # steps
     stock, model = opened(name, tmp_path)
     data = calibration(batches(stock, (2, 2, 1), 16))
     data = Calibration(data.batches, data.identity, heldout=frozenset({2}))

@@ -1,4 +1,4 @@
-"""Layers in order, each quantised by GPTQ on what the quantised earlier layers make of the calibration text.
+"""Layers in order, each quantised by GPTQ on the quantised earlier layers' outputs for the calibration text.
 
 Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, one after the other, on
 the tokens that are routed to them: gate and up, and then down on what the rounded gate and up give it. Tokens wait as
@@ -17,8 +17,7 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
-from compressor.model.experts import Parameters, Watch, expert_parameters, intermediate
+from compressor.model.experts import MoeHooks, Parameters, expert_parameters, intermediate
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import LayerVisitor, Pass, Replay
@@ -27,6 +26,7 @@ from compressor.steps.correct.cut_layer import Rows
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrix
 from compressor.steps.quantize.writing import Writer, checksum, largest_weights
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
 CHUNK = 4096  # tokens whose outer products are added up at once
@@ -34,13 +34,13 @@ CHUNK = 4096  # tokens whose outer products are added up at once
 
 @dataclass(slots=True)
 class Routed:
-    """Hidden states [T, H] that came to a layer's experts, and which [T, K] each went to; -1 for a choice unused."""
+    """Hidden states [T, H] at a layer's experts, and the chosen experts [T, K]; -1 for an unused choice."""
 
     hidden: Rows
     index: Rows
 
     def called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Note a call of the experts."""
+        """Record a call of the experts."""
         self.hidden.append(hidden)
         self.index.append(index.masked_fill(weights == 0, -1))
 
@@ -57,7 +57,7 @@ def _add_products(total: Tensor, inputs: Tensor) -> None:
 
 
 def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
-    """The sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
+    """Return the sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
     total = ranks().all_reduce(hessian)
     if not bool(total.isfinite().all()):
         raise CompressionError(
@@ -72,26 +72,26 @@ class Quantizing(LayerVisitor):
     def __init__(self, writer: Writer, calibration: Calibration) -> None:
         self.writer, self.calibration = writer, calibration
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         live = self.at.model
         scheme = self.writer.scheme
-        matrices = self.writer.matrices.of(unit)
+        matrices = self.writer.matrices.of(decoder_layer)
         if not matrices:
             return
         for key in dict.fromkeys(matrix.key for matrix in matrices):  # loaded tensors may be the files' own
             set_tensor(live, key, live.get_parameter(key).detach().clone())
-        file = self.writer.kept_file(unit)
-        if facts_of(file) is None:
-            self._quantize(unit, matrices, lambda: replay(range(len(self.calibration.batches))))
+        file = self.writer.kept_file(decoder_layer)
+        if read_metadata(file) is None:
+            self._quantize(decoder_layer, matrices, lambda: replay(range(len(self.calibration.batches))))
             return
-        tensors = kept_tensors(file)
+        tensors = load_tensors(file)
         for matrix in matrices:
             names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
             stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
             matrix.of(live).copy_(scheme.unpack(stored))
 
-    def _quantize(self, unit: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
-        """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
+    def _quantize(self, decoder_layer: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
+        """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
         self.sums = dict[str, int]()
@@ -104,15 +104,15 @@ class Quantizing(LayerVisitor):
         tokens = self.calibration.tokens
         routed = {layer.name: Routed(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
-            for layer in layers:  # one alone need not compute what nothing reads
-                watch = Watch(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
+            for layer in layers:  # a single layer's output is not read
+                watch = MoeHooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
                 stack.enter_context(watch)
             run()
         for layer in layers:
-            own = [matrix for matrix in matrices if matrix.owner == layer.name]
-            self._quantize_experts(layer, routed[layer.name], own)
+            layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
+            self._quantize_experts(layer, routed[layer.name], layer_matrices)
         if ranks().is_first:
-            keep_tensors(self.writer.kept_file(unit), self.tensors, self.sums)
+            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.sums)
         ranks().barrier()
         self.tensors.clear()
 
@@ -178,13 +178,13 @@ def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:
     return intermediate(experts, parameters, inputs.to(experts.down_proj.dtype))
 
 
-def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
+def quantize_sequentially(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
     """Quantise all layers by GPTQ in one pass over calibration text.
 
     Those that are kept already are not made again.
     """
-    units = {matrix.unit for matrix in writer.matrices.every}
-    text_pass = Pass(writer.model, calibration.batches, progress, "quantize", seed, wanted=units, shared=True)
+    layer_names = {matrix.decoder_layer for matrix in writer.matrices.every}
+    text_pass = Pass(writer.model, calibration.batches, progress, "quantize", seed, wanted=layer_names, shared=True)
     with torch.no_grad():
         text_pass.run(Quantizing(writer, calibration))
     ranks().barrier()

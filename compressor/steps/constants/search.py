@@ -24,7 +24,6 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.divergence.evaluator import Evaluator, Figures, HeldoutProbe, accepts, require_enough
 from compressor.errors import CompressionError
-from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.constant_experts import Substitutes
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -32,10 +31,11 @@ from compressor.model.substitution import Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, collect
-from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
-from compressor.steps.prune.protecting import Protected
+from compressor.steps.prune.protection import Protected
+from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
@@ -50,14 +50,14 @@ ConstantsByLayer = Mapping[str, Substitutes]  # by experts module; a layer that 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerConstants:
-    """Of each expert of a layer its best constant, `values` [E, H] in float32, and what that misses, `missed` [E]."""
+    """Best constants of a layer's experts, `values` [E, H] in float32, and their errors, `missed` [E]."""
 
     values: Tensor
     missed: Tensor  # in float64: sum over the expert's tokens of g^2 ||o - c||^2
 
     @classmethod
     def of(cls, stats: LayerStatistics) -> "LayerConstants":
-        """Of a layer whose statistics hold `NEEDS`; all 0 for an expert no token reached."""
+        """Compute them from statistics that hold `NEEDS`; all 0 for an expert no token reached."""
         share = stats.squared_gate_sum.double().clamp(min=torch.finfo(torch.float64).tiny)
         output = stats.squared_gate_output_sum.double()
         values = output / share[:, None]
@@ -68,7 +68,7 @@ class LayerConstants:
 def replaceable(
     layers: Sequence[MoeLayer], constants: Mapping[str, LayerConstants], protected: Protected
 ) -> list[list[int]]:
-    """Of each layer the experts that can become constants, those that miss least first; of equals the higher number.
+    """Return each layer's experts that can become constants, least error first; of equals the higher number.
 
     Every layer keeps its top-k and its protected experts.
     """
@@ -90,19 +90,19 @@ def measure(
     """
     layers = model.architecture.layers
     paths = {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
-    if paths and all(facts_of(path) is not None for path in paths.values()):
-        return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
+    if paths and all(read_metadata(path) is not None for path in paths.values()):
+        return {name: LayerConstants(**load_tensors(path)) for name, path in paths.items()}
     constants = dict[str, LayerConstants]()
     for stats in collect(model, NEEDS, calibration, progress, seed):
         name, measured = stats.layer.name, LayerConstants.of(stats)
         constants[name] = measured
         if name in paths:
-            keep_tensors(paths[name], {"values": measured.values, "missed": measured.missed}, name)
+            save_tensors(paths[name], {"values": measured.values, "missed": measured.missed}, name)
     return constants
 
 
 def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> ConstantsByLayer:
-    """The constants of the experts that are `dropped`, both by experts module."""
+    """Return the constants of the experts that are `dropped`, both by experts module."""
     substitutes = dict[str, Substitutes]()
     for name, experts in dropped.items():
         if experts:
@@ -135,7 +135,7 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
 
 
 def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
-    """As many from every layer, as far as `removed` divides and each can spare them; the last layers give the rest."""
+    """Divide `removed` equally over layers, as far as each can spare experts; the last layers give the rest."""
     numbers = [0] * len(most)
     while left := removed - sum(numbers):
         for place in [place for place, number in enumerate(numbers) if number < most[place]][-left:]:
@@ -144,7 +144,7 @@ def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
 
 
 def cheapest_numbers(curves: Sequence[Curve], removed: int) -> list[int]:
-    """How many of each layer, `removed` in all, at the least sum of costs: exact, by dynamic programming.
+    """Return the number for each layer, `removed` in all, of least total cost: exact, by dynamic programming.
 
     Ties break towards fewer from the earlier layers.
     """
@@ -167,7 +167,7 @@ def cheapest_numbers(curves: Sequence[Curve], removed: int) -> list[int]:
 
 
 def halfway(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Numbers between two divisions of the same sum, with that sum."""
+    """Return the numbers between two divisions of the same sum, with that sum."""
     doubled = [a + b for a, b in zip(one, other, strict=True)]
     numbers = [value // 2 for value in doubled]
     odd = [place for place, value in enumerate(doubled) if value % 2]
@@ -203,7 +203,7 @@ class _Search:
     figures: dict[tuple[int, ...], Figures] = field(default_factory=dict)
 
     def costs(self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None) -> list[Figures]:
-        """Figures of each division's model, on all held-out batches or on those of these numbers."""
+        """Return the figures of each division's model, on all held-out batches or on those of these numbers."""
         if not divisions:
             return []
         variants = list[Substitution]()
@@ -347,5 +347,5 @@ def refit(
         seed=seed,
         constants=planned,
     )
-    plans = compress_in_order(model, work, calibration, progress, files, probe)
+    plans = compress_sequentially(model, work, calibration, progress, files, probe)
     return {plan.module: plan for plan in plans}

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.kept import kept_tensors
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.quantize.gptq import gptq, inverse_factor
-from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrix, find_matrices
 from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer
+from compressor.tensor_cache import load_tensors
 from tests.support import opened_models, small, zoo
 
 NAMES = ["mixtral", "gpt_oss", zoo.full("nemotron_h"), zoo.full("zaya"), zoo.full("ernie4_5_vl_moe")]
@@ -28,10 +28,10 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
     writer = Writer(model, scheme, matrices, folder)
     parts = opened_models.calibration(opened_models.batches(stock, (4, 4), 32))
-    quantize_in_order(writer, parts, Silent(), 0)
+    quantize_sequentially(writer, parts, Silent(), 0)
     found = dict[str, Tensor]()
     for matrix in matrices.every:
-        stored = kept_tensors(writer.kept_file(matrix.unit))
+        stored = load_tensors(writer.kept_file(matrix.decoder_layer))
         own = {
             name: stored[f"{matrix.module}.{name}"]
             for name in scheme.stored(matrix.rows, matrix.columns, torch.float32)

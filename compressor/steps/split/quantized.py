@@ -29,7 +29,7 @@ from compressor.steps.tensors import OutputTensor, Piece, in_order_of, refuse_ov
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
-GLOBAL = (".weight_scale_2", ".weight_global_scale")  # by which all scales are multiplied, or are divided
+GLOBAL = (".weight_scale_2", ".weight_global_scale")  # multiplies or divides all scales
 COMPANIONS = (*SCALES, *GLOBAL, ".weight_packed", ".weight_zero_point", ".input_scale", ".input_global_scale")
 EXPONENTS = ("F8_E8M0", "U8")
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
@@ -41,16 +41,16 @@ FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The way in which one expert's stored tensor is shared out to its parts."""
+    """The way in which one expert's stored tensor is divided among its parts."""
 
     axis: int = 0  # the dimension that counts neurons
     neurons: int = 0  # under one entry along it; 0: every part has the whole tensor
     paired: bool = False  # the gate and up rows of a neuron stand beside each other
-    factor: float = 1.0  # what plain numbers, scales and exponents are multiplied by
+    factor: float = 1.0  # multiplies plain numbers, scales and exponents
     says_shape: bool = False  # two numbers: the shape of the packed weight
 
     def shape(self, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-        """The shape of a part's tensor."""
+        """Return the shape of a part's tensor."""
         if not self.neurons:
             return shape
         return (*shape[: self.axis], shape[self.axis] // parts, *shape[self.axis + 1 :])
@@ -86,14 +86,14 @@ class StoredParts:
     cuts: Mapping[str, Cut]
 
     def cut(self, model: OpenModel, plan: ExpertPlan) -> list[OutputTensor]:
-        """The output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
+        """Return the output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
         roles = model.layout.roles
         plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
         layers = {layer.name: layer for layer in model.architecture.layers}
         finished = set[str]()  # layers whose experts are stored by themselves
         outputs = list[OutputTensor]()
         for name, role in roles.items():
-            output = OutputTensor.copy(model.checkpoint, name, role.unit)
+            output = OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
             if role.kind == "plain":
                 outputs.append(output)
             elif role.kind == "table" or role.is_router:
@@ -105,10 +105,10 @@ class StoredParts:
             elif role.layer not in finished:
                 finished.add(role.layer)
                 outputs += self._of_single_experts(model, layers[role.layer], plans[role.layer])
-        return in_order_of(model.architecture.units, outputs)
+        return in_order_of(model.architecture.decoder_layers, outputs)
 
     def _beside(self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan) -> OutputTensor:
-        """A router's tensor, or a table of expert ids, for the parts that stay."""
+        """Return a router's tensor, or a table of expert ids, for the parts that stay."""
         role = model.layout.roles[output.name]
         shape = list(output.shape)
         if role.kind == "table":
@@ -128,7 +128,7 @@ class StoredParts:
         return replace(output, shape=tuple(shape), content=content)
 
     def _of_single_experts(self, model: OpenModel, layer: MoeLayer, plan: LayerPlan) -> Iterator[OutputTensor]:
-        """The parts that stay of experts whose tensors are their own; a family has one of each expert."""
+        """Yield the parts that stay of experts whose tensors are their own; a family has one of each expert."""
         roles = model.layout.roles
         families = dict[str, dict[int, str]]()  # names by expert
         for name, role in roles.items():
@@ -142,10 +142,10 @@ class StoredParts:
                 renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
                 shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
                 content = partial(self._parts, model, roles[stored.name], [(stored.name, member)])
-                yield OutputTensor(renamed, stored.dtype, shape, layer.unit, content, stored.each)
+                yield OutputTensor(renamed, stored.dtype, shape, layer.decoder_layer, content, stored.each)
 
     def _parts(self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-        """The bytes of parts, each from a stored tensor by the part's number."""
+        """Yield the bytes of parts, each from a stored tensor by the part's number."""
         assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
         order = model.partial.orders[role.layer].long()
         read = dict[str, Tensor]()
@@ -203,7 +203,7 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
 
 
 def _block_sizes(node: Any) -> Iterator[int]:
-    """Numbers along a dimension that share a scale, as a quantisation's JSON says anywhere in it."""
+    """Yield the numbers along a dimension that share a scale, as a quantisation's JSON says anywhere in it."""
     if isinstance(node, list):
         for value in node:
             yield from _block_sizes(value)
@@ -217,7 +217,7 @@ def _block_sizes(node: Any) -> Iterator[int]:
 
 
 def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
-    """Refuse a quantisation that speaks of single experts, which become several."""
+    """Refuse a quantisation that names single experts, which become several."""
     renames = dict[str, str | None]()
     for expert, old in expert_prefixes(whole.layout, layer).items():
         renames[old] = f"{old.rpartition('.')[0]}.{expert * parts + 1}"
@@ -228,7 +228,7 @@ def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: 
 def _cut_of_one(
     info: TensorInfo, role: Role, width: int, factor: float, suffixes: Mapping[str, set[str]]
 ) -> Cut | None:
-    """Find how to cut a tensor of one expert alone; None where it is not known how it counts neurons."""
+    """Find how to cut a tensor of one expert alone; None if its neurons' dimension is unknown."""
     family, _, suffix = role.family.rpartition("|")
     axis = int(".down_proj" in family)
     if suffix == ".weight_shape" and info.shape == (2,):

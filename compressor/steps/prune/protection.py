@@ -10,8 +10,8 @@ from compressor.errors import CompressionError
 from compressor.formatting import ranges
 from compressor.model.moe_layer import MoeLayer
 from compressor.records import read_as, read_json
-from compressor.steps.prune.choose import blocks_of, competing
 from compressor.steps.prune.options import protector_of
+from compressor.steps.prune.selection import blocks_of, competing
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Entry:
 
 
 def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[Entry]:
-    """Those of a list, or of a JSON file of one such as `moe-compress attribute` writes, whose further fields go.
+    """Return the entries of a list, or of a JSON file as `moe-compress attribute` writes it, without other fields.
 
     None of them for None, and for the name of a protector.
     """
@@ -55,7 +55,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
 
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
-    """The same, a file's list in place of its name, so that the options of a run do not depend on the file."""
+    """Return the same, a file's list in place of its name, so that the options of a run do not depend on the file."""
     if protector_of(protect) is not None:
         return protect
     entries = list[dict[str, Any]]()
@@ -67,7 +67,7 @@ def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
 def given_protected(
     protect: str | Path | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
-    """The experts that a list, or a file with one, names; none without a list.
+    """Return the experts that a list, or a file with one, names; none without a list.
 
     Refuses entries that fit no expert, and more experts than the `keep` that stay leave places for.
     """
@@ -81,7 +81,7 @@ def given_protected(
 
 
 def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, Sequence[int]]:
-    """The layer and the expert that an entry of the list means; of a split one its parts."""
+    """Return the layer and the expert that an entry of the list means; of a split one its parts."""
     inside = [layer for layer in layers if layer.index == entry.layer and entry.module in (None, layer.name)]
     if not inside:
         known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
@@ -108,14 +108,14 @@ def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[M
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
-    """As plans have it: the experts of each module in ascending order, without modules that have none."""
+    """Return the experts of each module in ascending order, as plans hold them, without modules that have none."""
     return {name: tuple(sorted(experts)) for name, experts in (protected or {}).items() if experts}
 
 
 def strongest_that_fit(
     experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, protect: str
 ) -> Protected:
-    """Of (module, expert) that `protect` finds, the strongest first, as many in each layer and group as stay there."""
+    """Return the strongest (module, expert) that `protect` finds, as many in each layer and group as stay there."""
     protected: dict[str, frozenset[int]] = {}
     for layer in layers:
         places = keep // layer.routing_groups

@@ -19,8 +19,8 @@ from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.correct.in_order import keep_the_better, read_difference
 from compressor.steps.correct.options import Correct
+from compressor.steps.correct.sequential import keep_the_better, read_difference
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
@@ -185,7 +185,7 @@ def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monk
     assert not (tmp_path / "out").exists()
     with paths_of("os.rename", r"/kept/.*\.safetensors$") as corrected:
         compressor.apply(plan, tmp_path / "out")
-    again = [layer.name for layer in model.architecture.layers if layer.unit == last.unit]
+    again = [layer.name for layer in model.architecture.layers if layer.decoder_layer == last.decoder_layer]
     assert [path.stem for path in corrected] == again
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -194,7 +194,7 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
     data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6)
-    made = Planner(model, data, Silent()).plan_in_order(spec, None)
+    made = Planner(model, data, Silent()).plan_sequentially(spec, None)
     assert {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
@@ -218,7 +218,7 @@ def test_half_a_decoder_layer_on_disk_is_cut_again(tmp_path: Path, monkeypatch: 
     run(model, plans, data, correction=TUNE, files=files)
     before = files_of(files.folder)
     text, vision = model.architecture.layers[2:]
-    assert text.unit == vision.unit
+    assert text.decoder_layer == vision.decoder_layer
     (files.folder / f"{vision.name}.safetensors").unlink()
     seen = watch_corrections(monkeypatch)
     run(model, plans, data, correction=TUNE, files=files)
@@ -232,7 +232,7 @@ def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
     plan = asked(model, drops(model.architecture), Correct("ridge"), with_heldout(stock), monkeypatch)
     job = make_job(model, plan.expert_plan, cut=CutFiles(tmp_path / "cut"))
     with pytest.raises(CompressionError, match="its corrected tensors can no longer be read from the work folder"):
-        list(job.produce(model.architecture.layers[0].unit))
+        list(job.produce(model.architecture.layers[0].decoder_layer))
 
 
 @pytest.mark.parametrize("name", zoo.sweep(["mixtral", "muse_spark", "ernie4_5_vl_moe", "deepseek_v4", "qwen3_next"]))
@@ -242,7 +242,7 @@ def test_one_layer_is_filled_at_a_time_and_the_originals_experts_have_gone(
     stock, model = opened_wide(name, tmp_path)
 
     def check(seen: Corrected) -> None:
-        inside = {key for key in seen.after if key.startswith(f"{seen.layer.unit}.")}
+        inside = {key for key in seen.after if key.startswith(f"{seen.layer.decoder_layer}.")}
         assert set(seen.after) == inside == {key for key in seen.model.state_dict() if key in inside}
         original = model.partial.model.get_submodule(seen.layer.name)
         assert {value.device.type for value in original.parameters()} == {"meta"}
@@ -294,11 +294,11 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
     assert all("without" in plan.figures["correction"]["reason"] for plan in better)
     assert [plan.groups for plan in better] == [plan.groups for plan in kept]
     for layer, plan in zip(model.architecture.layers, better, strict=True):
-        model.partial.load(model.partial.keys_under(layer.unit))
+        model.partial.load(model.partial.keys_under(layer.decoder_layer))
         expected_cut = cut_layers(model.partial.model, [layer], {layer.name: plan})
         assert files.plan(layer) == plan
         assert all(torch.equal(files.tensors(layer)[key], value) for key, value in expected_cut.items())
-        model.partial.release(layer.unit)
+        model.partial.release(layer.decoder_layer)
     with paths_of("os.rename", "/cut/") as written:  # a run that goes on asks nothing anew
         assert keep_the_better(model, kept, files, text, Silent()) == better
     assert not written

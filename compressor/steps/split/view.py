@@ -1,4 +1,4 @@
-"""A model seen as it is to be compressed: its experts split, neurons in order, and with the top-k that is written.
+"""A model's view for compression: experts split, neurons in order, and the output's top-k.
 
 E experts, I neurons of each, H hidden, S parts, n tokens that were sent to an expert. An order [I] is S runs of equal
 length. The first run holds what matters most, so that pruning experts afterwards takes the last ones. Within a run
@@ -24,10 +24,10 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.memory import give_back
-from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.experts import MoeHooks, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
-from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
+from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, breach_text, broken
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
@@ -35,14 +35,14 @@ from compressor.recipe.step import StepOptions
 from compressor.steps.configuration import fields_set
 from compressor.steps.cutting import Tensors
 from compressor.steps.prune.options import Prune
+from compressor.steps.split.quantized import stored_parts
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
-from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
 
-PARTS = (2, 3, 4)  # that are tried in this order where the number is left open
+PARTS = (2, 3, 4)  # tried in this order if the number is left open
 WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
 GGUF = "gguf"  # the format that llama.cpp reads
-PLAIN = "plain because"  # why parts are not cut from quantised tensors, among what is found of a model
+PLAIN = "plain because"  # in a model's facts: why parts are not cut from quantised tensors
 REMEDY = "restore the plan or make it anew"
 
 logger = logging.getLogger(__name__)
@@ -71,19 +71,19 @@ class Metering(LayerVisitor):
 
     def __init__(self) -> None:
         self.energies = dict[str, Tensor]()  # [E, I] float64, by layer
-        self.watches = list[Watch]()
+        self.watches = list[MoeHooks]()
 
-    def on_layer_loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
             experts = self.at.model.get_submodule(layer.name)
             device = float64_device(experts.down_proj.device)
             energy = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
             self.energies[layer.name] = energy
-            watch = Watch(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
+            watch = MoeHooks(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
             self.watches.append(watch.attach())
 
     @torch.no_grad()
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         for watch in self.watches:
             watch.detach()
         self.watches.clear()
@@ -107,7 +107,10 @@ def _add_energy(energy: Tensor, experts: Any, hidden: Tensor, index: Tensor, wei
 
 
 def measured(model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, seed: int = 0) -> Tensors:
-    """The energies [E, I] of every MoE layer's neurons, a layer in memory at a time; without text, of weights alone."""
+    """Return the energies [E, I] of every MoE layer's neurons, a layer in memory at a time.
+
+    Without text, of weights alone.
+    """
     if batches is not None:
         metering = Metering()
         Pass(model, batches, progress, "measure neurons", seed).run(metering)
@@ -135,7 +138,7 @@ def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
 
 
 def parts_of(order: Tensor, parts: int) -> Tensor:
-    """The part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
+    """Return the part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
     run = torch.arange(order.shape[1]) // (order.shape[1] // parts)
     return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
 
@@ -155,7 +158,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     if not 1 <= parts <= MOST_PARTS:
         raise CompressionError(f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts")
     known = f"split in {parts}"
-    if known not in model.found:  # once, for blocks are run for that
+    if known not in model.found:  # once, as it runs blocks
         model.found[known] = split_shape(model.architecture, parts)
     shape: SplitShape = model.found[known]
     stored = copy.copy(model.checkpoint)
@@ -181,7 +184,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
 
 
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
-    """The model whose smaller versions route a token to `top_k` experts, or to fewer where a layer does now."""
+    """Return the model whose smaller versions route a token to `top_k` experts, or to fewer where a layer does now."""
     if top_k is None:
         return model
     architecture = model.architecture
@@ -196,7 +199,7 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
 
 
 def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, str]:
-    """The number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
+    """Return the number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
 
     It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server does worse. Without
     the strategy `auto`, which alone gains by sub-experts, there is nothing to choose, and no reason.
@@ -236,7 +239,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
         if worse is None:
             chosen = parts
             break
-        worse_in.setdefault(worse, f"with {parts} parts {worse.server} {said(worse, served)}")
+        worse_in.setdefault(worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}")
     reasons = [
         f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
         for width, numbers in uneven.items()
@@ -271,13 +274,16 @@ def partitioned(
 
 
 def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
-    """The parts of each expert, and what they change in the config, as it is stored."""
+    """Return the parts of each expert, and what they change in the config, as it is stored."""
     served = served_model(whole)
     return {"parts": parts, "experts": served.experts, "top_k": served.top_k, "width": served.width}
 
 
 def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
-    """The split model; where its parts cannot be cut from a quantised checkpoint as it is, a warning says why."""
+    """Return the split model.
+
+    Where its parts cannot be cut from a quantised checkpoint as it is, a warning says why.
+    """
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
     reason = "what changes experts needs one" if changed else model.found[PLAIN]
@@ -286,7 +292,10 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
 
 
 def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
-    """The split model with the order [E, I] of each layer's neurons, by its name; `facts` join the plan's entry."""
+    """Return the split model with the order [E, I] of each layer's neurons, by its name.
+
+    `facts` join the plan's entry.
+    """
     assert isinstance(model.partial, SplitModel) and model.whole is not None
     factors = model.partial.factors
     parts = factors.parts
@@ -299,7 +308,7 @@ def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> Ope
 
 
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
-    """The model split as a plan's entry says, and with this top-k; refuses a split that does not fit."""
+    """Return the model split as a plan's entry says, and with this top-k; refuses a split that does not fit."""
     if (model.split, model.top_k) == (split, top_k):
         return model
     stored = model.whole or model
@@ -320,7 +329,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
 
 
 def packed(parts_of_neurons: Tensor, parts: int) -> str:
-    """The part of each neuron, [E, I] below `parts`, as text."""
+    """Return the part of each neuron, [E, I] below `parts`, as text."""
     places = np.arange((parts - 1).bit_length())
     bits = (parts_of_neurons.flatten().numpy()[:, None] >> places) & 1
     data = np.packbits(bits.astype(np.uint8)).tobytes()
@@ -328,13 +337,13 @@ def packed(parts_of_neurons: Tensor, parts: int) -> str:
 
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
-    """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
+    """Return the part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
     count = experts * width
     bits = (parts - 1).bit_length()
     try:
         data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
         flags = np.unpackbits(data)[: count * bits].reshape(count, bits)
     except (TypeError, ValueError) as error:
-        raise CompressionError(f"{where}: what says where its neurons go is damaged; {REMEDY}") from error
+        raise CompressionError(f"{where}: the record of its neurons' parts is damaged; {REMEDY}") from error
     numbers = flags.astype(np.int32) << np.arange(bits, dtype=np.int32)
     return torch.from_numpy(numbers.sum(1)).int().view(experts, width)

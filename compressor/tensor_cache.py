@@ -17,7 +17,7 @@ from compressor.files import replacing
 FACTS = "facts"
 
 
-def keep_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Any) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Any) -> None:
     """Write tensors with facts about them, and the folders on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     on_cpu = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
@@ -25,7 +25,7 @@ def keep_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Any) -> None:
         safetensors.torch.save_file(on_cpu, fresh, metadata={FACTS: json.dumps(facts)})
 
 
-def facts_of(path: Path) -> Any:
+def read_metadata(path: Path) -> Any:
     """Facts about kept tensors; None if they are not there, or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -34,6 +34,6 @@ def facts_of(path: Path) -> Any:
         return None
 
 
-def kept_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors

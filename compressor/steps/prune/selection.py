@@ -1,4 +1,4 @@
-"""Which experts stay by a score, and how a group of experts becomes one: max, uniform, by frequency, or learned.
+"""Selection by a score, and merging of a group of experts: max, uniform, by frequency, or learned.
 
 Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Learned are coefficients and scales that bring the layer's
 output back: the merged expert n is lambda_n * sum_i alpha_i theta_i with alpha = softmax(logits), its router row
@@ -32,7 +32,7 @@ LEARNED = frozenset({"inputs", "top_k_index", "top_k_weights", "router_arguments
 
 
 def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
-    """Statistics that a merging method needs beside those of the grouping."""
+    """Return the statistics that a merging method needs beside those of the grouping."""
     if method not in METHODS:
         raise CompressionError(f"there is no merge {method!r}; known are {', '.join(METHODS)}")
     if method == "uniform":
@@ -43,13 +43,13 @@ def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
 
 
 def merge_option(default: str) -> str:
-    """The option `merge` of a strategy, with its help and choices."""
+    """Return the option `merge` of a strategy, with its help and choices."""
     return option(default, "how a group becomes one expert: uniform, max, frequency or learned", METHODS)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """How a group of experts becomes one; the options of a merging strategy derive from it."""
+    """Options of merging a group of experts into one; those of a merging strategy derive from them."""
 
     merge: str = merge_option("uniform")
     merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
@@ -61,7 +61,7 @@ class MergeOptions:
         return merge_needs(self.merge, self.merge_routers)
 
     def merged(self, stats: LayerStatistics, groups: Sequence[Sequence[int]], **details: Any) -> LayerPlan:
-        """The plan that merges these groups of experts so; singletons stay bit for bit."""
+        """Return the plan that merges these groups of experts so; singletons stay bit for bit."""
         return merge_groups(stats, groups, self.merge, self.merge_routers, self.align, **details)
 
 
@@ -98,7 +98,7 @@ def merge_groups(
     align: bool = False,
     **details: Any,
 ) -> LayerPlan:
-    """The plan that merges these groups of experts; singletons stay bit for bit.
+    """Return the plan that merges these groups of experts; singletons stay bit for bit.
 
     With `align`, the neurons of a group are matched to those of its expert with most routed tokens (its lowest, where
     these are not known) when the plan is carried out.
@@ -117,7 +117,7 @@ def merge_groups(
 
 
 class _Merge:
-    """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
+    """A plan's merged layer with learned logits of each group's coefficients and the logarithm of its scale."""
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
         self.inputs = stats.inputs
@@ -136,13 +136,13 @@ class _Merge:
 
     @torch.no_grad()
     def merged(self, slot: int) -> Parameters:
-        """The parameters of one merged expert."""
+        """Return the parameters of one merged expert."""
         pairs = zip(self.groups[slot].members, self.shares(slot).tolist(), strict=True)
         return mixed_parameters(self.experts, pairs)
 
     @torch.no_grad()
     def forward(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
+        """Return the merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
         chosen = self.inputs.new_zeros(*index.shape, self.inputs.shape[1])
         for slot, rows, places in routed(weights, index):
             chosen[rows, places] = apply_expert(self.experts, self.merged(slot), self.inputs[rows])
@@ -218,7 +218,7 @@ def learn_coefficients(
 
 
 def competing(layer: MoeLayer) -> list[list[int]]:
-    """Experts that compete for the same places: those of each routing group, or all."""
+    """Return the experts that compete for the same places: those of each routing group, or all."""
     size = layer.experts // layer.routing_groups
     return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
 

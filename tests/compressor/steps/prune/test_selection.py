@@ -16,7 +16,8 @@ from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import ALL, LayerStatistics
-from compressor.steps.prune.choose import (
+from compressor.steps.prune.reconstruction import SmallerRouter
+from compressor.steps.prune.selection import (
     METHODS,
     _Merge,
     coefficients,
@@ -25,7 +26,6 @@ from compressor.steps.prune.choose import (
     merge_groups,
     merge_needs,
 )
-from compressor.steps.prune.reconstruction import SmallerRouter
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened, plain_calls
 from tests.support.stock_models import Small

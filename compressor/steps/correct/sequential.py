@@ -1,11 +1,11 @@
-"""Layers in order, each on what the compressed earlier layers make of the calibration text.
+"""Layers in order, each on the calibration text as the compressed earlier layers output it.
 
-For each layer: run the base on the batches that have come as far as it, plan it (or take the plan that there is), cut
-it, correct it toward the base's output, and let the batches pass the smaller layer. One pass, one layer in memory.
+For each layer: run the base on the batches that have reached it, plan it (or take an existing plan), cut it, correct it
+toward the base's output, and let the batches pass the smaller layer. One pass, one layer in memory.
 
-Each layer's own guard lowers that layer's error, and all together can still take the model further from its base. So
-corrected and uncorrected layers, side by side, are compared at the model's output: the corrected ones are the default,
-and undoing them is the change that must be a gain.
+A guard lowers each layer's error, and all corrections together can still take the model further from its base. So
+layers with and without corrections are compared side by side at the model's output. Corrected ones are the default;
+undoing them must be a gain.
 """
 
 import json
@@ -25,16 +25,16 @@ from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
-from compressor.model.moe_layer import MoeLayer, layers_by_unit
-from compressor.model.mtp import Head, Leg, kept_heads, legs_of
+from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
+from compressor.model.mtp import Head, MtpStage, kept_heads, mtp_stages
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
     DEFAULT_ACTIVATION_BUDGET,
+    ActivationOffload,
     Forward,
     LayerVisitor,
     Pass,
     Replay,
-    Spill,
     hidden_of,
 )
 from compressor.model.substitution import LayerTensors, SmallerModel, Substitution
@@ -76,21 +76,21 @@ class LayerWork:
         return replace(
             self,
             decide=lambda stats: self.decide(replace(stats, layer=head.named)),
-            correction=self.correction.model_copy(update={"toward": 0.0}),  # there are no hidden states of the base's
+            correction=self.correction.model_copy(update={"toward": 0.0}),  # a head has no hidden states of the base
         )
 
 
 @dataclass(slots=True)
 class _InOrder(LayerVisitor):
-    """Records the batches of a pass in each layer, and has them pass the layer that it has planned and refitted."""
+    """Plans and refits each layer on the recorded batches of a pass, then lets them pass the smaller layer."""
 
     model: OpenModel
-    calibration: Calibration  # maybe without any batches
+    calibration: Calibration  # possibly without batches
     work: LayerWork
     files: CutFiles | None
     base_stream: BaseStream | None = None
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    active: list[Observers | Recording] = field(default_factory=list)  # what watches a replay's batches
+    active: list[Observers | Recording] = field(default_factory=list)  # observers of a replay's batches
     smaller: SmallerModel = field(init=False)
     routers: Routers = field(init=False)
 
@@ -106,11 +106,11 @@ class _InOrder(LayerVisitor):
         hidden = hidden_of(output)
         for watching in self.active:
             if isinstance(watching, Recording) and self.base_stream is not None:
-                watching.came_out(hidden, self.base_stream.shift(self.at.batch, hidden))
+                watching.on_layer_output(hidden, self.base_stream.shift(self.at.batch, hidden))
             else:
-                watching.came_out(hidden)
+                watching.on_layer_output(hidden)
 
-    def before_layer(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
         layers = self.at.moe_layers
         constants = self.work.constants
@@ -122,15 +122,19 @@ class _InOrder(LayerVisitor):
             self.base_stream.pass_layer(replay)
         tensors = self._finished(layers)
         if tensors is None:
-            tensors = self._compress(unit, layers, replay)
+            tensors = self._compress(decoder_layer, layers, replay)
         else:
-            self._fill(unit, layers, tensors)
+            self._fill(decoder_layer, layers, tensors)
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        return own if unit != self.smaller.filled else self.smaller.model.get_submodule(unit).forward
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        return (
+            layer_forward
+            if decoder_layer != self.smaller.filled
+            else self.smaller.model.get_submodule(decoder_layer).forward
+        )
 
-    def on_layer_end(self, unit: str) -> None:
+    def on_layer_end(self, decoder_layer: str) -> None:
         self.smaller.release()
 
     def _finished(self, layers: Sequence[MoeLayer]) -> Tensors | None:
@@ -145,14 +149,14 @@ class _InOrder(LayerVisitor):
         self.plans |= {plan.module: plan for plan in plans}
         return _tensors_in(files, self.model.partial.device, layers)
 
-    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
+    def _compress(self, decoder_layer: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they have any, by key."""
         recordings = self._plan(layers, replay)
         tensors = cut_layers(self.model.partial.model, layers, self.plans)
         if self.work.constants is not None:  # routers stay whole
             experts = tuple(f"{layer.name}." for layer in layers)
             tensors = {key: value for key, value in tensors.items() if key.startswith(experts)}
-        self._fill(unit, layers, tensors)
+        self._fill(decoder_layer, layers, tensors)
         constants = dict[str, Tensor]()
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
@@ -211,8 +215,8 @@ class _InOrder(LayerVisitor):
         self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         return {} if constants is None else {constants_key(layer): constants.best}
 
-    def _fill(self, unit: str, layers: Sequence[MoeLayer], tensors: Tensors) -> None:
-        self.smaller.fill(unit, tensors)
+    def _fill(self, decoder_layer: str, layers: Sequence[MoeLayer], tensors: Tensors) -> None:
+        self.smaller.fill(decoder_layer, tensors)
         for layer in layers:
             self.model.partial.release(layer.name)
 
@@ -252,8 +256,8 @@ def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: C
 
 def _by_decoder_layer(layers: Iterable[MoeLayer], tensors: TensorsOf) -> LayerTensors:
     """Return the tensors of these MoE layers by decoder layer; None for one that has none of them."""
-    by_unit = layers_by_unit(layers)
-    return lambda decoder_layer: tensors(by_unit[decoder_layer]) if decoder_layer in by_unit else None
+    by_decoder_layer = layers_by_decoder_layer(layers)
+    return lambda decoder_layer: tensors(by_decoder_layer[decoder_layer]) if decoder_layer in by_decoder_layer else None
 
 
 def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer]) -> Tensors:
@@ -271,9 +275,9 @@ def _compress_model(
     phase: str,
     files: CutFiles | None,
     probe: HeldoutProbe | None = None,
-    leg: Leg | None = None,
+    mtp_stage: MtpStage | None = None,
 ) -> tuple[LayerPlan, ...]:
-    """Compress one model's layers; for the sake of a `leg` the batches go on to its output."""
+    """Compress one model's layers; with an `mtp_stage` the batches go on to the model's output."""
     batches = calibration.batches
     evaluation = [] if probe is None else probe.batches
     state = _InOrder(model, calibration, work, files)
@@ -282,32 +286,32 @@ def _compress_model(
     visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
-        state.base_stream = BaseStream(model, len(batches), Spill(budget), work.correction.toward)
+        state.base_stream = BaseStream(model, len(batches), ActivationOffload(budget), work.correction.toward)
         share = ranks().share(batches, batches, evaluation)
         batches = (*batches, *batches)
         visitors.append(state.base_stream)
     if probe is not None:
         probe.first = len(batches)
         visitors.append(probe)
-    if leg is not None:
-        visitors.append(leg)
+    if mtp_stage is not None:
+        visitors.append(mtp_stage)
     text_pass = Pass(
         model,
         batches,
         progress,
         phase,
         work.seed,
-        to_end=leg is not None,
+        to_end=mtp_stage is not None,
         evaluation=evaluation,
-        own=share,
+        share=share,
         activation_budget=budget,
     )
     text_pass.run(*visitors)
-    ranks().barrier()  # until all layers are kept
+    ranks().barrier()  # until all layers are saved
     return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
 
 
-def compress_in_order(
+def compress_sequentially(
     model: OpenModel,
     work: LayerWork,
     calibration: Calibration | None,
@@ -327,17 +331,17 @@ def compress_in_order(
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, probe)
     plans: tuple[LayerPlan, ...] = ()
-    for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
+    for number, mtp_stage in enumerate(mtp_stages(model, heads, calibration.batches)):
         emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)  # a head has the later tokens
-        text = replace(calibration, batches=leg.batches, emphasis=emphasis)
-        leg_work = work
-        leg_files = files
-        if leg.head is not None:
-            leg_work = work.of_head(leg.head)
-            leg_files = files and files.of_head(number - 1)
-        last = leg if leg.following is not None else None
-        with leg.hooked():
-            plans += _compress_model(leg.model, leg_work, text, progress, phase, leg_files, leg=last)
+        text = replace(calibration, batches=mtp_stage.batches, emphasis=emphasis)
+        stage_work = work
+        stage_files = files
+        if mtp_stage.head is not None:
+            stage_work = work.of_head(mtp_stage.head)
+            stage_files = files and files.of_head(number - 1)
+        last = mtp_stage if mtp_stage.following is not None else None
+        with mtp_stage.hooked():
+            plans += _compress_model(mtp_stage.model, stage_work, text, progress, phase, stage_files, mtp_stage=last)
     return plans
 
 
@@ -366,7 +370,7 @@ def correct(
     if len(layers) < len(stored):
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(plan.experts, lambda stats: by_name[stats.layer.name], correction=correction, seed=seed)
-        layers = compress_in_order(model, work, calibration, progress, files, heads=heads)
+        layers = compress_sequentially(model, work, calibration, progress, files, heads=heads)
     kept = tuple(layers)
     if not heads:
         kept = keep_the_better(model, kept, files, calibration.heldout_batches, progress)
@@ -418,19 +422,19 @@ def keep_the_better(
             figures["heldout_error"] = figures["heldout_error_before"]
         figures |= {"kept": "none", "reason": reason}
         undone[plan.module] = replace(plan, figures={**plan.figures, "correction": figures})
-    for unit, layers in layers_by_unit(model.architecture.layers).items():
+    for decoder_layer, layers in layers_by_decoder_layer(model.architecture.layers).items():
         if ranks().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
-            model.partial.load(model.partial.keys_under(unit))
+            model.partial.load(model.partial.keys_under(decoder_layer))
             cut = cut_layers(model.partial.model, layers, undone)
             for layer in layers:
                 files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
-            model.partial.release(unit)
-    ranks().barrier()  # until all layers are kept
+            model.partial.release(decoder_layer)
+    ranks().barrier()  # until all layers are saved
     return tuple(undone[plan.module] for plan in plans)
 
 
 def read_difference(files: CutFiles) -> Difference | None:
-    """What an earlier run measured of these cut layers; None if it is not there, or cannot be read."""
+    """Return the difference that an earlier run measured; None if it is not there, or cannot be read."""
     try:
         return read_as(Difference, read_object(files.folder / EVALUATED))
     except (OSError, CompressionError):
