@@ -26,6 +26,7 @@ from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.extras import TASKS, require
+from compressor.options import validated
 from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -295,7 +296,8 @@ def items_of(
         raise CompressionError(f"say what to ask: either --tasks with lm-eval tasks, or {option} with a JSONL file")
     if file is not None:
         return read_items(Path(file), strict)[:limit]
-    options = EvaluationOptions(tasks=tuple(tasks), limit=limit, include_path=include_path)
+    fields = {"tasks": tuple(tasks), "limit": limit, "include_path": include_path}
+    options = validated(EvaluationOptions, fields, "the reference set")
     return task_items(options, training, strict)
 
 

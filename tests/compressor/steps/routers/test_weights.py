@@ -38,14 +38,14 @@ def test_inputs_times_gradients_are_the_gradient_of_the_weight(name: str, tmp_pa
     stock.requires_grad_(True)
     for number, tokens in enumerate(parts):
         loss(number, stock(input_ids=tokens, use_cache=False)).backward()  # type: ignore[no-untyped-call]
-    for key, moments in seen.found.items():
+    for key, moments in seen.moments.items():
         expected = stock.get_parameter(key).grad
         assert expected is not None and moments.tokens == sum(part.numel() for part in parts)
         scale = max(float(expected.abs().max()), 1e-3)
         torch.testing.assert_close(moments.both.T.float(), expected, atol=1e-4 * scale, rtol=1e-3, msg=key)
         assert torch.equal(moments.gradients, moments.gradients.T)
     keys = map(router_weight, model.architecture.layers)
-    assert seen.found.keys() == {key for key in keys if stock.get_parameter(key).grad is not None}
+    assert seen.moments.keys() == {key for key in keys if stock.get_parameter(key).grad is not None}
 
 
 def test_a_direction_solves_the_ridge_equations() -> None:
