@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from compressor.answers.generation import PromptSet, writer_of
 from compressor.answers.options import AnswerOptions, ServerOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
-from compressor.answers.tasks import items_of, resolve_tasks
+from compressor.answers.tasks import items_of
 from compressor.answers.traces import Traces, write_traces
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
@@ -47,7 +47,7 @@ from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
-from compressor.quality_gate.run import GateRequest, PowerAnalysis, analyse_power, passable, run_gate
+from compressor.quality_gate.run import GateRequest, PowerAnalysis, passable, read_tasks, run_gate
 from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
@@ -308,8 +308,8 @@ def gate(
     if options.prompts:
         refuse_several("--prompts", "start the command without torchrun")
     request = GateRequest.read(options, device, dtype, cache)
-    tasks = ranks().first_before_others(lambda: resolve_tasks(request.evaluation))
-    power = passable(analyse_power(tasks, request))
+    tasks, power = read_tasks(request)
+    passable(power)
     named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
     (base_source, base_server), (compressed_source, server) = named
     for asked in (base_server, server):

@@ -27,6 +27,11 @@ class Options(BaseModel):
         return value
 
 
+def one_or_several(value: Any) -> Any:
+    """Put a text that stands for a list of one into a tuple."""
+    return (value,) if isinstance(value, str) else value
+
+
 def separated(value: Any) -> Any:
     """'a, b', or such texts in a list -> names."""
     texts = [value] if isinstance(value, str) else value

@@ -8,7 +8,7 @@ from pydantic import Field, FiniteFloat, PositiveInt, field_validator
 
 from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.options import Options, separated
+from compressor.options import Options, one_or_several, separated
 from compressor.records import check_fields
 
 NEW_TOKENS = 512  # default limit of an answer, where half of the model's positions are no fewer
@@ -58,7 +58,7 @@ class AnswerOptions(Options):
     strict: bool = Field(False, exclude=True)  # as that of `TextOptions`
     """End at a row that cannot be read, instead of leaving it out."""
 
-    _one_prompt = field_validator("prompts", mode="before")(lambda value: (value,) if isinstance(value, str) else value)
+    _one_prompt = field_validator("prompts", mode="before")(one_or_several)
 
     def check(self) -> None:
         """Raise `CompressionError` for options that do not go together."""

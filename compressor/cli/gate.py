@@ -65,9 +65,8 @@ def gate(
     if tasks or demo or not judges_otherwise:
         require(*TASKS)
     from compressor.cli.rendering import show_gate
-    from compressor.pipeline.gate import read_power_analysis
     from compressor.quality_gate.report import NAMES, power_blocks, write_gate
-    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable
+    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable, read_tasks
 
     usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
     if demo:
@@ -77,7 +76,7 @@ def gate(
     gate_options = validated(GateOptions, options, "the command line")
     computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
     if dry_run:
-        power = read_power_analysis(GateRequest.read(gate_options, **computing))
+        _, power = read_tasks(GateRequest.read(gate_options, **computing))
         print_report(running.as_json, plain_json(power), power_blocks(power))
         passable(power)
         return
@@ -87,7 +86,8 @@ def gate(
         if base is None:
             refuse_several("the demo's compression", "name two models")
             # before the demo is compressed
-            passable(read_power_analysis(GateRequest.read(gate_options, **computing)))
+            _, power = read_tasks(GateRequest.read(gate_options, **computing))
+            passable(power)
             base, compressed = stack.enter_context(_demo_models(progress))
         result = compressor.gate(
             base,

@@ -12,7 +12,7 @@ from compressor.data.chats import CHATS, note_columns, read_row, require_templat
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource
 from compressor.errors import CompressionError, LeftOut, wrap_faults
-from compressor.model.tokenizer import first_part, no_token, opening_of, render_chat, says_something
+from compressor.model.tokenizer import check_vocabulary, first_part, no_token, opening_of, render_chat, says_something
 from compressor.progress import quiet_transformers
 
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
@@ -164,8 +164,5 @@ def read_tokens(
     left_out.report()
     if ids.numel() < 2:
         raise CompressionError(f"{purpose} data {name} gives {ids.numel()} tokens; give it more text")
-    if int(ids.max()) >= vocab:
-        raise CompressionError(
-            f"the tokenizer makes token {int(ids.max())}, the model knows {vocab}; they do not belong together"
-        )
+    check_vocabulary(int(ids.max()), vocab)
     return stream

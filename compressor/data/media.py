@@ -23,7 +23,7 @@ from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
-from compressor.model.tokenizer import as_part, chat_form, first_part
+from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part
 from compressor.progress import quiet_transformers
 
 BASE64 = 256  # letters from which on a string that names no file is taken for a picture in base64
@@ -97,11 +97,7 @@ def read_sequences(
     left_out.report()
     if not sequences:
         raise CompressionError(f"{purpose} data {name} gives no sequence; give rows that can be read")
-    largest = max(int(row.max()) for row in sequences)
-    if largest >= vocab:
-        raise CompressionError(
-            f"the processor makes token {largest}, the model knows {vocab}; they do not belong together"
-        )
+    check_vocabulary(max(int(row.max()) for row in sequences), vocab, "processor")
     return tuple(sequences)
 
 

@@ -393,10 +393,7 @@ class _Lockstep:
         self.offload.keep(self.position.batch, hidden)
 
     def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Return the forward of a tower's block: wait until it is loaded.
-
-        One that layers call later is loaded as it runs.
-        """
+        """Run a tower's block once it is loaded; one that layers call later is loaded as it runs."""
         if self.before_layers:
             self._offload(args, kwargs)
             self.driver.switch(block)
@@ -404,14 +401,13 @@ class _Lockstep:
         return layer_forward(*args, **kwargs)
 
     def _pass_layer(self, decoder_layer: str, *args: Any, **kwargs: Any) -> Any:
-        """Return a decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
+        """Run a decoder layer once it is loaded: as often as it is replayed, and then for the batch's own output."""
         layer_forward = self.forwards[decoder_layer]
         self._offload(args, kwargs)
         while self.driver.switch(decoder_layer) == _REPLAY:
+            # the layer may change its arguments in place without the batch noticing
             copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
-            self._show_output(
-                layer_forward(*copies, **kwargs)
-            )  # which may change them in place without the batch noticing
+            self._show_output(layer_forward(*copies, **kwargs))
         for visitor in self.visitors:
             layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
         return self._show_output(layer_forward(*args, **kwargs))

@@ -79,11 +79,11 @@ def no_token(text: str) -> CompressionError:
     )
 
 
-def check_vocabulary(largest: int, vocabulary: int) -> None:
-    """Refuse a tokenizer whose largest token of a text is none of the model's."""
+def check_vocabulary(largest: int, vocabulary: int, maker: str = "tokenizer") -> None:
+    """Refuse a tokenizer or processor whose largest token of a text is none of the model's."""
     if largest >= vocabulary:
         raise CompressionError(
-            f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
+            f"the {maker} makes token {largest}, the model knows {vocabulary}; they do not belong together"
         )
 
 

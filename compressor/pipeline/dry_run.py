@@ -15,10 +15,10 @@ from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
 from compressor.pipeline.compress import largest_tried
 from compressor.pipeline.formats import formats_of
-from compressor.pipeline.gate import read_power_analysis, request_of
+from compressor.pipeline.gate import request_of
 from compressor.pipeline.resolve import ResolvedRecipe, prepare, stage_numbers, text_specs
 from compressor.pipeline.run import earlier_plan
-from compressor.quality_gate.run import PowerAnalysis, passable
+from compressor.quality_gate.run import PowerAnalysis, passable, read_tasks
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import WEIGHTS
 from compressor.records import plain_json
@@ -108,7 +108,8 @@ def dry_run(recipe: Recipe) -> DryRun:
         request = request_of(recipe)
         if recipe.gate.search:
             recipe, request = largest_tried(recipe, request)
-        shown = passable(read_power_analysis(request))
+        _, power = read_tasks(request)
+        shown = passable(power)
     if not isinstance(recipe.model, str):
         raise CompressionError("a dry run reads the headers of a checkpoint; name the model's folder or Hub id")
     source, checkpoint = read_headers(recipe.model, recipe.revision)

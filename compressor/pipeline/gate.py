@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.answers.lm_eval_run import REPORT, plan_evaluation
-from compressor.answers.tasks import EvaluationTask, resolve_tasks
+from compressor.answers.tasks import EvaluationTask
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
@@ -14,7 +14,7 @@ from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
 from compressor.quality_gate.report import LONE_HALVES, gate_json
-from compressor.quality_gate.run import GateRequest, PowerAnalysis, analyse_power, check_readings, passable, run_gate
+from compressor.quality_gate.run import GateRequest, PowerAnalysis, check_readings, passable, read_tasks, run_gate
 from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import CONSTANTS
@@ -74,21 +74,16 @@ def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
     return GateRequest.read(gate.model_copy(update={"strict": strict}), device)
 
 
-def read_power_analysis(request: GateRequest) -> PowerAnalysis:
-    """Return what a gate can show; its tasks are read, no model is."""
-    return analyse_power(ranks().first_before_others(lambda: resolve_tasks(request.evaluation)), request)
-
-
 def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     """Read a gate's tasks, its text and the stored results of the base.
 
     Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
     """
-    tasks = ranks().first_before_others(lambda: resolve_tasks(request.evaluation))
-    shown = passable(analyse_power(tasks, request))
+    tasks, power = read_tasks(request)
+    passable(power)
     plan_evaluation(source, tasks, request.evaluation, request.cache)
     check_readings(source, request)
-    return PreparedGate(source, request, tasks, shown)
+    return PreparedGate(source, request, tasks, power)
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:

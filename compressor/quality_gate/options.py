@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from compressor.answers.options import AnswerOptions, TaskOptions
 from compressor.errors import CompressionError
+from compressor.options import one_or_several
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
@@ -28,9 +29,7 @@ class BehaviourOptions(AnswerOptions):
     teacher_forced: bool = False
     """Only the base answers the prompts, and both models read its answers."""
 
-    _one = field_validator("text", "answers", mode="before")(
-        lambda value: (value,) if isinstance(value, str) else value
-    )
+    _one_source = field_validator("text", "answers", mode="before")(one_or_several)
 
     @property
     def writes(self) -> bool:

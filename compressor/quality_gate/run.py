@@ -14,7 +14,7 @@ from typing import Literal
 from compressor.answers.generation import PromptSet, StockGenerator, writer_of
 from compressor.answers.lm_eval_run import identity, plan_evaluation
 from compressor.answers.server import Server
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
@@ -113,6 +113,12 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
         refusals.append(_refusal(options, items, "items", "--max-drop", options.max_drop, scored))
     refusal = next(filter(None, refusals), None)
     return PowerAnalysis(tuple(rows), pooled, options.confidence, refusal=refusal)
+
+
+def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
+    """Read a gate's tasks, on the first process before the others, and return them with their power analysis."""
+    tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
+    return tasks, analyse_power(tasks, gate)
 
 
 def _refusal(

@@ -145,7 +145,7 @@ class Quantizing(LayerVisitor):
                 hessians = list[Tensor]()
                 for expert in batch:  # whose inputs are taken one expert's at a time
                     inputs: Iterable[Tensor] = routed.to(expert)
-                    if parts is not inner:
+                    if parts == ("down",):
                         inputs = map(partial(_inner, experts, expert_parameters(experts, expert)), inputs)
                     matrix = by_part[expert, parts[-1]]
                     total = torch.zeros(matrix.columns, matrix.columns, device=device)
