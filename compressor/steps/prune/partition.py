@@ -2,8 +2,8 @@
 
 E experts, G groups. Equation 5 minimises sum_i (within_i - across_i); within + across is the fixed sum of all
 distances, so the same groups minimise the within-group sum alone: the objective here. Up to `EXACT_LIMIT`
-free experts per routing block, dynamic programming over subsets proves the answer; above that, several starts descend
-by single moves, swaps and regroupings, and the best is kicked. Labels [E] number each expert's group.
+free experts per routing block, dynamic programming over subsets proves the answer; above that, agglomerative starts
+descend by single moves and swaps, and the best is perturbed repeatedly. Labels [E] number each expert's group.
 """
 
 import math
@@ -16,7 +16,6 @@ from torch import Tensor
 from compressor.tolerance import rounded, stable_argmin
 
 EXACT_LIMIT = 14  # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
-RANDOM_STARTS = 4
 KICKS = 128  # at 512 experts a few seconds; more gains a per cent or two where distances have no structure
 KICKED_EXPERTS = 8
 TOLERANCE = 1e-12  # a gain below this share of the cost it removes is rounding, and could cycle
@@ -74,7 +73,7 @@ def group_experts(
             continue
         distances = values[free][:, free]
         is_small = len(free) <= EXACT_LIMIT
-        labels = _solve(distances, rest) if is_small else search(distances, rest, generator)
+        labels = _solve(distances, rest) if is_small else search_labels(distances, rest, generator)
         is_proved &= is_small or is_least(distances, labels, rest)
         for label in range(rest):
             members = (labels == label).nonzero().flatten().tolist()
@@ -121,7 +120,7 @@ def _solve(distances: Tensor, count: int) -> Tensor:
     return labels
 
 
-def cost(distances: Tensor, labels: Tensor) -> float:
+def labels_cost(distances: Tensor, labels: Tensor) -> float:
     """Return the sum of distances within groups, over unordered pairs: [E, E], [E] -> scalar."""
     return float((distances * (labels[:, None] == labels)).sum()) / 2
 
@@ -132,13 +131,12 @@ def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
     pairs = larger * math.comb(size + 1, 2) + (count - larger) * math.comb(size, 2)
     rows, columns = torch.triu_indices(len(labels), len(labels), 1)
     bound = float(distances[rows, columns].sort().values[:pairs].sum())
-    return cost(distances, labels) <= bound * (1 + TOLERANCE)
+    return labels_cost(distances, labels) <= bound * (1 + TOLERANCE)
 
 
-def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def search_labels(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Good labels for many experts, the first found among equals: [E, E] -> [E]."""
     starts = [_agglomerate(distances, count, linkage) for linkage in ("sum", "average", "complete")]
-    starts += [_scatter(distances, count, generator) for _ in range(RANDOM_STARTS)]
     best = _cheapest(distances, [_descend(distances, start, count) for start in starts])
     if is_least(distances, best, count):
         return best
@@ -153,7 +151,7 @@ def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
     """Return the labels [E] of least cost, the first of equal ones."""
-    return candidates[stable_argmin(cost(distances, labels) for labels in candidates)]
+    return candidates[stable_argmin(labels_cost(distances, labels) for labels in candidates)]
 
 
 def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:
@@ -178,31 +176,12 @@ def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:
     return torch.searchsorted((labels == torch.arange(experts)).nonzero().flatten(), labels)
 
 
-def _scatter(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Farthest-point seeds, then each expert to the group it adds least to: [E, E] -> [E]."""
-    experts = distances.shape[0]
-    labels = torch.full((experts,), -1)
-    table = torch.zeros(experts, count, dtype=torch.float64)
-    reach = torch.full((experts,), torch.inf, dtype=torch.float64)
-    seed = int(torch.randint(experts, (1,), generator=generator))
-    for label in range(count):
-        labels[seed] = label
-        table[:, label] = distances[seed]
-        reach = torch.minimum(reach, distances[seed]).index_fill(0, torch.tensor(seed), -torch.inf)
-        seed = int(reach.argmax())
-    for expert in torch.randperm(experts, generator=generator).tolist():
-        if labels[expert] < 0:
-            labels[expert] = label = int(table[expert].argmin())
-            table[:, label] += distances[expert]
-    return labels
-
-
 def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:
-    """Follow best improvements until no move, swap or regrouping helps: [E, E], [E] -> [E]."""
+    """Follow best improvements until no move or swap helps: [E, E], [E] -> [E]."""
     labels = start.clone()
     table = torch.zeros(labels.numel(), count, dtype=torch.float64).index_add_(1, labels, distances)
     for _ in range(50 * labels.numel()):
-        changes = _best_move(table, labels) or _best_swap(distances, table, labels) or _best_regrouping(table, labels)
+        changes = _best_move(table, labels) or _best_swap(distances, table, labels)
         if not changes:
             break
         touched = set[int]()
@@ -234,31 +213,3 @@ def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
     if gain[first, second] >= -TOLERANCE * (current[first] + current[second]):
         return []
     return [(first, int(labels[second])), (second, int(labels[first]))]
-
-
-def _best_regrouping(table: Tensor, labels: Tensor) -> Changes:
-    """Merge groups a, b and set one expert e apart in the freed group: [E, G], [E] -> changes, or none."""
-    count = table.shape[1]
-    current = table.gather(1, labels[:, None]).flatten()
-    between = torch.zeros(count, count, dtype=torch.float64).index_add_(0, labels, table)
-    between.fill_diagonal_(torch.inf)  # distances across every two groups
-    # an expert of the joined groups
-    inside = between[labels] - current[:, None] - table  # e stays, the rest of its group a joins b
-    inner, target = divmod(int(inside.argmin()), count)
-    options = [(float(inside[inner, target]), inner, int(labels[inner]), target)]
-    # one of another group, where the nearest two groups join
-    first, second = divmod(int(between.argmin()), count)
-    apart = current.masked_fill((labels == first) | (labels == second), -torch.inf)
-    other = int(apart.argmax())
-    options.append((float(between[first, second] - apart[other]), other, first, second))
-    # the most expensive expert, where the nearest two of the other groups join
-    heaviest = int(current.argmax())
-    outside = between.clone()
-    outside[labels[heaviest]] = outside[:, labels[heaviest]] = torch.inf
-    first, second = divmod(int(outside.argmin()), count)
-    options.append((float(outside[first, second] - current[heaviest]), heaviest, first, second))
-    gain, expert, source, target = min(options)
-    if gain >= -TOLERANCE * float(current[expert]):
-        return []
-    joining = (labels == source).nonzero().flatten().tolist()
-    return [*((member, target) for member in joining if member != expert), (expert, source)]
