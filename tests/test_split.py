@@ -23,7 +23,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.view import chosen_parts, order_of_parts, packed, parts_of, unpacked
+from compressor.steps.split.view import chosen_parts, order_of_parts, packed, parts_of_neurons, unpacked
 from tests.support import small, zoo
 from tests.support.command_line import Run
 from tests.support.plans import plan_of, recipe_of
@@ -390,7 +390,7 @@ def test_what_auto_decided_is_said_once_and_recorded(width: int, tmp_path: Path,
 def test_what_a_plan_says_of_neurons_is_read_back(parts: int, width: int, experts: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     order = torch.stack([torch.randperm(parts * width, generator=generator) for _ in range(experts)])
-    dealt = parts_of(order, parts)
+    dealt = parts_of_neurons(order, parts)
     for expert, row in enumerate(order.tolist()):
         runs = [row[part * width : (part + 1) * width] for part in range(parts)]
         assert [int(dealt[expert, neuron]) for run in runs for neuron in run] == [
@@ -398,7 +398,7 @@ def test_what_a_plan_says_of_neurons_is_read_back(parts: int, width: int, expert
         ]
     assert torch.equal(unpacked(packed(dealt, parts), experts, parts * width, parts, "here"), dealt)
     again = order_of_parts(dealt)
-    assert torch.equal(parts_of(again, parts), dealt)
+    assert torch.equal(parts_of_neurons(again, parts), dealt)
     assert all(
         run == sorted(run)
         for row in again.tolist()

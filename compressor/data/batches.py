@@ -84,6 +84,15 @@ class Calibration:
         """The batches that are held out, in their order."""
         return tuple(self.batches[number] for number in sorted(self.heldout))
 
+    def without_heldout(self) -> "Calibration":
+        """Return the calibration without what is held out, which nothing that decides a plan may see."""
+        return Calibration(
+            tuple(self.batches[number] for number in self.fit),
+            self.identity,
+            sources=tuple(self.source_of(number) for number in self.fit),
+            weights=self.weights,
+        )
+
     @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each source, without folders."""

@@ -1,6 +1,6 @@
 """Meters: each turns what passes one MoE layer into the value of a statistic.
 
-T tokens of a batch, S sampled ones, E experts, K top-k, H hidden.
+T tokens of a batch, S sampled ones, E experts, K top-k, H hidden, I neurons of an expert.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.model.architecture import another_top_k
-from compressor.model.experts import apply_expert, expert_parameters, routed
+from compressor.model.experts import apply_expert, expert_parameters, intermediate, routed, width_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import TINY, as_call, stream_weights, token_dim
 
@@ -204,6 +204,21 @@ class SquaredGateOutputSum(Sum):
 
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         self.total[expert] += (as_float64(weights).square() @ as_float64(outputs)).cpu()
+
+
+class SquaredNeuronSum(Sum):
+    """Squares of what the down projection gets from each neuron, times the gate weight: [E, I]."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed, width_of(observed.experts))
+
+    @torch.no_grad()
+    def experts_called(self, call: ExpertsCall) -> None:
+        experts = self.observed.experts
+        for expert, rows, choices in routed(call.weights, call.index):
+            activations = intermediate(experts, expert_parameters(experts, expert), call.hidden[rows])
+            gated = as_float64(activations) * as_float64(call.weights[rows, choices, None])
+            self.total[expert] += gated.square().sum(0).cpu()
 
 
 class TokenSum(Sum):

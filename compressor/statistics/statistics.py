@@ -54,6 +54,7 @@ from compressor.statistics.meters import (
     RouterOrders,
     Sample,
     SquaredGateOutputSum,
+    SquaredNeuronSum,
     StreamEnergySum,
     Sum,
     TokenSum,
@@ -95,7 +96,7 @@ class Statistic(Generic[T]):
 class LayerStatistics:
     """The statistics of one layer, only to be read. `values` holds what was collected, by name.
 
-    S sampled tokens, E experts, K top-k, H hidden.
+    S sampled tokens, E experts, K top-k, H hidden, I neurons of an expert.
     """
 
     layer: MoeLayer
@@ -125,6 +126,11 @@ class LayerStatistics:
         "[E]",
         "that square over the squared norm of the token's hidden state behind the decoder layer, summed alike",
         StreamEnergySum,
+    )
+    squared_neuron_sum = Statistic[Tensor](
+        "[E, I]",
+        "square of the gate weight times what each neuron gives the down projection, summed over the expert's tokens",
+        SquaredNeuronSum,
     )
     squared_deletion_sum = Statistic[Tensor](
         "[E]",

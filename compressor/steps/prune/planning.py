@@ -55,10 +55,10 @@ class Planned:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans a model on text. Measurements of protectors and of the whole model are made once for all plans.
+    """Plans a model on text, whose batches ranks share.
 
-    It is that of the base on the calibration's tokens, without what is held out, all counting alike; it stands for
-    every plan: those made in order, and those of each source alone. Ranks share its batches.
+    Measurements of the whole model, such as those of protectors, are made once for all plans: on the base, without the
+    held-out text, all tokens counting alike. They serve plans that are made in order, too.
     """
 
     model: OpenModel
@@ -75,12 +75,12 @@ class Planner:
         if self.calibration is None:
             raise CompressionError(f"{name} needs calibration data; pass --calibration")
         if name not in self._measured:
-            self._measured[name] = measure(fit_batches(self.calibration))
+            self._measured[name] = measure(self.calibration.without_heldout())
         return self._measured[name]
 
     def rank_changes(self, strategies: Sequence[Strategy]) -> dict[str, Tensor]:
         """AARV summed over the later routers, [E] float64, by layer; nothing if none of the strategies needs it."""
-        name = next((each.name for each in strategies if each.needs & ATTRIBUTED), None)
+        name = next((strategy.name for strategy in strategies if strategy.needs & ATTRIBUTED), None)
         if name is None:
             return {}
         try:
@@ -154,8 +154,8 @@ class Planner:
     @property
     def _modalities(self) -> frozenset[str]:
         """Return the statistics that tell text from media, if the model sees media."""
-        wanted = self.calibration is not None and sees_media(self.model.config)
-        return frozenset({MODALITIES} if wanted else ())
+        has_media = self.calibration is not None and sees_media(self.model.config)
+        return frozenset({MODALITIES} if has_media else ())
 
     def _plan(self, spec: PruneSpec, layers: Iterable[LayerPlan], protected: Protected | None) -> ExpertPlan:
         model = self.model
@@ -179,16 +179,6 @@ class Planner:
         return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)
 
 
-def fit_batches(calibration: Calibration) -> Calibration:
-    """Return the calibration without what is held out, which nothing that decides a plan may see."""
-    return Calibration(
-        tuple(calibration.batches[number] for number in calibration.fit),
-        calibration.identity,
-        sources=tuple(calibration.source_of(number) for number in calibration.fit),
-        weights=calibration.weights,
-    )
-
-
 def _layer_plan(
     stats: LayerStatistics, spec: PruneSpec, protected: Protected | None, rank_changes: Mapping[str, Tensor]
 ) -> LayerPlan:
@@ -200,7 +190,8 @@ def _layer_plan(
     plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
     if MODALITIES in stats.values:
         plan = replace(plan, figures={**plan.figures, **_by_modality(plan, stats.modality_count)})
-    if changed := touched(plan, guarded):
+    changed = touched(plan, guarded)
+    if changed:
         raise CompressionError(
             f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
             "choose another strategy or leave out --protect"
@@ -215,11 +206,11 @@ def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
     """
     kept = [expert for group in plan.groups for expert in group.members]
     figures = dict[str, float | int]()
-    for name, own in zip(("text", "media"), counts.T, strict=True):
-        if name == "text" or own.sum() > 0:
-            figures[UNREACHED.format(name)] = int((own == 0).sum())
-        if own.sum() > 0:
-            figures[f"kept_share_of_{name}"] = round(float(own[kept].sum() / own.sum()), 6)
+    for name, of_kind in zip(("text", "media"), counts.T, strict=True):
+        if name == "text" or of_kind.sum() > 0:
+            figures[UNREACHED.format(name)] = int((of_kind == 0).sum())
+        if of_kind.sum() > 0:
+            figures[f"kept_share_of_{name}"] = round(float(of_kind[kept].sum() / of_kind.sum()), 6)
     return figures
 
 

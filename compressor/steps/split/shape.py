@@ -66,9 +66,9 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     fields = _width_fields(config, model, parts, architecture.family)
     width_field = next(iter(fields))
     fields[architecture.count_field] = architecture.experts * parts
-    wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
+    expected = {layer.name: layer.top_k * parts for layer in architecture.layers}
     split_config = with_fields(config, fields)
-    top_k, seen = top_k_fields(split_config, architecture, wanted, lambda count: count * parts)
+    top_k, seen = top_k_fields(split_config, architecture, expected, lambda count: count * parts)
     fields |= top_k
     return SplitShape(fields, seen, _factors(architecture, parts, fields, width_field))
 
@@ -104,7 +104,7 @@ def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any])
 def top_k_fields(
     config: Any, architecture: Architecture, wanted: Mapping[str, int], change: Callable[[int], int]
 ) -> tuple[Fields, Architecture]:
-    """Return the field that sets top-k, at the value that `change` makes of it, and the architecture that comes of it.
+    """Return the field that sets top-k with the value that `change` makes of it, and the resulting architecture.
 
     `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each layer. Raises
     `CompressionError` where no field does.
@@ -132,7 +132,7 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
     """The field that sets the experts' width, and one that keeps shared experts whole where it counts them by it."""
     before = widths(model)
     outside = _outside(model)
-    wanted = {name: width // parts for name, width in before.items()}
+    expected = {name: width // parts for name, width in before.items()}
 
     def changed_by(fields: Fields) -> list[str] | None:
         """Return the tensors beside the experts that these fields change, too; None for another width."""
@@ -140,7 +140,7 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
             built = build_meta(with_fields(config, fields))
         except (CompressionError, ValueError, TypeError):
             return None
-        if widths(built) != wanted:
+        if widths(built) != expected:
             return None
         after = _outside(built)
         return [key for key in {**outside, **after} if outside.get(key) != after.get(key)]
@@ -195,7 +195,7 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     orders = [torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)]
     hidden_size = int(model.config.get_text_config().hidden_size)
     hidden = torch.randn(1, TOKENS, hidden_size, generator=generator)
-    wanted = _output(block, layer, hidden)
+    expected = _output(block, layer, hidden)
     least = math.inf
     # the factors that routers are known to need, the plainest first
     for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
@@ -208,8 +208,8 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
             value.copy_(whole) if value.shape == whole.shape else value.zero_()
         with suppress(RuntimeError):  # a tensor has not the shape that the config asks for
             other.load_state_dict({key[inside:]: value for key, value in split.items()})
-            difference = (_output(other, layer, hidden) - wanted).abs().max()
-            least = min(least, float(difference / wanted.abs().max()))
+            difference = (_output(other, layer, hidden) - expected).abs().max()
+            least = min(least, float(difference / expected.abs().max()))
         if least <= ROUNDING:
             return factors
     reason = ""

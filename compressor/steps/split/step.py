@@ -57,7 +57,7 @@ class SplitStep(Step[Split]):
             state.parts *= int(decided["parts"])
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe what became of every expert, with the config's numbers before and after, and why."""
+        """Describe the split of the experts, with the config's numbers before and after, and the reason."""
         plan = entry.get("plan")
         return (Text(f"{sentence(plan)}."),) if plan else ()
 
@@ -67,7 +67,7 @@ class SplitStep(Step[Split]):
 
 
 def sentence(split: Mapping[str, Any]) -> str:
-    """Say what becomes of every expert, and why if that was not asked for; `split` is the entry in the plan."""
+    """Return a sentence on the split, with the reason if it was chosen automatically; `split` is the plan's entry."""
     parts = split["parts"]
     why = split.get("why")
     if parts == 1:

@@ -121,10 +121,10 @@ class SplitModel(PartialModel):
 
     def load(self, keys: Iterable[str]) -> None:
         """Fill these state-dict entries; raises `CompressionError` as for the stored model."""
-        wanted = [key for key in keys if key not in self._loaded]
+        missing = [key for key in keys if key not in self._loaded]
         plain = list[str]()
         of_layers = dict[str, list[str]]()
-        for key in wanted:
+        for key in missing:
             if key in self.owners:
                 of_layers.setdefault(self.owners[key].name, []).append(key)
             else:
@@ -143,7 +143,7 @@ class SplitModel(PartialModel):
                 self._loaded |= experts.keys()
             for key, value in self._read(beside).items():
                 set_tensor(self.model, key, split_beside(key, value, layer, self.factors))
-        self._settle(wanted)
+        self._settle(missing)
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Have a thread read what `load` of these entries will need of the stored model."""

@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.devices import as_float64, float64_device
+from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import joined
-from compressor.memory import give_back
-from compressor.model.experts import MoeHooks, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.experts import projections, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, breach_text, broken
-from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
 from compressor.recipe.step import StepOptions
+from compressor.statistics.statistics import WEIGHTS, LayerStatistics, collect
 from compressor.steps.configuration import fields_set
 from compressor.steps.cutting import Tensors
 from compressor.steps.prune.options import Prune
@@ -61,68 +60,20 @@ def energy_of_weights(experts: Any) -> Tensor:
     return energy
 
 
-class Metering(LayerVisitor):
-    """Sums the energies of all neurons, one loaded layer after the other, while batches pass.
+def neuron_energies(stats: LayerStatistics) -> Tensor:
+    """Return the energies of a layer's neurons, [E, I] float64.
 
     The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the token's gate weight, z
     enters the down projection, so it is the squared norm of what the neuron adds to the output. An expert that no token
-    reached has the energies of its weights.
+    reached has the energies of its weights, and so have all without text.
     """
-
-    def __init__(self) -> None:
-        self.energies = dict[str, Tensor]()  # [E, I] float64, by layer
-        self.watches = list[MoeHooks]()
-
-    def on_layer_loaded(self, decoder_layer: str) -> None:
-        for layer in self.at.moe_layers:
-            experts = self.at.model.get_submodule(layer.name)
-            device = float64_device(experts.down_proj.device)
-            energy = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
-            self.energies[layer.name] = energy
-            watch = MoeHooks(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
-            self.watches.append(watch.attach())
-
-    @torch.no_grad()
-    def on_layer_end(self, decoder_layer: str) -> None:
-        for watch in self.watches:
-            watch.detach()
-        self.watches.clear()
-        for layer in self.at.moe_layers:
-            experts = self.at.model.get_submodule(layer.name)
-            energy = self.energies[layer.name].cpu()
-            for expert in range(layer.experts):
-                down = as_float64(projections(experts, expert).down)
-                energy[expert] *= down.norm(dim=0).cpu().square()
-            reached = energy.sum(1, keepdim=True) > 0
-            self.energies[layer.name] = torch.where(reached, energy, energy_of_weights(experts))
-
-
-@torch.no_grad()
-def _add_energy(energy: Tensor, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-    """Add g^2 z_i^2 of a call's tokens to the energies [E, I]."""
-    for expert, rows, slots in routed(weights, index):
-        inner = intermediate(experts, expert_parameters(experts, expert), hidden[rows])
-        gated = as_float64(inner) * as_float64(weights[rows, slots, None])
-        energy[expert] += gated.square().sum(0)
-
-
-def measured(model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, seed: int = 0) -> Tensors:
-    """Return the energies [E, I] of every MoE layer's neurons, a layer in memory at a time.
-
-    Without text, of weights alone.
-    """
-    if batches is not None:
-        metering = Metering()
-        Pass(model, batches, progress, "measure neurons", seed).run(metering)
-        return metering.energies
-    energies = dict[str, Tensor]()
-    progress.start("measure neurons", len(model.architecture.layers))
-    for layer in model.architecture.layers:
-        model.partial.load(model.partial.keys_under(layer.name))
-        energies[layer.name] = energy_of_weights(model.partial.model.get_submodule(layer.name))
-        model.partial.release(layer.block)
-        give_back()
-        progress.advance(layer.name)
+    experts = stats.weights.experts
+    energies = energy_of_weights(experts)
+    if "squared_neuron_sum" in stats.values:
+        for expert, squares in enumerate(stats.squared_neuron_sum):
+            if squares.any():
+                down = as_float64(projections(experts, expert).down.detach())
+                energies[expert] = squares * down.norm(dim=0).cpu().square()
     return energies
 
 
@@ -133,11 +84,11 @@ def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
     """
     blocks = energy.unflatten(1, (-1, block)).sum(-1)
     falling = blocks.argsort(dim=1, descending=True, stable=True)
-    order = order_of_parts(parts_of(falling, parts))
+    order = order_of_parts(parts_of_neurons(falling, parts))
     return (block * order[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
 
 
-def parts_of(order: Tensor, parts: int) -> Tensor:
+def parts_of_neurons(order: Tensor, parts: int) -> Tensor:
     """Return the part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
     run = torch.arange(order.shape[1]) // (order.shape[1] // parts)
     return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
@@ -192,8 +143,8 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
     if not 1 <= top_k <= most:
         raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token is routed to now")
     layers = tuple(replace(layer, top_k=min(layer.top_k, top_k)) for layer in architecture.layers)
-    wanted = {layer.name: layer.top_k for layer in layers}
-    fields, _ = top_k_fields(architecture.config, architecture, wanted, lambda count: min(count, top_k))
+    top_k_by_layer = {layer.name: layer.top_k for layer in layers}
+    fields, _ = top_k_fields(architecture.config, architecture, top_k_by_layer, lambda count: min(count, top_k))
     smaller = replace(architecture, layers=layers, written={**architecture.written, **fields})
     return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
@@ -226,9 +177,9 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
     worse_in = dict[Rule, str]()  # the first number of parts that breaks a rule
     chosen = 1
     for parts in PARTS:
-        odd = next((width for width in all_widths if width % (parts * WIDTH)), None)
-        if odd is not None:
-            uneven.setdefault(odd, []).append(str(parts))
+        uneven_width = next((width for width in all_widths if width % (parts * WIDTH)), None)
+        if uneven_width is not None:
+            uneven.setdefault(uneven_width, []).append(str(parts))
             continue
         try:
             served = replace(served_model(seen_as(model, parts)), experts=parts * kept)
@@ -240,10 +191,9 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
             chosen = parts
             break
         worse_in.setdefault(worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}")
-    reasons = [
-        f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
-        for width, numbers in uneven.items()
-    ]
+    reasons = list[str]()
+    for width, numbers in uneven.items():
+        reasons.append(f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}")
     reasons += worse_in.values()
     if chosen > 1:
         reasons.append("it loses less than whole experts, and no server does worse with them")
@@ -253,7 +203,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
 def partitioned(
     model: OpenModel, text: Calibration | None, progress: Progress, seed: int, changed: bool = False
 ) -> OpenModel:
-    """The split model with its neurons in order: measured on the text, held-out sequences excepted, or on the weights.
+    """Return the split model with its neurons in the order of their energy on the text, or by their weights alone.
 
     Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`.
     """
@@ -262,15 +212,16 @@ def partitioned(
     whole = model.whole
     parts = model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
-    batches = None if text is None else [text.batches[number] for number in text.fit]
+    needs = WEIGHTS if text is None else WEIGHTS | {"squared_neuron_sum"}
+    orders = dict[str, Tensor]()
 
-    def orders() -> Tensors:
-        """Return the order of each layer's neurons, layer by layer of the model."""
-        energies = measured(whole, batches, progress, seed)
-        return {layer.name: order_of(energies[layer.name], parts, block) for layer in whole.architecture.layers}
+    def order(stats: LayerStatistics) -> Tensor:
+        return order_of(neuron_energies(stats), parts, block)
 
+    for stats in collect(whole, needs, None if text is None else text.without_heldout(), progress, seed):
+        orders[stats.layer.name] = ranks().broadcast(partial(order, stats))
     facts = {"calibration": None if text is None else text.identity}
-    return in_order(model, ranks().broadcast(orders), facts)
+    return in_order(model, orders, facts)
 
 
 def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
@@ -302,7 +253,7 @@ def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> Ope
     entry = shapes(model.whole, parts)
     if model.stored_parts:
         entry["block"] = model.stored_parts.block
-    neurons = {name: packed(parts_of(order, parts), parts) for name, order in orders.items()}
+    neurons = {name: packed(parts_of_neurons(order, parts), parts) for name, order in orders.items()}
     entry |= {"output_factor": factors.output, "selection_factor": factors.selection, **facts, "neurons": neurons}
     return replace(model, partial=model.partial.ordered(orders), split=entry)
 
@@ -316,22 +267,22 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
         return with_top_k(stored, top_k)
     check_split(split)
     parts = int(split["parts"])
-    seen = seen_as(stored, parts, top_k)
+    view = seen_as(stored, parts, top_k)
     if "block" not in split:
-        seen = replace(seen, stored_parts=None)
+        view = replace(view, stored_parts=None)
     orders = dict[str, Tensor]()
     for layer in stored.architecture.layers:
         width = width_of(stored.partial.model.get_submodule(layer.name))
         neurons = unpacked(split["neurons"].get(layer.name), layer.experts, width, parts, layer.name)
         orders[layer.name] = order_of_parts(neurons)
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
-    return in_order(seen, orders, facts)
+    return in_order(view, orders, facts)
 
 
-def packed(parts_of_neurons: Tensor, parts: int) -> str:
+def packed(part_of_neuron: Tensor, parts: int) -> str:
     """Return the part of each neuron, [E, I] below `parts`, as text."""
-    places = np.arange((parts - 1).bit_length())
-    bits = (parts_of_neurons.flatten().numpy()[:, None] >> places) & 1
+    positions = np.arange((parts - 1).bit_length())
+    bits = (part_of_neuron.flatten().numpy()[:, None] >> positions) & 1
     data = np.packbits(bits.astype(np.uint8)).tobytes()
     return base64.b64encode(data).decode()
 

@@ -8,9 +8,11 @@ import torch
 from torch.nn.functional import silu
 
 from compressor.checkpoint.source import locate
+from compressor.data.batches import Calibration
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.steps.split.view import energy_of_weights, measured, order_of
+from compressor.statistics.statistics import collect
+from compressor.steps.split.view import energy_of_weights, neuron_energies, order_of
 from tests.support import zoo
 
 
@@ -48,9 +50,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_energies_are_what_a_loop_over_tokens_finds(saved: tuple[Path, Any]) -> None:
     folder, model = saved
     ids = zoo.tokens(model, 2, 24)
-    made = measured(open_model(locate(str(folder), None)), [ids], Silent())
+    needs = frozenset({"weights", "squared_neuron_sum"})
+    text = Calibration((ids,), {"source": "random tokens"})
+    made = [neuron_energies(stats) for stats in collect(open_model(locate(str(folder), None)), needs, text, Silent())]
     by_weights = [energy_of_weights(module) for module in zoo.experts(model).values()]
-    for energy, looped_energy, unread in zip(made.values(), looped(model, ids), by_weights, strict=True):
+    for energy, looped_energy, unread in zip(made, looped(model, ids), by_weights, strict=True):
         reached = looped_energy.sum(1, keepdim=True) > 0
         wanted = torch.where(reached, looped_energy, unread)  # what no token reached goes by its weights
         torch.testing.assert_close(energy, wanted, rtol=1e-4, atol=1e-9)
