@@ -4,7 +4,6 @@ A run holds a hidden folder beside its output until it ends or is killed, or ins
 which the content then moves. --overwrite replaces what this tool wrote, by its records, or nothing but a checkpoint.
 """
 
-import ctypes
 import errno
 import hashlib
 import json
@@ -24,7 +23,6 @@ from filelock import FileLock, Timeout
 
 from compressor.errors import CompressionError
 
-AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REPORTED = ("rows", "senders")  # fields of comparison.json and attribution.json; other files name their format
 LOCK = "lock"
@@ -55,7 +53,7 @@ _held: set[tuple[Path, int]] = set()  # by this process, with the thread
 
 
 @contextmanager
-def wrap_full_disk(place: Path) -> Iterator[None]:
+def wrap_full_disk(path: Path) -> Iterator[None]:
     """Turn a full disk, or a quota, into a sentence with the folder and the remedy."""
     try:
         yield
@@ -65,7 +63,7 @@ def wrap_full_disk(place: Path) -> Iterator[None]:
         is_full = any(os.strerror(number) in str(error) for number in FULL)
         if not is_full and getattr(error, "errno", None) not in FULL:
             raise
-        sentence = f"the disk of {os.path.abspath(place)} is full; free some space and run the command again"
+        sentence = f"the disk of {os.path.abspath(path)} is full; free some space and run the command again"
         raise CompressionError(sentence) from error
 
 
@@ -92,10 +90,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def replace_folder(finished: Path, target: Path, old: Path) -> None:
-    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails.
+    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back if that fails.
 
-    Where the file system can, both change places in one step, so that `target` is there at every moment. Of a folder
-    that was made inside `target`, the content moves.
+    Of a folder that was made inside `target`, the content moves.
     """
     if target in finished.parents:
         try:
@@ -107,10 +104,6 @@ def replace_folder(finished: Path, target: Path, old: Path) -> None:
             raise
         return
     if target.exists():
-        finished.replace(old)
-        if _exchanged(old, target):
-            return
-        old.replace(finished)
         target.replace(old)
     try:
         finished.replace(target)
@@ -118,12 +111,6 @@ def replace_folder(finished: Path, target: Path, old: Path) -> None:
         if old.exists():
             old.replace(target)
         raise
-
-
-def _exchanged(one: Path, two: Path) -> bool:
-    """Let two folders change places; return False where the system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(two), EXCHANGE) == 0
 
 
 def _work_name(folder: Path) -> str:
@@ -251,8 +238,9 @@ def lock_output(out: Path) -> Iterator[Path]:
 
 
 def _recover(folder: Path, out: Path) -> None:
-    """Put back what a killed run was about to replace, or finish what it had only left to clear away."""
-    target, replaced = Path(os.path.abspath(out)), folder / REPLACED
+    """Put back an output that a killed run was replacing, or clear away what a finished one left."""
+    target = Path(os.path.abspath(out))
+    replaced = folder / REPLACED
     is_inside = folder.parent == target
     waiting = (folder / OUTPUT).exists() or (folder / ARRIVING).exists()
     is_whole = not waiting if is_inside else os.path.lexists(target)
@@ -318,7 +306,8 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     check()
     target = Path(os.path.abspath(out))
     with wrap_full_disk(work_folder(out).parent), lock_output(out) as work:
-        fresh, old = work / OUTPUT, work / REPLACED
+        fresh = work / OUTPUT
+        old = work / REPLACED
         try:
             for leftover in (fresh, old):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -382,7 +371,8 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 def _strays(folder: Path) -> list[str]:
     """Return the names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
-    records, strays = _records(folder), list[str]()
+    records = _records(folder)
+    strays = list[str]()
     known = {*RECORDS}
     for record in records:
         known.update(record.get("files", ()))

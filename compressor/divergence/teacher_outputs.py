@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
+from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, require_head, rows_at_once
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
@@ -73,18 +74,23 @@ def read_base(
 ) -> dict[str, list[Distributions]]:
     """Return the base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
 
-    Of the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
-    that is killed, and only what is missing there, or was made of something else, is computed. Of several ranks each
-    names its own batches. Raises `CompressionError` for a model without a language-model head.
+    For the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
+    that is killed, and only what is missing there, or was made of something else, is computed. Ranks share the batches.
+    Raises `CompressionError` for a model without a language-model head.
     """
     require_head(model.partial.model)
-    answers, wanted = dict[str, list[_Answer]](), list[_Answer]()
+    share = ranks().share(*texts.values())
+    answers = dict[str, list[_Answer]]()
+    wanted = list[_Answer]()  # by this rank
+    position = 0
     for name, batches in texts.items():
-        paths = (folder / f"{name}-{number:07d}.safetensors" for number in range(len(batches)))
-        answers[name] = [
-            _Answer(model, path, batch, name in hidden) for path, batch in zip(paths, batches, strict=True)
-        ]
-        wanted += [answer for answer in answers[name] if not answer.is_kept]
+        answers[name] = []
+        for number, batch in enumerate(batches):
+            answer = _Answer(model, folder / f"{name}-{number:07d}.safetensors", batch, name in hidden)
+            answers[name].append(answer)
+            if position in share and not answer.is_kept:
+                wanted.append(answer)
+            position += 1
     inputs: dict[int, _Answer] = {}  # by the evaluator's batch: what enters the base's head
     if evaluator is not None:
         for number in evaluator.missing():
@@ -105,6 +111,7 @@ def read_base(
         if evaluator is not None:
             for number in asked:
                 inputs[number].keep({"input": evaluator.inputs[number]})
+    ranks().barrier()  # until all ranks have written their answers
     distributions = dict[str, list[Distributions]]()
     for name, of_text in answers.items():
         distributions[name] = [answer.read() for answer in of_text]

@@ -1,9 +1,8 @@
 """A whole recipe: steps, formats and gate, and the search for the smallest model that passes it.
 
-The search bisects the number of experts. What it has tried is kept in the user's cache at once, so that one that was
-killed tries nothing twice. A trial is the gate's result of one number of experts. It is found again only by all that
-decides it: the request, the source's files, the tasks with their versions, margin, confidence, and the versions of the
-packages that compute.
+The search bisects the number of experts. Each trial, the gate's result for one number of experts, is stored in the
+user's cache at once, so that a killed search repeats none. Its key covers everything that decides it: the request, the
+source's files, the tasks with their versions, margin, confidence, and the versions of the packages that compute.
 """
 
 import logging
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def largest_tried(recipe: Recipe, request: GateRequest) -> tuple[Recipe, GateRequest]:
-    """Return the recipe of the largest model that a search may try, and its gate, from headers alone."""
+    """Return the recipe of the largest model that a search may try, and its gate; only headers are read."""
     check_search(recipe)
     source, checkpoint = read_headers(str(recipe.model), recipe.revision)
     counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
@@ -47,7 +46,7 @@ def largest_tried(recipe: Recipe, request: GateRequest) -> tuple[Recipe, GateReq
 
 
 def check_search(recipe: Recipe) -> None:
-    """Refuse a search for a number of experts that is given, or that no step takes."""
+    """Refuse a search if the number of experts is given, or no step takes one."""
     assert recipe.gate is not None
     if recipe.gate.keep_failed:
         raise CompressionError("--search keeps what passes; leave out --keep-failed")
@@ -57,14 +56,14 @@ def check_search(recipe: Recipe) -> None:
 
 
 def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
-    """Return the numbers of the source's experts that every layer can be cut to."""
-    seen = model
+    """Return the numbers of experts, counted as the source does, that every layer can be cut to."""
+    view = model
     stage = of_stage(recipe.steps, 0)
     for step in stage:
         resolved = step.step().resolve(model, stage)
         if resolved is not None:
-            seen = resolved.model_view(seen)
-    layers = seen.architecture.layers
+            view = resolved.model_view(view)
+    layers = view.architecture.layers
     parts = layers[0].parts
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]
     if not counts:
@@ -73,7 +72,7 @@ def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
 
 
 def search_facts(model: OpenModel, recipe: Recipe) -> list[Any]:
-    """Return what decides the models of a search beside the gate and their numbers of experts."""
+    """Return everything that decides the models of a search, apart from the gate and the number of experts."""
     options = recipe.model_dump(mode="json", exclude={"steps", "model", "gate"})
     texts = [content_of(entry.source) for entry in sources_of(recipe.calibration)]
     steps = [[step.name, step.to_dict()] for step in recipe.steps]
@@ -81,7 +80,7 @@ def search_facts(model: OpenModel, recipe: Recipe) -> list[Any]:
 
 
 def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
-    """Return the gate of each model of a search, whose confidence holds for all that it tries (Bonferroni)."""
+    """Return the gate for each model of a search, at a confidence that holds for all trials together (Bonferroni)."""
     tries = math.ceil(math.log2(len(counts) + 1))
     confidence = 1 - (1 - request.options.confidence) / tries
     return replace(request, options=request.options.model_copy(update={"confidence": confidence}))
@@ -96,15 +95,15 @@ def with_experts(recipe: Recipe, count: int) -> Recipe:
 
 
 def next_count(counts: Sequence[int], attempts: Sequence[Attempt]) -> int | None:
-    """Return the number of experts to try next, if larger models pass whenever a smaller one does; None at the end."""
+    """Return the number of experts to try next, if any; larger models are assumed to pass if a smaller one does."""
     failed = max((attempt.experts for attempt in attempts if not attempt.accepted), default=0)
     passed = min((attempt.experts for attempt in attempts if attempt.accepted), default=counts[-1] + 1)
-    left = [count for count in counts if failed < count < passed]
-    return left[len(left) // 2] if left else None
+    untried = [count for count in counts if failed < count < passed]
+    return untried[len(untried) // 2] if untried else None
 
 
 def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[Attempt, Outcome | None]:
-    """Carry out a recipe under a gate; return the result, and the outcome of an output that was put in place."""
+    """Carry out a recipe under a gate; return the attempt, and the outcome if the output was put in place."""
     try:
         outcome = run(recipe, replace(delivery, gate=gate))
     except GateFailedError as error:
@@ -113,16 +112,16 @@ def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[
     return Attempt(outcome.experts_after, outcome.gate, gate.accepts(outcome.gate)), outcome
 
 
-def search(
+def search_smallest(
     recipe: Recipe, delivery: Delivery, gate: PreparedGate, counts: Sequence[int], facts: Sequence[Any]
 ) -> tuple[list[Attempt], Outcome | None]:
-    """Leave the smallest model that passes in place; return all attempts, and the outcome of that model.
+    """Search for the smallest model that passes, and leave it in place; return all attempts and its outcome.
 
-    Numbers of experts are searched in `counts`, which ascend; `facts` decide the model of each.
+    `counts` are the numbers of experts to search, ascending; `facts` are everything else that decides a model.
     """
     formats = formats_of(recipe)
     key = request_key(facts, gate.key, formats)  # outputs that answer the request may replace each other
-    is_ours = ranks().broadcast(lambda: answers(delivery.out, key))  # an output of this search is in place
+    is_ours = ranks().broadcast(lambda: answers(delivery.out, key))  # the output in place is from this search
 
     def trial_key(count: int) -> str:
         """Return the SHA-256 of everything that decides the result of one number of experts."""
@@ -137,7 +136,8 @@ def search(
         attempt, outcome = try_recipe(with_experts(recipe, count), changed, replace(gate, trial=_trial_file(trial)))
         return replace(attempt, experts=count), outcome
 
-    attempts, outcome = list[Attempt](), None
+    attempts = list[Attempt]()
+    outcome = None
     in_place = 0  # the outcome's number of experts
     count = next_count(counts, attempts)
     while count is not None:
@@ -148,11 +148,13 @@ def search(
             attempt, finished = compress_to(count)
             attempts.append(attempt)
             if finished is not None:
-                outcome, in_place, is_ours = finished, count, True
+                outcome = finished
+                in_place = count
+                is_ours = True
         count = next_count(counts, attempts)
     smallest = next((attempt for attempt in reversed(attempts) if attempt.accepted), None)
     if smallest is not None and smallest.experts != in_place:
-        # it passed before the search was killed, and may not have come into its place
+        # it passed before an earlier search was killed, which may not have put it in place
         attempt, finished = compress_to(smallest.experts)
         outcome = finished or outcome
         attempts.remove(smallest)
@@ -175,11 +177,10 @@ def _cached_trial(key: str) -> GateResult | None:
 
 
 def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnalysis], None] | None = None) -> Outcome:
-    """Carry out a recipe; with a gate, leave the output in place only if it passes.
+    """Carry out a recipe; with a gate, put the output in place only if it passes.
 
-    With `gate.search` the number of experts is bisected for the smallest model that passes; what was tried is kept, so
-    that a search that was killed tries nothing twice. The reports of the gate lie in OUT.gate. `announce` gets what the
-    gate can show, before any work. Raises `GateFailedError` for a gate that was not passed.
+    `gate.search` bisects the number of experts for the smallest model that passes. Reports of the gate go to OUT.gate.
+    `announce` gets the gate's power analysis before any work. Raises `GateFailedError` if the gate is not passed.
     """
     options = recipe.gate
     if options is None:
@@ -189,7 +190,8 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnaly
     ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
     source = find_model(str(recipe.model), recipe.revision, delivery.progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
-    counts, facts = list[int](), list[Any]()
+    counts = list[int]()
+    facts = list[Any]()
     if options.search:
         check_search(recipe)
         model = open_model(source, recipe.dtype, delivery.device)
@@ -201,7 +203,7 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnaly
         if announce is not None:
             announce(gate.power)
         if options.search:
-            attempts, outcome = search(recipe, delivery, gate, counts, facts)
+            attempts, outcome = search_smallest(recipe, delivery, gate, counts, facts)
         else:
             attempt, outcome = try_recipe(recipe, delivery, gate)
             attempts = [attempt]

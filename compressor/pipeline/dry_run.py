@@ -30,7 +30,7 @@ EVALUATION = "to compare output and base on, a pass of each"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's numbers, as config and files have them; `layer_` ones are of a layer's routed experts and router."""
+    """The numbers of a model's config and files; `layer_` ones count a layer's routed experts and router."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class TextNeed:
-    """A text that is read: sequences to fit on, of which a share is held out, and those that single steps train on."""
+    """A text that is read: sequences to fit on, with a held-out share, and sequences that single steps train on."""
 
     sources: tuple[str, ...]
     samples: int
@@ -58,7 +58,7 @@ class TextNeed:
 
     @classmethod
     def of(cls, spec: TextSpec, steps: Mapping[str, str]) -> Self:
-        """Return the text that a spec asks for; `steps` names those that its parts are for."""
+        """Return the need of a text spec; `steps` has the step of each of its parts."""
         parts = [(steps[name], part.sequences, part.length) for name, part in spec.parts.items()]
         parts += [("held out", spec.heldout_wanted, spec.heldout_length)] if parts else []
         parts += [(EVALUATION, spec.evaluation, spec.heldout_length)] if spec.evaluation else []
@@ -100,7 +100,7 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe) -> DryRun:
-    """Return the outcome of a recipe in advance; raises every `CompressionError` of a run before it reads text."""
+    """Return what a recipe will do; raises every `CompressionError` that a run raises before it reads text."""
     require(*recipe.packages)
     formats_of(recipe)
     shown = None
@@ -118,9 +118,10 @@ def dry_run(recipe: Recipe) -> DryRun:
         of_base, headers = read_headers(recipe.base, recipe.base_revision)
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     resolved = prepare(recipe, model, base, earlier_plan(model))
-    experts, changed = resolved.counts[-1], any(WEIGHTS in step.changes for step in resolved.options)
+    experts = resolved.counts[-1]
+    changed = any(WEIGHTS in step.changes for step in resolved.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
-    after = _shape(resolved.seen, experts, lambda count: resolved.output_size(resolved.steps, count, changed).size)
+    after = _shape(resolved.view, experts, lambda count: resolved.output_size(resolved.steps, count, changed).size)
     names = {part_name(number): step.name for number, step in enumerate(resolved.steps)}
     texts = tuple(
         TextNeed.of(spec, names if number is None else {OWN: resolved.steps[number].name})
@@ -130,7 +131,8 @@ def dry_run(recipe: Recipe) -> DryRun:
     copies = max(needed.hidden_copies for needed in resolved.requirements)
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
-    steps, stages = list[Mapping[str, Any]](), stage_numbers(resolved.options)
+    steps = list[Mapping[str, Any]]()
+    stages = stage_numbers(resolved.options)
     for step, stage, need in zip(resolved.options, stages, resolved.requirements, strict=True):
         passes = need.passes if texts else 0
         steps.append({"name": step.name, "options": step.to_dict(), "stage": stage, "passes": passes})
@@ -154,21 +156,23 @@ def dry_run(recipe: Recipe) -> DryRun:
 
 
 def servers_after(resolved: ResolvedRecipe) -> Advice:
-    """Return the advice on servers for the final model."""
-    return advice_on(served_model(resolved.seen), resolved.seen.architecture.layers, resolved.counts[-1])
+    """Return advice on which servers load the final model."""
+    return advice_on(served_model(resolved.view), resolved.view.architecture.layers, resolved.counts[-1])
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:
-    """Return the numbers of the model with so many experts in each layer.
+    """Return the numbers of the model with this number of experts in each layer.
 
-    Their size is what a few more or less weigh.
+    The size of a layer's experts is measured by how the model's size changes with their number.
     """
-    layers, served = model.architecture.layers, served_model(model)
-    few = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
-    size, other = sized(experts), sized(experts + few)
+    layers = model.architecture.layers
+    served = served_model(model)
+    difference = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
+    size = sized(experts)
+    other = sized(experts + difference)
 
     def of_layer(one: int, two: int) -> int:
-        return (two - one) // few * experts // len(layers)
+        return (two - one) // difference * experts // len(layers)
 
     layer = of_layer(size.parameters, other.parameters), of_layer(size.bytes, other.bytes)
     return Shape(experts, served.top_k, served.width, *layer, size.parameters, size.bytes)

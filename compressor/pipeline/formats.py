@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,48 +33,36 @@ def find_exporter(name: str) -> Exporter:
 def export_checkpoint(
     name: str, checkpoint: Path, output: Path, settings: Mapping[str, Any], overwrite: bool, progress: Progress
 ) -> Any:
-    """Run an exporter and return its summary. `output` is there whole or not at all.
+    """Run an exporter and return its summary; `output` is complete or absent.
 
-    Where the output of this very export is in place already, nothing is written.
+    If the output of this very export is in place already, nothing is written.
     """
     module = find_exporter(name)
     options = exporter_options(name, settings)
     packages = getattr(module, "PACKAGES", PACKAGES)
     key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
+    read_summary = getattr(module, "read_summary", None)
     with lock_output(output):
         if not overwrite and answers(output, key):
             report_in_place(output)
-            read_summary = getattr(module, "read_summary", None)
             return None if read_summary is None else read_summary(output)
         with new_folder(output, partial(check_target, output, overwrite)) as fresh:
-            fresh.rmdir()  # which the exporter makes
+            fresh.rmdir()  # the exporter makes it
             try:
                 summary = module.export(checkpoint, fresh, options, progress)
             except (CompressionError, OSError):
                 raise
-            except Exception as error:  # a third party's exporter raises what it likes
+            except Exception as error:  # exporters raise any exception
                 message = f"{type(error).__name__}: {reason_of(error)}"
                 raise CompressionError(f"exporter {name!r} failed: {message}") from error
             if not fresh.is_dir():
                 raise CompressionError(f"exporter {name!r} wrote no folder; it should make the one that it is given")
             record_request(fresh, key)
-    return _moved(summary, fresh, output)
-
-
-def _moved(summary: Any, fresh: Path, output: Path) -> Any:
-    """Return an exporter's summary with the folder that it wrote to by its final name."""
-    if not is_dataclass(summary) or isinstance(summary, type):
-        return summary
-    moved = dict[str, Any]()
-    for field in fields(summary):
-        value = getattr(summary, field.name)
-        if field.init and value in (fresh, str(fresh)):
-            moved[field.name] = type(value)(output)
-    return replace(summary, **moved)
+    return summary if read_summary is None else read_summary(output)
 
 
 def formats_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return the formats that a recipe's run writes, each once; raise `CompressionError` for what cannot be written."""
+    """Return the formats that a recipe writes, without duplicates; refuses those that cannot be written together."""
     formats = tuple(dict.fromkeys(recipe.output.formats))
     if any(CONSTANTS in step.changes for step in recipe.steps):
         if formats not in ((SAFETENSORS,), (MONE,)):
@@ -95,7 +82,7 @@ def formats_of(recipe: Recipe) -> tuple[str, ...]:
 def write_formats(folder: Path, formats: Sequence[str], progress: Progress) -> None:
     """Export an output that is about to be put in place.
 
-    Beside safetensors, exports lie in subfolders; without it, the export takes the place of its input.
+    With safetensors among the formats, exports lie in subfolders; otherwise the export replaces its input.
     """
     if SAFETENSORS in formats:
         for name in formats:

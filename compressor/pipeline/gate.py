@@ -23,23 +23,23 @@ from compressor.run_record import request_key, write_cached
 
 @dataclass(frozen=True, slots=True)
 class PreparedGate:
-    """A gate with everything that is known before compression."""
+    """A gate with everything that is known before compression starts."""
 
     source: ModelSource  # the base
     request: GateRequest
     tasks: tuple[EvaluationTask, ...]
-    power: PowerAnalysis  # what it can show
-    trial: Path | None = None  # file of the cache that keeps the result of one model of a search
+    power: PowerAnalysis  # which differences it can detect
+    trial: Path | None = None  # cache file for the result, if the model is one of a search
 
     @property
     def key(self) -> str:
-        """SHA-256 of everything beside the models that decides whether an output is put in place."""
+        """SHA-256 of everything, apart from the models, that decides if an output is put in place."""
         options = self.request.options
         return request_key(self.facts, self.task_versions, options.inconclusive, options.keep_failed)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Everything that decides a verdict beside models and tasks; streaming and the place of results do not."""
+        """Everything that decides a verdict, apart from models and tasks; streaming and output folders do not count."""
         options = self.request.options
         prompts = self.request.prompts
         return {
@@ -61,7 +61,7 @@ class PreparedGate:
 
 
 def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
-    """Return what a recipe's gate tests; raise `CompressionError` for an output that no gate can load."""
+    """Return the request of a recipe's gate; raise `CompressionError` for an output that no gate can load."""
     gate = recipe.gate
     assert gate is not None
     if not isinstance(recipe.model, str):
@@ -77,7 +77,7 @@ def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
 def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     """Read a gate's tasks, its text and the stored results of the base.
 
-    Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
+    Raises `CompressionError` for a gate that even an identical model would fail, and for tasks that the base cannot do.
     """
     tasks, power = read_tasks(request)
     passable(power)
@@ -87,11 +87,11 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
-    """Gate the output in a folder, by the name `label`, and write the result beside its weights."""
+    """Gate the output in a folder, reported under the name `label`, and write the result beside its weights."""
     output = ModelSource(str(folder), None, folder)
     result = run_gate(gate.source, output, gate.tasks, gate.request, progress, label=label)
     if ranks().is_first:
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
-        if gate.trial is not None:  # where it can't be cached, a killed search merely tries it again
+        if gate.trial is not None:  # without the cache, a killed search only repeats the trial
             write_cached(gate.trial, gate_content(result))
     return result

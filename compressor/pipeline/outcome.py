@@ -1,6 +1,6 @@
-"""The outcome of a run: the one record in an output folder, as it is written and read.
+"""The outcome of a run, and the one record of it in an output folder.
 
-Terminal summary, `--json`, report and model card are made of it.
+Terminal summary, `--json`, report and model card are made from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,13 +52,14 @@ class SizeRow(NamedTuple):
 
     @property
     def left(self) -> str:
-        """Return the share that is left, in percent."""
+        """The remaining share, in percent."""
         return share(self.after, self.before)
 
 
 def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeRow]:
     """Return experts of a layer, parameters and bytes, before and after."""
-    parameters, nbytes = (before.parameters, after.parameters), (before.bytes, after.bytes)
+    parameters = (before.parameters, after.parameters)
+    nbytes = (before.bytes, after.bytes)
     return [
         SizeRow("experts per layer", *experts, *map(str, experts)),
         SizeRow("parameters", *parameters, *map(human_count, parameters)),
@@ -67,8 +68,9 @@ def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeR
 
 
 def size_table(title: str, rows: Sequence[SizeRow], exactly: bool = False) -> Table:
-    """Return the sizes as a table, with all digits, too, if `exactly`."""
-    columns, lines = ["", "before", "after", "left"], list[tuple[str, ...]]()
+    """Return the sizes as a table; `exactly` adds columns with all digits."""
+    columns = ["", "before", "after", "left"]
+    lines = list[tuple[str, ...]]()
     if exactly:
         columns += ["before, exactly", "after, exactly"]
     for row in rows:
@@ -96,9 +98,7 @@ class Outcome:
     packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
-    heldout: DomainDivergence | None = (
-        None  # base and output on held-out text; None where no text is read, or without evaluation
-    )
+    heldout: DomainDivergence | None = None  # of base and output on held-out text, if there is any
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
@@ -129,7 +129,7 @@ class Outcome:
 
     @property
     def steps(self) -> tuple[dict[str, Any], ...]:
-        """Entries of the steps that something came of, in order."""
+        """Entries of the steps that have a result, in order."""
         return tuple(step.to_dict() for step in self.plan.steps if step.result is not None)
 
     @property
@@ -185,9 +185,9 @@ class Outcome:
 
 
 class GateFailedError(CompressionError):
-    """A compressed model that did not pass its gate, or an undecided gate that does not count as passed.
+    """The gate rejected a compressed model, or could not decide and an undecided gate does not count as passed.
 
-    Nothing was put in place, unless the recipe's gate says `keep_failed`; then `outcome` is that of the output.
+    Nothing was put in place, unless the recipe's gate has `keep_failed`; then `outcome` is that of the output.
     """
 
     def __init__(
@@ -267,7 +267,8 @@ def read_plan(path: Path) -> Plan:
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
     """Return the record of an output folder, and the plan in it."""
-    path, hint = folder / COMPRESSION, "name a folder that moe-compress has written"
+    path = folder / COMPRESSION
+    hint = "name a folder that moe-compress has written"
     content = read_json(path, hint, hint)
     if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
         raise CompressionError(f"{path} holds no plan; {hint}")
@@ -286,16 +287,16 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     if isinstance(gate, Path):
         gate = read_gate(gate)
     try:
-        before, after = (
-            Size(int(content["parameters"][when]), int(content["bytes"][when])) for when in ("before", "after")
-        )
+        sizes = dict[str, Size]()
+        for when in ("before", "after"):
+            sizes[when] = Size(int(content["parameters"][when]), int(content["bytes"][when]))
         return Outcome(
             out=str(folder),
             plan=plan,
             experts_before=experts_before,
             experts_after=experts_after,
-            before=before,
-            after=after,
+            before=sizes["before"],
+            after=sizes["after"],
             seconds=run.seconds if run else {},
             peak_memory=run.peak_memory if run else 0,
             left_out=tuple(map(str, content.get("left_out") or ())),

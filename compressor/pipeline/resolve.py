@@ -1,10 +1,13 @@
-"""A recipe resolved on an opened model: stages, every refusal that needs no text and no weight, the key, the text."""
+"""A recipe resolved on an opened model: its stages, its key and its text.
+
+Everything that can be refused without reading text or weights is refused here.
+"""
 
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,12 +50,15 @@ from compressor.steps.workdir import Workdir
 
 logger = logging.getLogger(__name__)
 
-LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage; above, each is alone
-HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
+# The `order` of layerwise steps that only change tensors. Any number of them may end a stage; a later step has its own.
+LAST = 3
+HELDOUT = 0.125  # share of the calibration sequences that are evaluated on and never fitted to
 
 
 @dataclass(slots=True)
 class Session:
+    """An opened model, and what a run reports about itself."""
+
     model: OpenModel
     progress: Progress
     clock: Clock
@@ -79,24 +85,24 @@ def open_run(
     resident: str = "auto",
     deterministic: bool = False,
 ) -> Iterator[Session]:
-    """Locate or download a model and open it lazily; until the block ends memory is watched.
+    """Locate or download a model and open it lazily; peak memory is sampled until the block ends.
 
-    `resident` says whether layers stay on the device once they are read: "yes", "no", or "auto", where the model fits.
-
-    With `deterministic` torch keeps to deterministic operations, and warns where it has none.
+    `resident` says if layers stay on the device once they are read: "yes", "no", or "auto" (if the model fits).
+    `deterministic` makes torch use deterministic operations, and warn where it has none.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     clock = Clock()
     try:
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which CUDA's products may differ
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA's matrix products may differ without it
             torch.use_deterministic_algorithms(True, warn_only=True)
         with ExitStack() as stack, PeakMemory() as peak:
             with clock.phase("open"):
-                found = stack.enter_context(opened(model, revision, dtype, device, progress, resident))
-            yield Session(found, progress or Silent(), clock, peak)
+                opened_model = stack.enter_context(opened(model, revision, dtype, device, progress, resident))
+            yield Session(opened_model, progress or Silent(), clock, peak)
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
 
 
 @dataclass(slots=True)
@@ -107,15 +113,15 @@ class ResolvedRecipe:
     model: OpenModel
     base: OpenModel
     steps: tuple[Step[Any], ...]
-    requirements: tuple[Requirements, ...]
-    seen: OpenModel  # the model as the first layerwise stage sees it
-    before: Plan | None = None  # what earlier runs did to the model
-    plan: Plan | None = None  # decisions to carry out
+    requirements: tuple[Requirements, ...]  # of each step
+    view: OpenModel  # the model as the first layerwise stage sees it
+    earlier: Plan | None = None  # the plan of the runs that made the model
+    plan: Plan | None = None  # the plan to carry out, if its decisions are given
 
     @property
     def counts(self) -> list[int]:
-        """Experts of a layer after each step that decides how many stay, or as many as there are if none does."""
-        layers = self.seen.architecture.layers
+        """Experts of a layer after each step that decides on their number; the model's number if no step does."""
+        layers = self.view.architecture.layers
         parts = layers[0].parts
         counts = list[int]()
         for step in self.steps:
@@ -123,50 +129,50 @@ class ResolvedRecipe:
             if count is not None:
                 counts.append(count)
                 layers = tuple(replace(layer, experts=count) for layer in layers)
-        return counts or [self.seen.architecture.experts]
+        return counts or [self.view.architecture.experts]
 
     @property
     def options(self) -> tuple[StepOptions, ...]:
-        """Options of the steps."""
         return tuple(step.options for step in self.steps)
 
     def output_size(self, steps: Sequence[Step[Any]], experts: int, changed: bool = False) -> OutputSize:
-        """Size of what these steps write with so many experts in each layer.
+        """Return the size of the output of these steps with this number of experts in each layer.
 
-        It is that of the last step that stores tensors in a way of its own. `changed`: steps write experts anew.
+        The last step that has a storage format of its own decides. `changed`: steps write experts anew.
         """
         for step in reversed(steps):
-            size: OutputSize | None = step.output_size(self.seen, experts, changed)
+            size: OutputSize | None = step.output_size(self.view, experts, changed)
             if size is not None:
                 return size
-        return OutputSize(output_size(self.seen, experts, changed))
+        return OutputSize(output_size(self.view, experts, changed))
 
     @property
     def space(self) -> int:
         """Bytes on disk that the run takes, as far as sizes are known before anything is decided.
 
-        A stage writes its checkpoint beside that of the stage before; a step on the whole model changes files in place.
+        A stage writes its checkpoint beside the previous one; a step on the whole model changes files in place.
         """
-        most, before = 0, 0
-        numbers = stage_numbers(self.options)
-        for number in dict.fromkeys(numbers):
-            places = [position for position, stage in enumerate(numbers) if stage == number]
-            steps = [self.steps[position] for position in places]
-            if before and steps[0].options.order is None:
+        most = 0
+        previous = 0
+        positions_by_stage = dict[int, list[int]]()
+        for position, stage in enumerate(stage_numbers(self.options)):
+            positions_by_stage.setdefault(stage, []).append(position)
+        for positions in positions_by_stage.values():
+            steps = [self.steps[position] for position in positions]
+            if previous and steps[0].options.order is None:
                 continue
-            written = self.output_size(steps, self.counts[0])
-            waiting = written.waiting
-            if any(self.requirements[position].waits_on_disk for position in places):
-                waiting += written.size.bytes
-            most = max(most, before + written.size.bytes + waiting)
-            before = written.size.bytes
+            output = self.output_size(steps, self.counts[0])
+            waiting = output.waiting
+            if any(self.requirements[position].waits_on_disk for position in positions):
+                waiting += output.size.bytes
+            most = max(most, previous + output.size.bytes + waiting)
+            previous = output.size.bytes
         return most
 
     def key(self) -> str:
-        """SHA-256 of everything that decides the output, the content of texts included."""
+        """Return the SHA-256 of everything that decides the output, including the content of texts."""
         content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
-        texts_of_steps = [step.calibration for step in self.options if step.calibration is not None]
-        texts = [self.recipe.calibration, *texts_of_steps]
+        texts = [self.recipe.calibration, *(step.calibration for step in self.options if step.calibration is not None)]
         facts = [
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
@@ -187,58 +193,57 @@ def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
 
 
 def content_of(source: str) -> list[str]:
-    """Return a source with the SHA-256 of its file, or of each file of its folder.
-
-    What names neither stands for itself.
-    """
+    """Return a source with the SHA-256 of its file, or of every file of its folder; alone if it is neither."""
     name = SourceSpec.parse(source).name
     files = sorted(Path(name).rglob("*")) if os.path.isdir(name) else [Path(name)]
     return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
 
 
 def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
-    """Return the number of each step's stage, from `first` on.
+    """Return the stage number of each step, counted from `first`.
 
-    Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own, and so is one
-    that stores tensors in another way.
+    Layerwise steps of ascending `order` share a stage. A step on the whole model is a stage of its own, and so is one
+    that stores tensors in another format.
     """
-    numbers, stage, before = list[int](), first - 1, -1
+    numbers = list[int]()
+    stage = first - 1
+    previous = -1
     for step in steps:
-        rank = None if step.order is None or step.order > LAST else step.order
-        if rank is None or before < 0 or rank < before or (rank == before and rank < LAST):
+        order = None if step.order is None or step.order > LAST else step.order
+        if order is None or previous < 0 or order < previous or (order == previous and order < LAST):
             stage += 1
         numbers.append(stage)
-        before = -1 if rank is None else rank
+        previous = -1 if order is None else order
     return numbers
 
 
 def of_stage(steps: Sequence[StepOptions], stage: int) -> list[StepOptions]:
-    """Return the steps that are done together in a stage, of those of a run."""
+    """Return the steps of a run that belong to a stage."""
     return [step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage]
 
 
 def check_order(steps: Sequence[StepOptions]) -> None:
-    """Refuse an order that cannot work, and what several processes cannot do."""
-    numbers = stage_numbers(steps)
-    for number, step in enumerate(steps):
-        for before in steps[:number]:
-            reasons = [step.cannot_follow[key] for key in (before.name, *before.changes) if key in step.cannot_follow]
+    """Refuse an order that cannot work, and steps that several processes cannot share."""
+    stages = stage_numbers(steps)
+    for position, step in enumerate(steps):
+        for earlier in steps[:position]:
+            reasons = [step.cannot_follow[key] for key in (earlier.name, *earlier.changes) if key in step.cannot_follow]
             if reasons:
-                message = f"{step.name} cannot stand after {before.name}: {reasons[0]}"
-                raise CompressionError(f"steps[{number}]: {message}; put it before, or leave one of them out")
-        changed = {change for other in of_stage(steps, numbers[number]) for change in other.changes}
+                message = f"{step.name} cannot stand after {earlier.name}: {reasons[0]}"
+                raise CompressionError(f"steps[{position}]: {message}; put it before, or leave one of them out")
+        changed = {change for other in of_stage(steps, stages[position]) for change in other.changes}
         if step.only_after and not changed & step.only_after.keys():
             makers = list(step.only_after.values())
             message = f"{step.name} works on what {' or '.join(makers)} leaves"
-            raise CompressionError(f"steps[{number}]: {message}; put {makers[0]} right before it")
+            raise CompressionError(f"steps[{position}]: {message}; put {makers[0]} right before it")
         if not step.processes and not launched().is_alone:
             raise CompressionError(f"the step {step.name} is done by one process; start the command without torchrun")
 
 
 def prepare(
-    recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | None, plan: Plan | None = None
+    recipe: Recipe, model: OpenModel, base: OpenModel, earlier: Plan | None, plan: Plan | None = None
 ) -> ResolvedRecipe:
-    """Resolve the steps on a model; every refusal that needs no text and no weight is made here."""
+    """Resolve the steps on a model, and refuse everything that can be refused without text and weights."""
     if plan is not None:
         check_source(plan.source, model.fingerprint)
     if base is not model:
@@ -250,18 +255,19 @@ def prepare(
     if not steps:
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
     check_order([step.options for step in steps])
-    requirements, seen = _requirements(steps, model, plan)
-    if before is not None and before.calibration is not None:  # a plan has one text for all: later ones are own
-        for number, needed in enumerate(requirements):
-            reads = needed.text or needed.part is not None
-            if reads and steps[number].options.calibration is None:
-                steps[number] = steps[number].with_options(calibration=recipe.calibration)
-    return ResolvedRecipe(recipe, model, base, tuple(steps), tuple(requirements), seen, before, plan)
+    requirements, view = _requirements(steps, model, plan)
+    if earlier is not None and earlier.calibration is not None:
+        # the plan's own text is that of the earlier runs, so each step that reads text records the recipe's as its own
+        for position, needed in enumerate(requirements):
+            if needed.reads and steps[position].options.calibration is None:
+                steps[position] = steps[position].with_options(calibration=recipe.calibration)
+    return ResolvedRecipe(recipe, model, base, tuple(steps), tuple(requirements), view, earlier, plan)
 
 
 def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
     """Return the steps that do something, with every option resolved for the model."""
-    steps, described = list[Step[Any]](), replace(model, formats=recipe.output.formats)
+    steps = list[Step[Any]]()
+    described = replace(model, formats=recipe.output.formats)
     for stage, options in zip(stage_numbers(recipe.steps), recipe.steps, strict=True):
         step = options.step().resolve(described, of_stage(recipe.steps, stage))
         if step is not None:
@@ -274,51 +280,34 @@ def _requirements(
 ) -> tuple[list[Requirements], OpenModel]:
     """Return the requirements of each step, and the model as the first layerwise stage sees it.
 
-    Steps of later layerwise stages are checked on the model that is there then.
+    Steps of later layerwise stages are checked when their stage begins, on the model that exists then.
     """
     options = [step.options for step in steps]
-    stages, seen, requirements = stage_numbers(options), model, list[Requirements]()
-    first = next((stage for step, stage in zip(options, stages, strict=True) if step.order is not None), None)
-    for number, step in enumerate(steps):
-        order, stage = step.options.order, stages[number]
-        planned = plan is not None and plan.steps[number].decision is not None
-        if order is not None and stage == first:
-            seen = step.model_view(seen)
+    stages = stage_numbers(options)
+    layerwise = [stage for stage, step in zip(stages, options, strict=True) if step.order is not None]
+    view = model
+    requirements = list[Requirements]()
+    for position, step in enumerate(steps):
+        order = step.options.order
+        stage = stages[position]
+        planned = plan is not None and plan.steps[position].decision is not None
         if order is None:
-            requirements.append(step.requirements(model, options[:number], planned))
-        elif stage == first or order > LAST:
-            requirements.append(step.requirements(seen, of_stage(options, stage), planned))
+            requirements.append(step.requirements(model, options[:position], planned))
+            continue
+        is_first = stage == layerwise[0]
+        if is_first:
+            view = step.model_view(view)
+        if is_first or order > LAST:
+            requirements.append(step.requirements(view, of_stage(options, stage), planned))
         else:
             requirements.append(Requirements(text=True, heldout=1))
-    return requirements, seen
-
-
-def text_spec(resolved: ResolvedRecipe, options: TextOptions, parts: Mapping[int, str]) -> TextSpec | None:
-    """Return the text of these options for the steps of these numbers, each with the name of its part.
-
-    None if none reads.
-    """
-    needs = {name: resolved.requirements[number] for number, name in parts.items()}
-    if not any(need.text or need.part is not None for need in needs.values()):
-        return None
-    fit = any(need.text for need in needs.values())
-    fewest = max(need.heldout for need in needs.values()) if fit else 0
-    return TextSpec(
-        sources_of(options),
-        samples=options.samples if fit else 0,
-        sequence_length=options.sequence_length,
-        seed=resolved.recipe.seed,
-        heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
-        parts={name: need.part for name, need in needs.items() if need.part is not None},
-        strict=options.strict,
-        emphasis=emphasis_of(options, resolved.model),
-    )
+    return requirements, view
 
 
 def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
-    """Return the emphasised tokens of the model; refuses those that it does not have."""
-    wanted = {} if options.emphasis is None else options.emphasis.model_dump(exclude_none=True)
-    if not wanted:
+    """Return the emphasised tokens of the model; refuses a kind of token that the model does not have."""
+    weights = {} if options.emphasis is None else options.emphasis.model_dump(exclude_none=True)
+    if not weights:
         return PLAIN
     folder = model.source.folder
     tokenizer = load_tokenizer(folder)
@@ -332,37 +321,53 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
         "end": "no end token: neither its generation_config.json and config.json nor its tokenizer name one",
         "think_end": "no token that ends thinking, as </think> does: its chat template and vocabulary show none",
     }
-    for name in wanted:
+    for name in weights:
         if not tokens[name]:
             message = f"{model.source.label} has {missing[name]}"
             raise CompressionError(f"emphasis.{name}: {message}; leave it out, or mend the model's files")
-    return Emphasis({name: Marked(weight, tokens[name]) for name, weight in wanted.items()})
+    return Emphasis({name: Marked(weight, tokens[name]) for name, weight in weights.items()})
 
 
 def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:
-    """Yield the text of the run, and those of steps that have one of their own by their number, as far as any is read.
+    """Yield the run's text (None), then the texts that steps have of their own (by number), as far as any is read.
 
-    The first of them is the one that the output is evaluated on.
+    The output is evaluated on the first of them.
     """
-    evaluated = EVALUATED if resolved.recipe.output.evaluate else 0
-    shared = dict[int, str]()  # names of the parts of the run's text
-    wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, resolved.recipe.calibration, shared)]
-    for position, step in enumerate(resolved.options):
+    evaluation = EVALUATED if resolved.recipe.output.evaluate else 0
+    shared = dict[str, Requirements]()  # needs of the steps that read the run's text, by the name of their part
+    texts: list[tuple[int | None, TextOptions, dict[str, Requirements]]] = [(None, resolved.recipe.calibration, shared)]
+    for position, (step, needed) in enumerate(zip(resolved.options, resolved.requirements, strict=True)):
         if step.calibration is None:
-            shared[position] = part_name(position)
+            shared[part_name(position)] = needed
         else:
-            wanted.append((position, step.calibration, {position: OWN}))
-    for number, options, parts in wanted:
-        if (spec := text_spec(resolved, options, parts)) is not None:
-            yield number, replace(spec, evaluation=evaluated)
-            evaluated = 0
+            texts.append((position, step.calibration, {OWN: needed}))
+    for number, options, needs in texts:
+        if not any(needed.reads for needed in needs.values()):
+            continue
+        is_fitted = any(needed.text for needed in needs.values())
+        fewest = max(needed.heldout for needed in needs.values()) if is_fitted else 0
+        yield (
+            number,
+            TextSpec(
+                sources_of(options),
+                samples=options.samples if is_fitted else 0,
+                sequence_length=options.sequence_length,
+                seed=resolved.recipe.seed,
+                heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
+                parts={name: needed.part for name, needed in needs.items() if needed.part is not None},
+                strict=options.strict,
+                emphasis=emphasis_of(options, resolved.model),
+                evaluation=evaluation,
+            ),
+        )
+        evaluation = 0
 
 
 def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None = None) -> State:
-    """Return the state before the first step, once texts are read."""
+    """Return the state before the first step; this reads the texts."""
     with session.clock.phase("read text"):
         texts = read_texts(resolved)
-    plan = first_plan(resolved, texts[0])
+    plan = first_plan(resolved, texts.get(None))
     first = len(plan.steps) - len(resolved.steps)
     for needed in resolved.requirements:
         for note in () if needed.notes_are_described else needed.notes:
@@ -384,32 +389,32 @@ def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None
 
 
 def read_texts(resolved: ResolvedRecipe) -> Texts:
-    """The run's text with a part for each step that wants one, and the texts of steps that have one of their own.
+    """Return the run's text with a part for each step that needs one, and the texts of single steps.
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
     texts = dict[int | None, Text]()
     for number, spec in text_specs(resolved):
         tokenizer = load_tokenizer(resolved.model.source.folder)
-        repeated = None
+        identity = None
         if resolved.plan is not None:
-            repeated = resolved.plan.calibration if number is None else resolved.plan.steps[number].text
-        if repeated is not None:
-            text = repeat_text(repeated, tokenizer, resolved.model.vocabulary, evaluation=spec.evaluation)
+            identity = resolved.plan.calibration if number is None else resolved.plan.steps[number].text
+        if identity is not None:
+            text = repeat_text(identity, tokenizer, resolved.model.vocabulary, evaluation=spec.evaluation)
         else:
             text = read_text(spec, tokenizer, resolved.model.vocabulary)
         ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
         texts[number] = text
-    return texts.get(None), {number: text for number, text in texts.items() if number is not None}
+    return texts
 
 
 def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> Text | None:
-    """The text that the output is evaluated on: the first that is read, or the one that the carried out plan names."""
-    run, own = texts
-    if run is not None or own:
-        return run or own[min(own)]
-    named = () if resolved.plan is None else (resolved.plan.calibration, *(step.text for step in resolved.plan.steps))
-    identity = next(filter(None, named), None)
+    """Return the text that the output is evaluated on: the first one read, or else the first one that a plan names."""
+    if texts:
+        return next(iter(texts.values()))
+    plan = resolved.plan
+    identities = [] if plan is None else [plan.calibration, *(step.text for step in plan.steps)]
+    identity = next((identity for identity in identities if identity), None)
     if identity is None:
         return None
     model = resolved.model
@@ -417,14 +422,14 @@ def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> Text | None:
 
 
 def first_plan(resolved: ResolvedRecipe, text: Text | None) -> Plan:
-    """The plan before the first step: what earlier runs did to the model, then all steps, nothing decided yet."""
+    """Return the plan before the first step: the decisions of earlier runs, then all steps, still undecided."""
     model = resolved.model
     if resolved.plan is not None:
         plan = replace(resolved.plan, source=Source.of(model), dtype=model.dtype_name)
         steps = [replace(entry, result=None) for entry in plan.steps]
     else:
-        plan = resolved.before or Plan(Source.of(model), (), None, resolved.recipe.seed, model.dtype_name)
-        steps = [*plan.steps]
+        plan = resolved.earlier or Plan(Source.of(model), (), None, resolved.recipe.seed, model.dtype_name)
+        steps = list(plan.steps)
         first_stage = max((entry.stage for entry in steps), default=-1) + 1
         for step, stage in zip(resolved.options, stage_numbers(resolved.options, first_stage), strict=True):
             options = step.to_dict()
@@ -445,7 +450,7 @@ def first_plan(resolved: ResolvedRecipe, text: Text | None) -> Plan:
 def read_calibration(
     session: Session, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
 ) -> Calibration:
-    """Return the calibration text, the same on all ranks, with a share held out and sequences reserved."""
+    """Return calibration text, the same on all ranks, with a share held out and this many sequences reserved."""
     model = session.model
     spec = TextSpec(
         sources_of(options),
@@ -457,16 +462,16 @@ def read_calibration(
         strict=options.strict,
         emphasis=emphasis_of(options, model),
     )
-    data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
-    ranks().assert_same_on_all(data.identity["sha256"], "calibration text")
+    calibration = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
+    ranks().assert_same_on_all(calibration.identity["sha256"], "calibration text")
     logger.info("%s", how_resident(model))
-    return data
+    return calibration
 
 
 def read_evaluation(
     session: Session, names: Sequence[str], options: TextOptions, seed: int, most: int
 ) -> tuple[EvaluationSet, ...]:
-    """Return text to evaluate on, at most so many sequences of it."""
+    """Return text to evaluate on: at most `most` sequences of each source."""
     return evaluation_sets(
         names,
         load_tokenizer(session.model.source.folder),

@@ -1,8 +1,8 @@
-"""The one runner: a recipe's steps on a model, stage by stage, each kept as soon as it is done.
+"""The one runner: it carries out a recipe stage by stage, and keeps each stage as soon as it is done.
 
-settle steps, refuse what cannot be ─► is the output in place? ─► hold the work folder ─► read text once
+resolve and check the steps ─► is the output in place? ─► lock the work folder ─► read the text once
 ─► each stage: decide (plan), refit in order, write layer files ─► or change the whole model
-─► assemble ─► verify ─► evaluate ─► accept (gate, formats) ─► rename into place ─► record
+─► assemble ─► verify ─► evaluate ─► accept (gate, formats) ─► record ─► rename into place
 """
 
 import logging
@@ -70,8 +70,8 @@ from compressor.steps.workdir import (
     assemble,
     check_space,
     check_target,
-    held,
     is_written,
+    open_workdir,
     publish,
     put_tensors,
     write_file,
@@ -96,7 +96,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class WorkingCheckpoint:
-    """The checkpoint in the making: its folder, what its files hold, and how to check them."""
+    """The checkpoint after a stage: its folder, what its files hold, and how to check them."""
 
     folder: Path
     job: OutputJob
@@ -104,67 +104,73 @@ class WorkingCheckpoint:
     plan: ExpertPlan
     heads: tuple[Head, ...]  # multi-token-prediction heads that are kept
     model: OpenModel | None = None
-    before: "WorkingCheckpoint | None" = None  # what it was made of, unless that is the run's source
+    previous: "WorkingCheckpoint | None" = None  # the checkpoint it was made of; None for the run's input
 
     @property
     def first(self) -> "WorkingCheckpoint":
-        """The stage that was made of the run's source."""
-        return self if self.before is None else self.before.first
+        """The checkpoint that was made of the run's input."""
+        return self if self.previous is None else self.previous.first
 
     def opened(self, like: OpenModel) -> OpenModel:
-        """Return the checkpoint as it is now, computing like another model."""
+        """Return the checkpoint as it is now, opened with the dtype and device of another model."""
         if self.model is None:
             self.model = open_alike(ModelSource(str(self.folder), None, self.folder), like)
         return self.model
 
 
 def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome:
-    """Carry out a recipe's steps, or the `plan` that names their decisions, under the gate of the delivery.
+    """Carry out a recipe's steps, or the `plan` with their decisions, under the delivery's gate.
 
-    An interrupted run goes on when called again. Where the output of this very request is in place already, nothing is
-    written. Raises `CompressionError` for everything that a user can mend, `GateFailedError` for an output that does
-    not pass, and then leaves nothing behind.
+    An interrupted run resumes when it is called again. If the output of this very request is in place already, nothing
+    is written. Raises `CompressionError` for everything that a user can mend, and `GateFailedError` for an output that
+    does not pass; neither leaves anything behind.
     """
     formats = formats_of(recipe)
     assert recipe.model is not None
     deterministic = any(getattr(step, "deterministic", False) for step in recipe.steps)
     settings = recipe.dtype, delivery.device, delivery.progress, recipe.resident, deterministic
-    with open_run(recipe.model, recipe.revision, *settings) as opened:
-        model, clock = opened.model, opened.clock
-        with clock.phase("open"):
+    with open_run(recipe.model, recipe.revision, *settings) as session:
+        model = session.model
+        with session.clock.phase("open"):
             base = model
             if recipe.base is not None:
                 base = open_alike(find_model(recipe.base, recipe.base_revision, delivery.progress), model)
-            before = earlier_plan(model) if plan is None else None
-            resolved = prepare(recipe, model, base, before, plan)
-            if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
-                what = "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model"
-                logger.warning(what, model.source.label, before.source.label, base.source.label)
+            earlier = earlier_plan(model) if plan is None else None
+            resolved = prepare(recipe, model, base, earlier, plan)
+            if recipe.base is not None and earlier is not None and earlier.source.fingerprint != base.fingerprint:
+                logger.warning(
+                    "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model",
+                    model.source.label,
+                    earlier.source.label,
+                    base.source.label,
+                )
             check_carried(model.source.folder)
-            refuse_places(delivery, (model, base))
+            refuse_output(delivery, (model, base))
             key = ranks().broadcast(resolved.key)
             gate_key = None if delivery.gate is None else delivery.gate.key
-            place = request_key(key, recipe.output.max_shard_bytes, formats, gate_key)
-        in_place = partial(_in_place, delivery, place, resolved, opened.peak)
-        if (outcome := in_place()) is not None:
+            request = request_key(key, recipe.output.max_shard_bytes, formats, gate_key)
+        in_place = partial(_in_place, delivery, request, resolved, session.peak)
+        outcome = in_place()
+        if outcome is not None:
             return outcome
         needed = resolved.space
-        with held(delivery.out) as work:
-            if (outcome := in_place()) is not None:  # another run of it has just ended
+        with open_workdir(delivery.out) as work:
+            outcome = in_place()
+            if outcome is not None:  # a run of the same request has just ended
                 return outcome
             ranks().broadcast(lambda: check_target(delivery.out, delivery.overwrite))
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
-            state = first_state(resolved, opened, work)
-            stage = make_all(state)
+            state = first_state(resolved, session, work)
+            checkpoint = run_stages(state)
             ranks().barrier()
-            outcome = _finish(resolved, state, stage, delivery, opened.peak, place)
+            outcome = _finish(resolved, state, checkpoint, delivery, session.peak, request)
             ranks().broadcast(lambda: publish(work, delivery.overwrite))
     return outcome
 
 
 def earlier_plan(model: OpenModel) -> Plan | None:
-    """Return the plan that a checkpoint of this tool was made by; None for another one."""
+    """Return the plan that a checkpoint of this tool was made by; None for any other checkpoint."""
     path = model.source.folder / COMPRESSION
     if not path.is_file():
         return None
@@ -172,30 +178,32 @@ def earlier_plan(model: OpenModel) -> Plan | None:
     return Plan.from_dict(content if isinstance(content, dict) else {}, f"{path}: plan")
 
 
-def refuse_places(delivery: Delivery, models: Sequence[OpenModel]) -> None:
+def refuse_output(delivery: Delivery, models: Sequence[OpenModel]) -> None:
     """Refuse an output inside a checkpoint that is read, or one that would replace it."""
-    target, hint = delivery.out.resolve(), "name another output folder"
-    for folder in (model.source.folder for model in models):
+    target = delivery.out.resolve()
+    hint = "name another output folder"
+    for model in models:
+        folder = model.source.folder
         if target == folder or folder in target.parents:
             raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {hint}")
         if target in folder.parents and (delivery.overwrite or not target.is_dir()):
             raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {hint}")
 
 
-def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: PeakMemory) -> Outcome | None:
-    """Return the outcome of an output that is in place and the one requested; None if there is none."""
+def _in_place(delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: PeakMemory) -> Outcome | None:
+    """Return the outcome of an output that is in place and answers the request; None if there is none."""
     if delivery.overwrite:
         return None
 
     def answered() -> bool:
         with suppress(CompressionError):
-            check_target(delivery.out, False)  # which tidies up after a run that was killed
-        same = answers(delivery.out, place)
+            check_target(delivery.out, False)  # this also tidies up after a killed run
+        is_answer = answers(delivery.out, request)
         with suppress(CompressionError):
-            if same and work_folder(delivery.out).exists():  # of a run that was killed after the last rename
+            if is_answer and work_folder(delivery.out).exists():  # left by a run that was killed after its last rename
                 with lock_output(delivery.out) as folder:
                     clear(folder)
-        return same
+        return is_answer
 
     if not ranks().broadcast(answered):
         return None
@@ -203,55 +211,68 @@ def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: Pe
     outcome = replace(read_outcome(delivery.out), loader_fault=fault_of(delivery.out))
     if delivery.gate is not None:
         outcome = replace(outcome, gate=read_gate(delivery.out / REPORT))
-    servers = servers_of(resolved.seen, outcome.expert_plan)  # figures of this run, which did nothing, not of that one
+    servers = servers_of(resolved.view, outcome.expert_plan)
+    # times, memory and command are those of this run, which did nothing
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
 
 def _finish(
-    resolved: ResolvedRecipe, state: State, stage: WorkingCheckpoint, delivery: Delivery, peak: PeakMemory, place: str
+    resolved: ResolvedRecipe,
+    state: State,
+    checkpoint: WorkingCheckpoint,
+    delivery: Delivery,
+    peak: PeakMemory,
+    request: str,
 ) -> Outcome:
-    work, model, first = state.work, resolved.model, stage.first
+    """Assemble the output, verify, evaluate and gate it, export its formats, and record the run; return its outcome."""
+    work = state.work
     assert work is not None
-    whole, before = state.plan.expert_plan, Size.of(model.checkpoint.tensors.values())
-    if resolved.before is not None:  # sizes count from the source of the first run
+    model = resolved.model
+    first = checkpoint.first
+    experts = state.plan.expert_plan
+    size = Size.of(model.checkpoint.tensors.values())
+    label = model.source.label
+    if resolved.earlier is not None:  # sizes and names are those of the first run's input
         record = read_object(model.source.folder / COMPRESSION)
-        before = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
+        size = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
+        label = resolved.earlier.source.label
+    left_out = {*left_out_of(first.source, first.plan), *left_out_of(checkpoint.source, checkpoint.plan)}
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
-        experts_before=(whole.layers or model.architecture.layers)[0].experts,
-        experts_after=whole.experts or model.architecture.experts,
-        before=before,
-        after=Size.of(stage.job.outputs),
+        experts_before=(experts.layers or model.architecture.layers)[0].experts,
+        experts_after=experts.experts or model.architecture.experts,
+        before=size,
+        after=Size.of(checkpoint.job.outputs),
         seconds={},
         peak_memory=0,
-        left_out=tuple(sorted({name for each in (first, stage) for name in left_out_of(each.source, each.plan)})),
-        zeroed_fields=tuple(stage.job.zeroed),
-        servers=servers_of(resolved.seen, whole),
+        left_out=tuple(sorted(left_out)),
+        zeroed_fields=tuple(checkpoint.job.zeroed),
+        servers=servers_of(resolved.view, experts),
     )
-    label = model.source.label if resolved.before is None else resolved.before.source.label
-    files = [name for name in stage.job.files if name != "config.json"]
+    files = [name for name in checkpoint.job.files if name != "config.json"]
 
-    def assembled() -> None:
-        own = {"model": label, "gate": resolved.recipe.gate, "output": resolved.recipe.output}  # and all steps so far
-        base = {} if state.plan.base is None else {"base": state.plan.base.label}
-        recipe = recipe_of_plan(state.plan).model_copy(update=own | base)
+    def assemble_output() -> None:
+        changes = {"model": label, "gate": resolved.recipe.gate, "output": resolved.recipe.output}
+        if state.plan.base is not None:
+            changes["base"] = state.plan.base.label
+        recipe = recipe_of_plan(state.plan).model_copy(update=changes)  # with the steps of earlier runs
         records = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(recipe)}
-        assemble(stage.folder, work.output, records, resolved.recipe.output.max_shard_bytes)
-        stage.job.verify(work.output)
+        assemble(checkpoint.folder, work.output, records, resolved.recipe.output.max_shard_bytes)
+        checkpoint.job.verify(work.output)
 
     with state.clock.phase("write"):
-        ranks().broadcast(assembled)
+        ranks().broadcast(assemble_output)
     outcome = replace(outcome, heldout=_heldout_divergence(resolved, state, work.output))
     if outcome.heldout is not None:
         ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
-    fit = None if state.text is None else state.text.fit
-    changed = stage is not first or any(step.order is None for step in resolved.options)
-    heads = first.heads if stage.heads else ()
-    acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
+    calibration = None if state.text is None else state.text.fit
+    is_changed = checkpoint is not first or any(step.order is None for step in resolved.options)
+    heads = first.heads if checkpoint.heads else ()
+    acceptance = acceptance_of(first.plan, heads, work.output, first.source, calibration, is_changed)
     formats = formats_of(resolved.recipe)
     if delivery.gate is not None or formats != (SAFETENSORS,):
-        for opened in (model, state.base, state.model):  # a gate may load whole models
+        for opened in (model, state.base, state.model):  # a gate or an exporter may load whole models
             opened.partial.stream()
     if delivery.gate is not None:
         outcome = replace(outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress))
@@ -265,11 +286,10 @@ def _finish(
         acceptance=acceptance,
     )
     if ranks().is_first:  # recorded before the rename, for a run that is killed right after it
-        identity = None if state.text is None else state.text.identity
         run_record = RunRecord(
             model.source.name,
             model.source.revision,
-            with_folders(state.plan.calibration if identity is None else identity),
+            with_folders(state.plan.calibration if state.text is None else state.text.identity),
             outcome.seconds,
             outcome.peak_memory,
             None if delivery.command is None else tuple(delivery.command),
@@ -277,25 +297,26 @@ def _finish(
             base=None if state.base is model else state.base.source.name,
         )
         record_run(work.output, run_record)
-        for key in (place, *delivery.requests):
+        for key in (request, *delivery.requests):
             record_request(work.output, key)
     return outcome
 
 
 def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progress) -> GateResult:
-    """Return the gate's result on a finished output; raise `GateFailedError` for one that is not to be put in place."""
+    """Return the gate's result on a finished output; raise `GateFailedError` if it must not be put in place."""
     out = Path(outcome.out)
     result = judge(gate, folder, out.name, progress)
-    accepted = ranks().broadcast(lambda: gate.accepts(result))  # from now on a rank that rejects may clear the folder
+    # all ranks have finished with the folder once this returns: the first one to raise clears it
+    accepted = ranks().broadcast(lambda: gate.accepts(result))
     if not (accepted or gate.request.options.keep_failed):
         raise GateFailedError(out, [Attempt(outcome.experts_after, result, accepted=False)])
     return result
 
 
 def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) -> DomainDivergence | None:
-    """How far the output is from the base on held-out text; None where no text is read, or without evaluation.
+    """Return the output's divergence from the base on held-out text; None without text or evaluation.
 
-    What cannot be compared ends no run: a warning says why.
+    A failed comparison does not end the run: a warning says why it failed.
     """
     if not resolved.recipe.output.evaluate:
         return None
@@ -308,7 +329,8 @@ def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) ->
         if evaluator.sequences < FEWEST:
             message = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
             raise CompressionError(f"{message}; give more text, or lower --samples or --sequence-length")
-        settings, variant = (state.base.dtype_name, str(state.base.partial.device)), AS_IT_IS
+        settings = state.base.dtype_name, str(state.base.partial.device)
+        variant = AS_IT_IS
         if not state.plan.expert_plan.has_constants:
             output = open_model(ModelSource(str(folder), None, folder), *settings)
         else:
@@ -316,54 +338,56 @@ def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) ->
             variant = Substitution(constants=constants)
         with state.clock.phase("evaluate"):
             (figures,) = evaluator.measure(output, [variant], progress=state.progress)
-        names = map(without_tokens, evaluator.names)  # of files, which go into the record
-        compared = domain_divergence(figures, dict(enumerate(names)))
+        divergence = domain_divergence(figures, dict(enumerate(map(without_tokens, evaluator.names))))
     except CompressionError as error:
         logger.warning("output and base are not compared on held-out text: %s", error)
         return None
     short = [without_tokens(name) for name in evaluator.names if name in text.short]
     if short:
         few = f"{joined(short)} had too little text for this alone"
-        compared = replace(compared, note=f"{few}: among its sequences are held-out ones by which steps have chosen.")
-    rounded = plain_json(compared, lambda value: spelled(round(value, 6)))
+        note = f"{few}: among its sequences are held-out ones by which steps have chosen."
+        divergence = replace(divergence, note=note)
+    rounded = plain_json(divergence, lambda value: spelled(round(value, 6)))
     return read_as(DomainDivergence, rounded)
 
 
-def make_all(state: State) -> WorkingCheckpoint:
-    work, stage = state.work, None
+def run_stages(state: State) -> WorkingCheckpoint:
+    """Carry out all stages, and return the checkpoint after the last one."""
+    work = state.work
     assert work is not None
+    checkpoint = None
     for numbers in state.plan.stages:
         if numbers[0] < state.first:
             continue
         state.number = numbers[0]
         for number in numbers:
-            if (recorded := work.steps.get(number)) is not None:  # by a run that was killed
-                entry = PlannedStep.from_dict(recorded, "journal.json")
+            if number in work.steps:  # recorded by a run that was killed
+                entry = PlannedStep.from_dict(work.steps[number], "journal.json")
                 changes = {"decision": entry.decision, "result": entry.result, "text": entry.text}
                 state.plan = state.plan.with_entry(number, **changes)
         if state.step_at(numbers[0]).options.order is not None:
-            stage = _layer_stage(state, numbers, stage, work)
+            checkpoint = _layerwise_stage(state, numbers, checkpoint, work)
             continue
-        if stage is None:  # the whole model is changed first: a copy of it
-            stage = _written(state, numbers, work)
+        if checkpoint is None:  # the first step changes the whole model: it works on a copy of the input
+            checkpoint = _written(state, numbers, work)
         if state.plan.steps[numbers[0]].result is None:
-            _whole_step(state, stage, work)
-    assert stage is not None
-    return stage
+            _whole_model_step(state, checkpoint, work)
+    assert checkpoint is not None
+    return checkpoint
 
 
-def _layer_stage(
-    state: State, numbers: Sequence[int], before: WorkingCheckpoint | None, work: Workdir
+def _layerwise_stage(
+    state: State, numbers: Sequence[int], previous: WorkingCheckpoint | None, work: Workdir
 ) -> WorkingCheckpoint:
-    if before is not None:
-        if before.before is not None:  # the last one stays until the end, for a run that goes on after a kill
-            work.drop(before.before.folder)
-        state.model = before.opened(state.base)
-        before.model = None
+    """Decide, refit and write a stage of layerwise steps, on the checkpoint of the previous stage."""
+    if previous is not None:
+        if previous.previous is not None:  # a resumed run still needs the previous stage, but none before it
+            work.drop(previous.previous.folder)
+        state.model = previous.opened(state.base)
+        previous.model = None
     decide(state, numbers)
     steps = [state.step_at(number) for number in numbers]
-    folder = work.stage(numbers[0])
-    if not is_written(folder):
+    if not is_written(work.stage(numbers[0])):
         for number, step in zip(numbers, steps, strict=True):
             if type(step).refit is Step.refit:
                 continue
@@ -371,59 +395,55 @@ def _layer_stage(
             with state.clock.phase(step.name):
                 refitted = step.refit(state)
             if refitted is not None and state.deciding is not None:
-                state.plan = state.plan.with_entry(state.deciding, decision=refitted)
-                work.record(state.deciding, state.plan.steps[state.deciding].to_dict())
-    stage = _written(state, numbers, work, steps)
-    stage.before = before
-    return stage
+                _record(state, work, state.deciding, decision=refitted)
+    checkpoint = _written(state, numbers, work, steps)
+    checkpoint.previous = previous
+    return checkpoint
+
+
+def _record(state: State, work: Workdir | None, number: int, **changes: Any) -> None:
+    """Put a step's decision or result into the plan, and keep it for a run that resumes this one."""
+    state.plan = state.plan.with_entry(number, **changes)
+    if work is not None:
+        work.record(number, state.plan.steps[number].to_dict())
 
 
 def decide(state: State, numbers: Sequence[int]) -> None:
-    """The decisions of these steps of a stage, in its order; those that are there already excepted."""
+    """Take and apply the decisions of these steps of a stage, in order; known decisions are only applied."""
     for number in state.stage:
         state.model = state.step_at(number).model_view(state.model)
     for number in numbers:
-        state.number, step = number, state.step_at(number)
+        state.number = number
+        step = state.step_at(number)
         decision = state.plan.steps[number].decision
         if decision is None:
             with state.clock.phase("plan"):
                 decision = step.decide(state)
-            state.plan = state.plan.with_entry(number, decision=decision, text=state.own_text)
-            if state.work is not None and decision is not None:
-                state.work.record(number, state.plan.steps[number].to_dict())
+            work = None if decision is None else state.work
+            _record(state, work, number, decision=decision, text=state.own_text)
         if decision is not None:
             step.apply_decision(decision, state)
 
 
 def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()) -> WorkingCheckpoint:
-    folder, plan = work.stage(numbers[0]), state.expert_plan()
+    """Write the checkpoint of a stage, layer by layer; without `steps`, a copy of the model as it is."""
+    folder = work.stage(numbers[0])
+    plan = state.expert_plan()
     heads = check_plan(plan, state.model)
-    earlier = state.steps[: numbers[0] - state.first]
-    packed = [step.name for step in earlier if FORMAT in step.options.changes]
+    position = numbers[0] - state.first
+    packed = [step.name for step in state.steps[:position] if FORMAT in step.options.changes]
     if packed and through_model(state.model.layout, plan, state.refits):
         message = f"{packed[0]} has packed experts that can only be merged, or dropped, once they are dequantised"
-        raise CompressionError(f"steps[{numbers[0] - state.first}]: {message}; put {packed[0]} after it")
+        raise CompressionError(f"steps[{position}]: {message}; put {packed[0]} after it")
     job = None
     for number, step in zip(numbers, steps, strict=False):
-        state.number, job = number, job or step.writer(state)
+        state.number = number
+        job = job or step.writer(state)
     state.number = numbers[0]
     if job is None:
-        cut = state.cut() if state.refits else None
         changing = [step for step in steps if type(step).apply_layer is not Step.apply_layer]
-
-        def change(name: str, tensors: Tensors) -> Tensors:
-            """Return a decoder layer's tensors after the steps that only change tensors, in order."""
-            moe_layers = [layer for layer in state.model.architecture.layers if layer.decoder_layer == name]
-            current = dict(tensors)
-            for step in changing:
-                for key, value in (step.apply_layer(DecoderLayer(name, moe_layers, current), state) or {}).items():
-                    if key not in current or value.shape != current[key].shape:
-                        message = f"gives {key} of {name}, which is no tensor of that shape"
-                        raise CompressionError(f"step {step.name} {message}; mend its apply_layer()")
-                    current[key] = value
-            return {key: value for key, value in current.items() if value is not tensors[key]}
-
-        job = make_job(state.model, plan, cut, change if changing else None)
+        cut = state.cut() if state.refits else None
+        job = make_job(state.model, plan, cut, partial(_changed_tensors, state, changing) if changing else None)
     if not is_written(folder):
         labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
         state.progress.start("write", len(job.decoder_layers))
@@ -434,23 +454,37 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
     return WorkingCheckpoint(folder, job, state.model, plan, heads)
 
 
-def _whole_step(state: State, stage: WorkingCheckpoint, work: Workdir) -> None:
+def _changed_tensors(state: State, steps: Sequence[Step[Any]], decoder_layer: str, tensors: Tensors) -> Tensors:
+    """Return the tensors of a decoder layer that the `apply_layer` of these steps, in order, has changed."""
+    moe_layers = [layer for layer in state.model.architecture.layers if layer.decoder_layer == decoder_layer]
+    current = dict(tensors)
+    for step in steps:
+        changes = step.apply_layer(DecoderLayer(decoder_layer, moe_layers, current), state) or {}
+        for key, value in changes.items():
+            if key not in current or value.shape != current[key].shape:
+                message = f"gives {key} of {decoder_layer}, which is no tensor of that shape"
+                raise CompressionError(f"step {step.name} {message}; mend its apply_layer()")
+            current[key] = value
+    return {key: value for key, value in current.items() if value is not tensors[key]}
+
+
+def _whole_model_step(state: State, checkpoint: WorkingCheckpoint, work: Workdir) -> None:
+    """Have a step change the whole model: it gives new tensors for the checkpoint's files."""
     number = state.number
     step = state.step_at(number)
-    for each in (state.base, stage.source):  # passed once more at most, beside a model that may be in memory whole
-        each.partial.stream()
-    state.model = stage.opened(state.base)
+    for model in (state.base, checkpoint.source):  # the step may need the memory for a whole model
+        model.partial.stream()
+    state.model = checkpoint.opened(state.base)
     with state.clock.phase(step.name):
         result = step.apply_model(state)
     if result is None:
         return
 
-    def put_all() -> None:
+    def write_tensors() -> None:
         for tensors in result.tensors:
-            put_tensors(stage.folder, tensors, f"{number}-{step.name}")
+            put_tensors(checkpoint.folder, tensors, f"{number}-{step.name}")
 
-    ranks().broadcast(put_all)
-    stage.model = None  # its files are others now
-    state.plan = state.plan.with_entry(number, result=dict(result.figures), text=state.own_text)
-    work.record(number, state.plan.steps[number].to_dict())
+    ranks().broadcast(write_tensors)
+    checkpoint.model = None  # it was opened with the old tensors
+    _record(state, work, number, result=dict(result.figures), text=state.own_text)
     work.drop_kept(number)

@@ -32,7 +32,8 @@ class Strategy:
 
     def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan one layer, with the options if the strategy has any; refuses what is no plan of this layer."""
-        layer, arguments = statistics.layer, [statistics, keep, protected]
+        layer = statistics.layer
+        arguments = [statistics, keep, protected]
         if self.options is not None:
             arguments.append(self.options)
         try:
@@ -85,7 +86,7 @@ class Exporter(Protocol):
 
     It may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
     `CompressionError` where an optional package is missing, before anything is read. `read_summary(output)`, if there
-    is one, returns what `export` returned. With `PLANS = True` the command `export` hands it a plan file, too.
+    is one, reads the summary of a finished output. With `PLANS = True` the command `export` hands it a plan file, too.
     """
 
     def export(self, checkpoint: Path, output: Path, options: Any, progress: Progress) -> Any:

@@ -68,7 +68,9 @@ class TextOptions(Options):
     @field_validator("emphasis", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:
-        return dict(part.strip().partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return dict(pair.strip().partition("=")[::2] for pair in value.split(","))
 
     @field_validator("data", mode="before")
     @classmethod
@@ -93,6 +95,11 @@ class Requirements:
     waits_on_disk: bool = False  # layers wait beside the output, which takes its size once more
     notes: tuple[str, ...] = ()  # sentences on what is decided before any weight is read
     notes_are_described: bool = False  # `describe` repeats the notes, so that a run need not begin with them
+
+    @property
+    def reads(self) -> bool:
+        """True if it reads any text."""
+        return self.text or self.part is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +127,12 @@ class Result:
     tensors: "Iterator[Tensors]" = field(default_factory=lambda: iter(()))
 
 
-SUB_EXPERTS, EXPERTS, CONSTANTS = "sub-experts", "experts", "constants"
-WEIGHTS, ROUTERS, FORMAT = "weights", "routers", "format"
+SUB_EXPERTS = "sub-experts"
+EXPERTS = "experts"
+CONSTANTS = "constants"
+WEIGHTS = "weights"
+ROUTERS = "routers"
+FORMAT = "format"
 
 
 class StepOptions(Options):
@@ -215,7 +226,7 @@ class Step(Generic[StepOptionsT]):
         return None
 
     def output_size(self, model: "OpenModel", experts: int, changed: bool = False) -> OutputSize | None:
-        """Return the size of the output with so many experts in each layer; None if it is stored as before.
+        """Return the size of the output with this number of experts in each layer; None if it is stored as before.
 
         `changed`: other steps write experts anew, in a plain dtype.
         """

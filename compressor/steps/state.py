@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from compressor.data.batches import Text
-from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.model.mtp import fitting_heads
@@ -21,8 +20,8 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
 from compressor.steps.workdir import Workdir
 
-# The run's text, with a part for each step that wants one; and texts of single steps, by their number among the run's.
-Texts = tuple[Text | None, Mapping[int, Text]]
+# The run's text (None), with a part for each step that needs one, and texts of single steps, by number in the run.
+Texts = Mapping[int | None, Text]
 
 
 @dataclass(slots=True)
@@ -46,8 +45,7 @@ class State:
     @property
     def text(self) -> Text | None:
         """The step's own text, or that of the run."""
-        run, own = self.texts
-        return own.get(self.number - self.first, run)
+        return self.texts.get(self.number - self.first, self.texts.get(None))
 
     def step_at(self, number: int) -> Step[Any]:
         """Return the step of that number in the plan."""
@@ -104,41 +102,32 @@ class State:
 
         The base runs once for all steps that share a text: one pass, which processes share.
         """
-        text, now = self.text, self.number - self.first
+        text = self.text
+        position = self.number - self.first
         assert text is not None
         sha256 = str(text.identity["sha256"])
         if sha256 not in self.shared:
-            self.shared[sha256] = self._run_teacher(text, now)
+            self.shared[sha256] = self._run_teacher(text, position)
         evaluator, batches, outputs = self.shared[sha256]
-        name = part_name(now) if self.own_text is None else OWN
+        name = part_name(position) if self.own_text is None else OWN
         return batches[name], outputs[name], evaluator
 
     def _run_teacher(
-        self, text: Text, now: int
-    ) -> tuple[Evaluator, dict[str, list[torch.Tensor]], dict[str, list[Distributions]]]:
+        self, text: Text, first: int
+    ) -> tuple[Evaluator, dict[str, Sequence[torch.Tensor]], dict[str, list[Distributions]]]:
+        """Run the base on the batches of all steps from `first` on that read this text, and on its held-out part."""
         assert self.work is not None
-        evaluator, hidden = Evaluator(self.base, text.heldout), list[str]()
-        batches, texts = dict[str, list[torch.Tensor]](), dict[str, list[torch.Tensor]]()
-        for number in range(now, len(self.steps)):
+        evaluator = Evaluator(self.base, text.heldout)
+        batches = dict[str, Sequence[torch.Tensor]]()
+        hidden = list[str]()
+        for number, step in enumerate(self.steps[first:], first):
             name = OWN if OWN in text.parts else part_name(number)
-            if name not in text.parts or name in batches:
-                continue
-            step = self.steps[number]
-            batches[name] = [*step.teacher_batches(text.parts[name])]
-            keys = [f"{name}-{place}" for place in range(len(batches[name]))]
-            texts |= {key: [batch] for key, batch in zip(keys, batches[name], strict=True)}
-            if step.needs_teacher_hidden:
-                hidden += keys
+            if name in text.parts and name not in batches:
+                batches[name] = step.teacher_batches(text.parts[name])
+                if step.needs_teacher_hidden:
+                    hidden.append(name)
         folder = self.work.folder / "kept" / f"base-{str(text.identity['sha256'])[:16]}"
-        share = ranks().share([batch for (batch,) in texts.values()])
-        mine = {key: batch for place, (key, batch) in enumerate(texts.items()) if place in share}
-        read_base(self.base, mine, evaluator, self.progress, folder, hidden)
-        ranks().barrier()  # the work folder has what every process has computed now
-        read = read_base(self.base, texts, None, self.progress, folder, hidden)
-        outputs: dict[str, list[Distributions]] = {name: [] for name in batches}
-        for key in texts:
-            outputs[key.rpartition("-")[0]].append(read[key][0])
-        return evaluator, batches, outputs
+        return evaluator, batches, read_base(self.base, batches, evaluator, self.progress, folder, hidden)
 
 
 def untouched(model: OpenModel) -> ExpertPlan:

@@ -2,8 +2,8 @@
 
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
     lock            held by the run
-    journal.json    the run's key, and what each finished step decided and what came of it
-    kept/           tensors that steps keep for a run that goes on after a kill
+    journal.json    the run's key, and the decision and result of each finished step
+    kept/           tensors that steps keep for a run that resumes after a kill
     stage-N/        the checkpoint after the layerwise steps from step N on: one file per decoder layer
     output/         the finished checkpoint, verified, gated and then renamed to OUT
 
@@ -65,7 +65,8 @@ class Workdir:
     """The work folder of `out`, locked by this run and its other processes."""
 
     def __init__(self, out: Path, folder: Path) -> None:
-        self.out, self.folder = Path(os.path.abspath(out)), folder
+        self.out = Path(os.path.abspath(out))
+        self.folder = folder
         self.key = ""
         self.steps = dict[int, dict[str, Any]]()
 
@@ -117,10 +118,10 @@ class Workdir:
 
 
 @contextmanager
-def held(out: Path) -> Iterator[Workdir]:
-    """The work folder of `out` on storage that all processes see, held by the first of them.
+def open_workdir(out: Path) -> Iterator[Workdir]:
+    """Open the work folder of `out`, on storage that all processes see; the first of them holds its lock.
 
-    A fault leaves nothing of it, a kill what a run of the same key goes on with. Raises `CompressionError` while
+    An error clears it; after a kill, a run of the same key resumes from it. Raises `CompressionError` while
     another run holds it.
     """
     with wrap_full_disk(work_folder(out).parent), distributed.held(out) as folder:
@@ -208,11 +209,11 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
     output.mkdir()
     stored = Checkpoint(stage)
     shard_files = _shard_files(stored, max_shard_bytes)
-    places = dict[TensorInfo | OutputTensor, str]()
+    file_of = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
         for number, infos in enumerate(shard_files, start=1):
             shard = f"model-{number:05d}-of-{len(shard_files):05d}.safetensors" if len(shard_files) > 1 else SINGLE_NAME
-            places |= dict.fromkeys(infos, shard)
+            file_of |= dict.fromkeys(infos, shard)
             sources = list(dict.fromkeys(info.file for info in infos))
             if len(sources) == 1 and len(infos) == len(read_header(stage / sources[0])):
                 try:
@@ -225,7 +226,7 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
                 steps |= dict.fromkeys(made_by(stage / source) or ())
             writer.write(output / shard, infos, _changed(stored, infos, {}), [*steps])
     if len(shard_files) > 1:
-        write_index(output, places)
+        write_index(output, file_of)
     for path in stage.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             write_file(output / path.relative_to(stage), path.read_bytes())
@@ -238,7 +239,8 @@ def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[T
 
     One tensor may be larger than a file.
     """
-    parts, sizes = list[list[TensorInfo]](), list[int]()
+    parts = list[list[TensorInfo]]()
+    sizes = list[int]()
     for name in dict.fromkeys(info.file for info in stored.tensors.values()):
         infos = [*read_header(stored.folder / name).values()]
         for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
@@ -282,16 +284,16 @@ def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
         metadata[STEPS] = json.dumps(list(steps))
     entries: dict[str, Any] = {"__metadata__": metadata}
     position = 0
-    places = dict[str, int]()
+    offsets = dict[str, int]()
     for output in sorted(outputs, key=lambda output: -DTYPE_BITS[output.dtype]):
-        places[output.name] = position
+        offsets[output.name] = position
         end = position + output.nbytes
         entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + parent for name, parent in places.items()}
+    return header, {name: len(header) + parent for name, parent in offsets.items()}
 
 
 def made_by(path: Path) -> tuple[str, ...] | None:
@@ -324,7 +326,7 @@ class LayerWriter:
         self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], produced: Named, steps: Sequence[str]
     ) -> None:
         """Write exactly these `outputs` from the tensors `produced`."""
-        header, places = header_of(outputs, steps)
+        header, offsets = header_of(outputs, steps)
         sizes = {output.name: output.nbytes for output in outputs}
         fresh = path.with_name(f"{path.name}.new")
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -341,14 +343,14 @@ class LayerWriter:
             with ThreadPoolExecutor(WRITERS) as pool:
                 running = deque[Future[None]]()
                 for name, content in produced:
-                    assert name in places, f"tensor {name!r} was made and has no place in the output"
-                    offset = places.pop(name)
+                    assert name in offsets, f"tensor {name!r} was made and has no place in the output"
+                    offset = offsets.pop(name)
                     running.append(pool.submit(_write_tensor, content, file, offset, sizes[name], name))
                     if len(running) > WRITERS:
                         running.popleft().result()
                 for task in running:
                     task.result()
-            assert not places, f"tensor {min(places)!r} of the output was not made"
+            assert not offsets, f"tensor {min(offsets)!r} of the output was not made"
         except BaseException:
             os.close(file)
             fresh.unlink(missing_ok=True)
@@ -381,7 +383,8 @@ def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[l
 
     What is larger than `small` stays alone.
     """
-    groups, filled = list[list[int]](), 0
+    groups = list[list[int]]()
+    filled = 0
     for number, nbytes in enumerate(sizes):
         alone = nbytes > small or not groups or sizes[groups[-1][-1]] > small
         if alone or filled + nbytes > most:
@@ -392,13 +395,13 @@ def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[l
     return groups
 
 
-def write_index(folder: Path, places: Mapping[TensorInfo | OutputTensor, str]) -> None:
+def write_index(folder: Path, files: Mapping[TensorInfo | OutputTensor, str]) -> None:
     """Write the index file, which maps tensors to files for loaders."""
     metadata = {
-        "total_parameters": sum(output.parameters for output in places),
-        "total_size": sum(output.nbytes for output in places),
+        "total_parameters": sum(output.parameters for output in files),
+        "total_size": sum(output.nbytes for output in files),
     }
-    weight_map = dict(sorted((output.name, file) for output, file in places.items()))
+    weight_map = dict(sorted((output.name, file) for output, file in files.items()))
     content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
     fresh = folder / f"{INDEX_NAME}.new"
     write_file(fresh, content.encode())

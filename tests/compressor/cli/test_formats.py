@@ -44,6 +44,7 @@ class Summary:
     tensors: int
 def export(checkpoint, output, options, progress):
     output.mkdir()
+def read_summary(output):
     return Summary(output, 3)
 """
 NEEDY = """
