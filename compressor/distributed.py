@@ -43,7 +43,7 @@ def _on_cpu(value: Any) -> Any:
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True).contiguous(), value)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True).contiguous(), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class Ranks:
 
         Each group is divided by itself, so that a batch has the same rank in every pass over its group.
         """
-        numbers, begin = set[int](), 0
+        numbers = set[int]()
+        begin = 0
         for batches in groups:
             numbers.update(range(begin + self.rank, begin + len(batches), self.size))
             begin += len(batches)
@@ -216,7 +217,8 @@ def _joined(group: Ranks) -> Any:
         store: Any = next(iter(rendezvous("env://", group.rank, group.size, timeout=JOINING)))[0]
         store.set(f"joined/{group.rank}", "1")
         store.wait([f"joined/{rank}" for rank in range(group.size)], JOINING)
-        kind, count = torch.accelerator.current_accelerator(check_available=True), torch.accelerator.device_count()
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        count = torch.accelerator.device_count()
         if kind is not None:
             torch.accelerator.set_device_index(group.local % count)
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or group.size)

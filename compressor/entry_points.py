@@ -54,13 +54,13 @@ def load(group: str, name: str, place: str = "") -> Any:
         raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")
     try:
         return offers[value].load()
-    except (Exception, SystemExit) as error:  # a plugin runs what it likes
+    except (Exception, SystemExit) as error:  # plugins raise any exception
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise CompressionError(f"{kind} {name!r} ({value}) cannot be imported: {reason}") from error
 
 
 def takes(function: Any, count: int) -> bool:
-    """Return True if something can be called with so many positional arguments, as far as that is known."""
+    """Return True if something can be called with this number of positional arguments, as far as is known."""
     try:
         inspect.signature(function).bind(*range(count))
     except (TypeError, ValueError) as error:  # what is not written in Python may have no signature: ValueError
@@ -78,7 +78,7 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
 
 
 def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
-    """Return a field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
+    """Return a field of an `Options` dataclass with its help text, and its values if they are few."""
     option: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
     return option
 
@@ -99,7 +99,8 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
     for name, value in settings.items():
         if name not in entries:
             raise CompressionError(f"{what} has no option {name!r}; it has {', '.join(sorted(entries)) or 'none'}")
-        default, choices = entries[name].default, entries[name].metadata.get("choices")
+        default = entries[name].default
+        choices = entries[name].metadata.get("choices")
         is_alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
         if isinstance(default, bool | int | float | str) and not is_alike:  # one without a plain default checks itself
             raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")
@@ -109,12 +110,12 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
         return None if options_class is None else options_class(**settings)
     except CompressionError:
         raise
-    except Exception as error:  # a plugin checks its options as it likes
+    except Exception as error:  # plugins raise any exception
         raise CompressionError(f"{what} does not take these options: {reason_of(error)}") from error
 
 
 def read_option(text: str, message: str) -> tuple[str, Any]:
-    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with `fault`."""
+    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with the `message`."""
     name, separator, value = text.partition("=")
     if not separator:
         raise CompressionError(message)

@@ -84,7 +84,8 @@ def distinct(names: Iterable[str]) -> list[str]:
     """Return each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
     unique = dict[str, None]()
     for plain_name in names:
-        name, number = plain_name, 1
+        name = plain_name
+        number = 1
         while name in unique:
             number += 1
             name = f"{plain_name}-{number}"
@@ -116,7 +117,7 @@ def joined(words: Sequence[str], last: str = "and") -> str:
 
 
 def short(value: object, digits: int = 3) -> str:
-    """Return a figure for a sentence or a cell, of so many digits or all before the point; a dash for none."""
+    """Return a figure for a sentence or a cell, with `digits` digits or all before the point; a dash for none."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"

@@ -37,16 +37,16 @@ def available() -> int | None:
 
     None: not known.
     """
-    left = [*_left_in_groups()]
+    remaining = [*_left_in_groups()]
     machine = _field(MACHINE, "MemAvailable")
     if machine is not None:
-        left.append(machine)
+        remaining.append(machine)
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most = resource.getrlimit(limit)[0]
         held = _field(STATUS, field)
         if held is not None and most != resource.RLIM_INFINITY:
-            left.append(most - held)
-    return max(0, min(left)) if left else None
+            remaining.append(most - held)
+    return max(0, min(remaining)) if remaining else None
 
 
 def _left_in_groups() -> Iterator[int]:

@@ -28,7 +28,7 @@ class Options(BaseModel):
 
 
 def one_or_several(value: Any) -> Any:
-    """Put a text that stands for a list of one into a tuple."""
+    """Return a single text as a tuple of one; anything else as it is."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -37,7 +37,8 @@ def separated(value: Any) -> Any:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         return value
-    return tuple(name for text in texts for part in text.split(",") if (name := part.strip()))
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return tuple(name for name in names if name)
 
 
 def validated(
@@ -51,7 +52,8 @@ def validated(
         return kind(**content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        message, cause = first["msg"].removeprefix("Value error, "), first.get("ctx", {}).get("error")
+        message = first["msg"].removeprefix("Value error, ")
+        cause = first.get("ctx", {}).get("error")
         inner = ("function-", "tuple", "constrained")
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
         if first["type"] == "extra_forbidden":

@@ -39,7 +39,7 @@ class RunRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase
     peak_memory: int = 0  # bytes of anonymous memory at the highest
     command: tuple[str, ...] | None = None  # None: not through the command line
-    finished: str = ""  # UTC, ISO 8601; told when it is kept
+    finished: str = ""  # UTC, ISO 8601; set when the record is written
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
     base: str | None = None  # that was named, as `source`; None without one
 
@@ -72,9 +72,10 @@ def digest_of(folder: Path) -> str | None:
 
 
 def record_run(folder: Path, record: RunRecord) -> None:
-    """Keep what this run knew without access tokens; a read-only home is no error."""
+    """Store the record of this run without access tokens; a read-only home is no error."""
     finished = datetime.now(UTC).isoformat(timespec="seconds")
-    if (key := digest_of(folder)) is not None:
+    key = digest_of(folder)
+    if key is not None:
         kept = replace(record, finished=finished)
         write_cached(cache_folder("runs") / f"{key}.json", json.loads(without_tokens(json.dumps(asdict(kept)))))
 
@@ -91,7 +92,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 
 def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
-    """Write a private file of the cache, whole or not at all; where that fails, return the error."""
+    """Write a private file of the cache atomically; return the error if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content))
@@ -118,8 +119,9 @@ def record_request(folder: Path, key: str) -> None:
 
 def answers(out: Path, key: str) -> bool:
     """Return True if `out` was made for this request on this machine, and its weights have not been touched since."""
-    if out.is_symlink() or not out.is_dir() or (kept := read_cached(_request(out, key))) is None:
+    if out.is_symlink() or not out.is_dir():
         return False
+    kept = read_cached(_request(out, key)) or {}
     return bool(kept.get("weights")) and kept["weights"] == _weights(out)
 
 
@@ -128,9 +130,9 @@ def report_in_place(out: Path) -> None:
 
 
 def stamp(folder: Path) -> list[list[Any]]:
-    """Path, size and time of change of each file, which a rename keeps; none where they cannot be read.
+    """Return path, size and time of change of each file, which a rename keeps; nothing if they cannot be read.
 
-    A file stands for a folder with it alone.
+    A file is treated like a folder that holds it alone.
     """
     try:
         paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))

@@ -1,6 +1,6 @@
-"""Tensors that a run keeps on disk for the one that resumes it, with facts about them as JSON.
+"""Tensors that a run keeps on disk for a run that resumes it, with facts about them as JSON.
 
-A file is there whole or not at all. One that cannot be read, as after a loss of power, counts as none.
+Files are written atomically. One that cannot be read, as after a loss of power, counts as missing.
 """
 
 import json

@@ -37,7 +37,8 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     ordered, order = numbers.sort()
     reach = (ROUNDING * ordered.abs()).clamp(min=float(limits.min()))
     ends = torch.searchsorted(ordered, ordered + reach, right=True).tolist()
-    starts, start = list[int](), 0  # of those from which rounding alone parts the ones that follow
+    starts = list[int]()
+    start = 0  # of those from which rounding alone parts the ones that follow
     while start < len(ends):
         starts.append(start)
         start = ends[start]

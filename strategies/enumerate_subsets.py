@@ -1,4 +1,4 @@
-"""Enumerate: keep the experts whose smaller layer puts out most nearly what the layer did (arXiv:2402.14800)."""
+"""Enumerate: keep the experts with which the layer's output is closest to the base layer's (arXiv:2402.14800)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

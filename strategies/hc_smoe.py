@@ -1,4 +1,4 @@
-"""HC-SMoE: cluster experts by their mean outputs, bottom up, then merge by visits (Chen et al. 2025, arXiv:2410.08589).
+"""HC-SMoE: cluster experts bottom-up by mean output, then merge by routed tokens (Chen et al. 2025, arXiv:2410.08589).
 
 Two clusters are as far apart as their experts' mean outputs are on average. The paper keeps a router row for every
 former expert; a stock model has one for each that is left, so rows are merged alongside. Unlike the data-centric

@@ -107,14 +107,15 @@ def exchanged(table: Tensor, deleted: Tensor, blocks: list[Block]) -> Tensor:
         best: tuple[int, int] | None = None
         for block in blocks:
             free = torch.tensor(block.free, dtype=torch.long)
-            gone, stay = free[deleted[free]], free[~deleted[free]]
+            gone = free[deleted[free]]
+            stay = free[~deleted[free]]
             back = table.diagonal()[gone] - 2 * shared[gone]
             forth = table.diagonal()[stay] + 2 * shared[stay]
             change = back[:, None] + forth - 2 * table[gone][:, stay]
             if change.numel() and float(change.min()) < least:
                 least = float(change.min())
-                place = int(change.argmin())
-                best = int(gone[place // len(stay)]), int(stay[place % len(stay)])
+                position = int(change.argmin())
+                best = int(gone[position // len(stay)]), int(stay[position % len(stay)])
         if best is None:
             return deleted
         deleted[best[0]] = False

@@ -31,10 +31,12 @@ def surrogate_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor
     They are made in blocks of their columns. Where experts have no gate, the surrogate is down x up.
     """
     views = [projections(weights.experts, expert) for expert in range(count)]
-    hidden_out, hidden_in = views[0].down.shape[0], views[0].up.shape[1]
+    hidden_out = views[0].down.shape[0]
+    hidden_in = views[0].up.shape[1]
     layer_bytes = sum(parameter.nbytes for parameter in weights.experts.parameters())
     width = max(1, min(hidden_in, max(LEAST_BLOCK, layer_bytes // 2) // (4 * count * hidden_out)))
-    squared, energies = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    squared = torch.zeros(count, count, dtype=torch.float64)
+    energies = torch.zeros(count, dtype=torch.float64)
     down = torch.empty(views[0].down.shape, device=views[0].down.device)  # one expert's, in float32
     for begin in range(0, hidden_in, width):
         columns = slice(begin, min(begin + width, hidden_in))

@@ -76,7 +76,7 @@ def ranked(*needs: str, by: str, share: str = SHARE) -> Callable[[Callable[[Laye
 
 @ranked("routed_count", by="routed_count", share="kept_share_of_visits")
 def count_guided(stats: LayerStatistics) -> Tensor:
-    """Count-guided: drop the experts that the fewest tokens visit (He et al. 2024, arXiv:2406.02500)."""
+    """Count-guided: drop the experts that the fewest tokens are routed to (He et al. 2024, arXiv:2406.02500)."""
     return stats.routed_count
 
 
@@ -97,7 +97,7 @@ def gated_mass(stats: LayerStatistics) -> Tensor:
 
     The mass of expert e is the sum over its routed tokens of gate weight times ||output||, a bound on how far the
     layer's outputs move in total if e contributed nothing. REAP (Lasby et al. 2026, arXiv:2510.13999) ranks by the mean
-    of the same terms, mass / visits. The mean asks how much an expert matters where it is used, so that a rare
+    of the same terms, mass / routed tokens. The mean asks how much an expert matters where it is used, so that a rare
     specialist may stay; the mass multiplies that by how often it is used, and weighs every calibration token alike.
     """
     return stats.gated_norm_sum
@@ -174,9 +174,9 @@ class Reap:
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """By what experts are ranked."""
+        """Saliency that ranks experts."""
 
-        saliency: str = option("reap", help="by what experts are ranked: reap, frequency or ean", choices=SALIENCIES)
+        saliency: str = option("reap", help="saliency that ranks experts: reap, frequency or ean", choices=SALIENCIES)
 
     @staticmethod
     def needs(options: Options) -> frozenset[str]:
@@ -199,14 +199,14 @@ def listening_factors(rank_change: Tensor, exponent: float) -> Tensor:
 
 
 class HubGuided:
-    """Hub-guided: keep the experts that do much, all the more where later routers listen to them.
+    """Hub-guided: keep the experts of large output, weighed by their effect on later routers.
 
-    The score of expert e is m_e (a_e / sum of a)^exponent. m_e is its gated mass or its visits, and a_e its AARV summed
-    over the later routers: by how many places the ranks of their chosen experts change, in the mean over all tokens,
-    when what e wrote is taken out of their logits ("Understanding Cross-Layer Contributions to Mixture-of-Experts
-    Routing in LLMs", ICLR 2026). A factor that a layer's m have in common ranks nothing, so m stays as measured, and
-    exponent 0 ranks as gated-mass or count-guided does. So does the last MoE layer, which no router listens to. a_e is
-    a mean over all tokens, those that do not visit e included, and rises with visits as m_e does.
+    The score of expert e is m_e (a_e / sum of a)^exponent. m_e is its gated mass or its routed tokens, and a_e its AARV
+    summed over the later routers: by how many places the ranks of their chosen experts change, in the mean over all
+    tokens, when what e wrote is taken out of their logits ("Understanding Cross-Layer Contributions to Mixture-of-
+    Experts Routing in LLMs", ICLR 2026). A factor that a layer's m have in common ranks nothing, so m stays as
+    measured, and exponent 0 ranks as gated-mass or count-guided does. So does the last MoE layer, which no router
+    reads. a_e is a mean over all tokens, including those not routed to e, and rises with the routed tokens as m_e does.
     """
 
     NEEDS = frozenset({"gated_norm_sum", "rank_change"})
@@ -217,7 +217,7 @@ class HubGuided:
 
         mass: str = option(
             "gated-mass",
-            help="what is weighed by the effect on later routers: gated-mass or visits",
+            help="what is weighed by the effect on later routers: gated-mass or visits (routed tokens)",
             choices=MASSES,
         )
         exponent: float = option(1.0, help="the power of the effect on later routers, from 0 (it does not count) to 10")

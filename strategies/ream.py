@@ -50,7 +50,8 @@ class Options:
 
 def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
     """Similarity of the experts, for a report too: a label, and [E, E] from 0 to 1."""
-    logits, outputs = as_float64(stats.router_logits), stats.expert_outputs
+    logits = as_float64(stats.router_logits)
+    outputs = stats.expert_outputs
     router = closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu()
     gates = logits.softmax(dim=1).to(float64_device(outputs.device))
     means = [gates[:, expert] @ as_float64(output) for expert, output in enumerate(outputs)]

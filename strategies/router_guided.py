@@ -1,4 +1,4 @@
-"""Router-guided: experts join the often visited expert that the router scores most like them (arXiv:2310.01334)."""
+"""Router-guided: merge experts into the frequent expert whose router logits are most alike (arXiv:2310.01334)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Plans and results in words: what becomes of each layer's experts, and what came of steps on the whole model."""
+"""Plans and results for people: the fate of each layer's experts, and the results of steps."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,9 @@ COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 
 def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
-    """Return a row for each layer of a plan that was written there, and its steps if there are several."""
-    plan, columns = planned.expert_plan, list(COLUMNS)
+    """Return a table of a plan's layers, what its steps say, and their names if there are several."""
+    plan = planned.expert_plan
+    columns = list(COLUMNS)
     if not plan.protected:
         columns.remove("protected")
     if plan.has_constants:
@@ -46,13 +47,13 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:
-    """Return how many experts stay untouched; nothing if none."""
+    """Return a sentence on how many experts are protected; nothing if none is."""
     count = sum(map(len, protected.values()))
     return (Text(f"{counted(count, 'protected expert')}, neither merged nor dropped"),) if count else ()
 
 
 def first_of(items: Sequence[object], most: int = MOST) -> str:
-    """Return the first of them with spaces between, and how many more there are; '-' for none."""
+    """Return the first items, separated by spaces, and the number of the others; '-' for none."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return " ".join(map(str, items[:most])) + more or "-"
 
@@ -77,7 +78,7 @@ def flips(share: float) -> str:
 
 
 def changed(entry: Mapping[str, Any]) -> bool:
-    """Return True if a step changed the model: by its own record, or else if it brought held-out text nearer."""
+    """Return True if a step changed the model: by its own record, or else if its held-out error fell."""
     result = entry.get("result") or {}
     if "changed" in result:
         return bool(result["changed"])

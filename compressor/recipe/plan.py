@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.opened import OpenModel
 
 SUM_TOLERANCE = 1e-6
-LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # that float32 holds in full, in which experts are mixed
+LARGEST = (2 - 2**-23) * 2.0**127
+SMALLEST = 2.0**-126  # that float32 holds in full, in which experts are mixed
 LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
 MOST_PARTS = 64  # of an expert
 KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
@@ -37,7 +38,8 @@ class Group:
     head: int | None = None
 
     def __post_init__(self) -> None:
-        where, count = f"group {list(self.members)} has", len(self.members)
+        where = f"group {list(self.members)} has"
+        count = len(self.members)
         for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
             if len(values) != count:
                 raise CompressionError(f"{where} {len(values)} {label} for {count} members; give one each")
@@ -84,7 +86,7 @@ class LayerPlan:
     constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
 
     def __post_init__(self) -> None:
-        if message := next(self._faults(), ""):
+        for message in self._faults():
             raise CompressionError(f"{self.module}: {message}")
 
     def _faults(self) -> Iterator[str]:
@@ -111,7 +113,8 @@ class LayerPlan:
         check_count(self, len(self.groups), self.module)
         if self.routing_groups == 1:
             return
-        size, homes = self.experts // self.routing_groups, list[int]()
+        size = self.experts // self.routing_groups
+        homes = list[int]()
         for group in self.groups:
             inside = {expert // size for expert in group.members}
             if len(inside) > 1:
@@ -206,11 +209,11 @@ class ExpertPlan:
     figures: Mapping[str, Any] = field(default_factory=dict)  # of how constants were divided over layers
 
     def __post_init__(self) -> None:
-        if message := next(self._faults(), ""):
+        for message in self._faults():
             raise CompressionError(message)
 
     def _faults(self) -> Iterator[str]:
-        known = {layer.module: layer for layer in self.layers}
+        known = self.by_module
         for layer in self.layers:
             if known[layer.module] is not layer:
                 yield f"{layer.module} appears twice in the plan; keep one entry for each layer"
@@ -243,6 +246,11 @@ class ExpertPlan:
             elif changed:
                 hint = "give it an untouched group of its own, or take it out of 'protected'"
                 yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
+
+    @property
+    def by_module(self) -> dict[str, LayerPlan]:
+        """Plans of layers by their experts module."""
+        return {layer.module: layer for layer in self.layers}
 
     @property
     def has_constants(self) -> bool:
@@ -299,11 +307,14 @@ def check_layers(plan: ExpertPlan, layers: "Sequence[MoeLayer]") -> None:
     """Refuse a plan whose facts about the model are not those of the model."""
     known = {layer.name: layer for layer in layers}
     for planned in plan.layers:
-        if (layer := known.pop(planned.module, None)) is None:
+        layer = known.pop(planned.module, None)
+        if layer is None:
             raise CompressionError(f"the plan speaks of {planned.module}, which this model does not have; plan again")
         for fact in LAYER_FACTS:
-            if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
+            stated = getattr(planned, fact)
+            actual = getattr(layer, fact)
+            if stated != actual:
                 message = f"the plan says {fact} {stated}, the model has {actual}"
                 raise CompressionError(f"{layer.name}: {message}; restore it")
-    if missing := sorted(known):
-        raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")
+    if known:
+        raise CompressionError(f"the plan has no entry for {min(known)}; every MoE layer needs one")

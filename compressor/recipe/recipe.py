@@ -26,7 +26,6 @@ from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 
 RECIPE = "recipe.yaml"
-TAG = "tag:yaml.org,2002:"
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
 ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")  # of steps that options add
 UNEVEN_OPTIONS = ("budget", "experts_total")
@@ -47,7 +46,7 @@ FIELDS = {  # options of `compress` that are fields of other steps than prune
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML in which each key stands once, and 1:30 and dates are text."""
+    """YAML in which each key stands once, and dates are text."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set[str]()
@@ -58,16 +57,8 @@ class PlainLoader(yaml.SafeLoader):
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
-    def construct_number(self, node: Any) -> Any:
-        """Return a number, but of one in base 60 its text."""
-        if ":" in node.value:
-            return node.value
-        return self.construct_yaml_int(node) if node.tag == f"{TAG}int" else self.construct_yaml_float(node)
 
-
-PlainLoader.add_constructor(f"{TAG}int", PlainLoader.construct_number)
-PlainLoader.add_constructor(f"{TAG}float", PlainLoader.construct_number)
-PlainLoader.add_constructor(f"{TAG}timestamp", PlainLoader.construct_yaml_str)
+PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", PlainLoader.construct_yaml_str)
 
 
 class OutputOptions(Options):
@@ -199,7 +190,8 @@ def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
             name, field = FIELDS.get(option, ("prune", option))
             whole = option == name and isinstance(value, Mapping)
             chosen.setdefault(name, {}).update(value if whole else {field: value})
-    split, correct = {"parts": "auto", **chosen.get("split", {})}, {"method": "auto", **chosen.get("correct", {})}
+    split = {"parts": "auto", **chosen.get("split", {})}
+    correct = {"method": "auto", **chosen.get("correct", {})}
     kept = {**chosen.pop("prune", {}), **chosen.pop("constants", {})}
     if "quantize" in chosen and not constants and not kept:
         return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
@@ -214,15 +206,20 @@ def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
 
 def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]) -> list[StepOptions]:
     """Return the steps with these options of one of them, which is put in its usual place if it is missing."""
-    places = [location for location, step in enumerate(steps) if step.name == name]
-    if len(places) > 1:
-        raise CompressionError(f"the recipe has {len(places)} steps {name}; change the one that is meant in the file")
-    if places:
-        (location,) = places
-        return [*steps[:location], make_step(name, {**steps[location].model_dump(), **options}), *steps[location + 1 :]]
+    positions = [position for position, step in enumerate(steps) if step.name == name]
+    if len(positions) > 1:
+        raise CompressionError(
+            f"the recipe has {len(positions)} steps {name}; change the one that is meant in the file"
+        )
+    changed = list(steps)
+    if positions:
+        (position,) = positions
+        changed[position] = make_step(name, {**steps[position].model_dump(), **options})
+        return changed
     later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
-    location = next((location for location, step in enumerate(steps) if step.name in later), len(steps))
-    return [*steps[:location], make_step(name, options), *steps[location:]]
+    position = next((position for position, step in enumerate(steps) if step.name in later), len(steps))
+    changed.insert(position, make_step(name, options))
+    return changed
 
 
 def recipe_yaml(recipe: Recipe) -> bytes:
@@ -230,7 +227,11 @@ def recipe_yaml(recipe: Recipe) -> bytes:
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
-    content["steps"] = [{step.name: step.changed()} if step.changed() else step.name for step in recipe.steps]
+    steps = list[Any]()
+    for step in recipe.steps:
+        options = step.changed()
+        steps.append({step.name: options} if options else step.name)
+    content["steps"] = steps
     gate = recipe.gate.model_dump(mode="json", exclude_defaults=True) if recipe.gate else {}
     for name in ("prompts", "text", "answers"):
         if name in gate:
@@ -269,17 +270,18 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         return content
     known = (record.calibration or {}).get("sources")
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
-    places = {local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)}
+    paths = {local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)}
 
     def in_place(source: str) -> str:
         name, sign, weight = source.rpartition("=")
-        return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
+        return paths.get(source) or (f"{paths[name]}={weight}" if sign and name in paths else source)
 
     located = dict(content)
     for field, location in (("model", record.source), ("base", record.base)):
         if location is not None and os.path.isdir(location) and content.get(field) == Path(location).name:
             located[field] = location
-    if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
+    text = content.get("calibration")
+    if isinstance(text, dict) and isinstance(text.get("data"), list):
         located["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
     return located
 
@@ -304,7 +306,8 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
     """Sources and sizes that a text was read with, folders left out; the default where none was."""
     if calibration is None:
         return TextOptions()
-    named, asked = without_folders(calibration), calibration.get("asked")
+    named = without_folders(calibration)
+    requested = calibration.get("asked")
     entries = named.get("sources") or [{"source": named["source"]}]
     weights = [entry.get("weight", 1.0) for entry in entries]
     alike = all(weight == weights[0] for weight in weights) and not any("=" in entry["source"] for entry in entries)
@@ -312,11 +315,12 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
         entry["source"] if alike else f"{entry['source']}={weight!r}"
         for entry, weight in zip(entries, weights, strict=True)
     ]
-    sizes = asked if isinstance(asked, Mapping) else {}
-    given = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
-    if isinstance(marked := calibration.get("emphasis"), Mapping):
-        given["emphasis"] = {name: entry.get("weight") for name, entry in marked.items()}
-    return TextOptions(data=tuple(sources), **given)
+    sizes = requested if isinstance(requested, Mapping) else {}
+    options = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
+    emphasis = calibration.get("emphasis")
+    if isinstance(emphasis, Mapping):
+        options["emphasis"] = {name: entry.get("weight") for name, entry in emphasis.items()}
+    return TextOptions(data=tuple(sources), **options)
 
 
 def recipe_of_plan(plan: Plan) -> Recipe:

@@ -18,8 +18,11 @@ from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, L
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
 FORMAT = "moe-compressor-plan/2"
-SPLIT, PRUNE, CONSTANTS, CORRECT, QUANTIZE = "split", "prune", "constants", "correct", "quantize"
-MOST_EXPERTS = 2**12  # of a layer: more than any has
+SPLIT = "split"
+PRUNE = "prune"
+CONSTANTS = "constants"
+CORRECT = "correct"
+QUANTIZE = "quantize"
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
 Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
@@ -41,7 +44,7 @@ class PlannedStep:
         return self.decision if isinstance(self.decision, ExpertPlan) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, without what is not there; the decision is named `plan`."""
+        """Return plain JSON types without absent values; the decision is named `plan`."""
         content: dict[str, Any] = {"name": self.name, "options": dict(self.options), "stage": self.stage}
         if self.decision is not None:
             content["plan"] = decision_to_dict(self.decision)
@@ -135,7 +138,7 @@ class Plan:
 
     @property
     def constants(self) -> dict[str, Any] | None:
-        """Format and budget of constants that stand for experts, with the figures of how they were divided."""
+        """Format and budget of constants, with the figures of how they were divided over layers."""
         plan = self.expert_plan
         if not plan.has_constants:
             return None
@@ -147,11 +150,12 @@ class Plan:
         return tuple(step for step in self.steps if step.name == name)
 
     def with_entry(self, number: int, **changes: Any) -> "Plan":
-        changed = replace(self.steps[number], **changes)
-        return replace(self, steps=(*self.steps[:number], changed, *self.steps[number + 1 :]))
+        steps = list(self.steps)
+        steps[number] = replace(steps[number], **changes)
+        return replace(self, steps=tuple(steps))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, in the file's order."""
+        """Return plain JSON types, in the order of the file."""
         return {
             "format": FORMAT,
             "source": asdict(self.source),
@@ -164,11 +168,11 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """Indented JSON with short lists on one line each."""
+        """Return indented JSON with short lists on one line each."""
         return readable_json(self.to_dict())
 
     def digest(self) -> str:
-        """SHA-256 of all that decides the output: source, text, and each step's options and decisions."""
+        """Return the SHA-256 of everything that decides the output: source, text, options and decisions."""
         steps = []
         for step in self.steps:
             content = {} if step.decision is None else decision_to_dict(step.decision)
@@ -211,7 +215,7 @@ class Plan:
 
 
 def decision_to_dict(decision: Decision) -> dict[str, Any]:
-    """Return a step's decision as JSON, without what is not there."""
+    """Return a step's decision as JSON, without absent values."""
     if not isinstance(decision, ExpertPlan):
         return dict(decision)
     content: dict[str, Any] = {"experts": decision.experts}
@@ -258,8 +262,6 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
     content = value_as(entry, Mapping[str, Any], "layers")
     module = str(content.get("module", "layers"))
-    if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
-        raise CompressionError(f"{module}: {content['experts']} experts are more than any layer has; restore it")
     dropped = content.pop("dropped", None) or ()
     for group in content.get("groups") or ():
         if isinstance(group, dict):  # routers merge like weights by default
@@ -280,8 +282,9 @@ def layer_from_dict(entry: Any) -> LayerPlan:
 
 
 def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
-    """Return the plan of two stages in turn, in terms of the first one's experts."""
-    before, layers = {layer.module: layer for layer in first.layers}, list[LayerPlan]()
+    """Return one plan for two stages in sequence, in terms of the first stage's experts."""
+    before = first.by_module
+    layers = list[LayerPlan]()
     for layer in second.layers:
         earlier = before.get(layer.module)
         if earlier is not None:
@@ -294,8 +297,10 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
 
 
 def _composed_group(earlier: LayerPlan, group: Group) -> Group:
-    """Return a group of an earlier plan's experts, in terms of that plan's members."""
-    members, mixed, routed = list[int](), list[float](), list[float]()
+    """Return a group of an earlier plan's slots as a group of that plan's experts."""
+    members = list[int]()
+    mixed = list[float]()
+    routed = list[float]()
     for slot, share, router_share in zip(group.members, group.coefficients, group.router_coefficients, strict=True):
         inner = earlier.groups[slot]
         members += inner.members
@@ -317,6 +322,6 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan to a file, whole or not at all."""
+    """Write a plan to a file atomically."""
     with lock_output(path) as work, replacing(path, work / path.name) as fresh:
         fresh.write_text(plan.to_json(), encoding="utf-8")

@@ -106,7 +106,7 @@ class PlannedShare:
             return None
         tensors = dict[str, Tensor]()
         if self.files is None:
-            tensors = cut_layers(self.model.partial.model, layers, {plan.module: plan for plan in self.plan.layers})
+            tensors = cut_layers(self.model.partial.model, layers, self.plan.by_module)
         else:
             for layer in layers:
                 tensors |= self.files.tensors(layer)

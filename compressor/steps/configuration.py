@@ -38,7 +38,8 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
         node = node.setdefault(parent, {})
         config = getattr(config, parent)
     mapping: Mapping[str, str] = getattr(type(config), "attribute_map", {}) or {}
-    canonical, before = mapping.get(name, name), getattr(config, name)
+    canonical = mapping.get(name, name)
+    before = getattr(config, name)
     names = {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
     for alias in sorted(names & set(node)) or [name]:
         stored = node.get(alias)
@@ -97,10 +98,11 @@ def _has(config: Any, path: str) -> bool:
 
 def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan) -> dict[str, str | None]:
     """Return the new name of each expert that is stored by itself; None for a dropped one."""
-    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+    plans = plan.by_module
     renames: dict[str, str | None] = {}
     for layer in architecture.layers:
-        prefixes, slots = expert_prefixes(layout, layer), plans[layer.name].slots()
+        prefixes = expert_prefixes(layout, layer)
+        slots = plans[layer.name].slots()
         for expert, prefix in prefixes.items():
             renames[prefix] = prefixes[slots[expert]] if expert in slots else None
     return renames
@@ -199,10 +201,11 @@ def output_config(
     config, zeroed = config_with(raw, architecture, fields, heads)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if "quantization_config" in node and dequantized_dtype is not None:
-            del node["quantization_config"]
-        elif quantization := node.get("quantization_config"):
-            node["quantization_config"] = renumbered_quantization(quantization, renames)
+        if "quantization_config" in node:
+            if dequantized_dtype is not None:
+                del node["quantization_config"]
+            else:
+                node["quantization_config"] = renumbered_quantization(node["quantization_config"], renames)
     if dequantized_dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dequantized_dtype

@@ -144,13 +144,15 @@ def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters
 @torch.no_grad()
 def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> Parameters:
     """Return the tensors that the plans change in these loaded layers of `model`, by state-dict key."""
-    state, cut = model.state_dict(), Parameters()
+    state = model.state_dict()
+    cut = Parameters()
     for layer in layers:
         plan = plans[layer.name]
         if any(group.aligned for group in plan.groups):
             cut.update(_aligned_layer(model.get_submodule(layer.name), layer, plan))
         for tensor in layer.tensors:
-            key, dim = tensor.key, tensor.dim
+            key = tensor.key
+            dim = tensor.dim
             if key.startswith(f"{layer.name}."):
                 if key not in cut:
                     cut[key] = mixed_rows(key, state[key], dim, plan, False)
@@ -184,7 +186,7 @@ class CutFiles:
         return self.folder / f"{layer.name}.safetensors"
 
     def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Tensors) -> None:
-        """Write a layer's tensors with its plan; a file is there whole or not at all."""
+        """Write a layer's tensors with its plan atomically."""
         save_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
@@ -206,7 +208,7 @@ def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
 def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
     """Return a loaded layer's cut tensors by state-dict key; from `files` if it was cut already."""
     if files is None:
-        return cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
+        return cut_layers(model, [layer], plan.by_module)
     kept = files.tensors(layer)
     if not kept:
         raise CompressionError(

@@ -101,7 +101,7 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
 
 
 def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
-    """Return a plan that keeps so many experts of each layer, equally many of each routing group."""
+    """Return a plan that keeps this number of experts of each layer, equally many of each routing group."""
     kept = [slot * model.architecture.experts // experts for slot in range(experts)]
     return ExpertPlan(experts, tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers))
 
@@ -143,7 +143,7 @@ def _cut(
     files: CutFiles | None,
     change: LayerChange | None = None,
 ) -> tuple[list[OutputTensor], Conversions]:
-    """All tensors, picked and mixed from the stored ones, or made by loading layer after layer of a `partial` model."""
+    """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial` model by layer."""
     architecture = model.architecture
     if partial is None:
         return plan_outputs(model.checkpoint, model.layout, plan, architecture.decoder_layers), {}
@@ -164,7 +164,9 @@ def _cut_head(
     """
     layer = next(entry for entry in plan.layers if entry.module == head.named.name)
     alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
-    small, decoder_layer, name_of = head.model, head.names.decoder_layer, head.stored_name
+    small = head.model
+    decoder_layer = head.names.decoder_layer
+    name_of = head.stored_name
     partial = None
     if through_model(small.layout, plan, files is not None):
         partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
@@ -186,11 +188,11 @@ def _cut_head(
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
     """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
     config = load_config(folder)
-    for path, wanted in {model.architecture.count_field: experts, **model.architecture.written}.items():
+    for path, expected in {model.architecture.count_field: experts, **model.architecture.written}.items():
         value = attrgetter(path)(config)
-        if value != wanted:
+        if value != expected:
             raise CompressionError(
-                f"the written config says {path} {value} instead of {wanted}; please report this model"
+                f"the written config says {path} {value} instead of {expected}; please report this model"
             )
     verify_checkpoint(folder, experts, names)
     check_carried(folder, model.source.folder)
@@ -214,10 +216,13 @@ def make_job(
 
     All tensors are made `through` a model in the dtype of the output where one is given.
     """
-    architecture, layout, stored = model.architecture, model.layout, model.checkpoint
+    architecture = model.architecture
+    layout = model.layout
+    stored = model.checkpoint
     partial = through
     if model.stored_parts and plan.is_drop and cut is None and change is None and through is None:
-        outputs, conversions = model.stored_parts.cut(model, plan), Conversions()
+        outputs = model.stored_parts.cut(model, plan)
+        conversions = Conversions()
     else:
         is_changed = model.is_split or change is not None
         if through is None and (is_changed or through_model(layout, plan, cut is not None)):
@@ -236,12 +241,12 @@ def make_job(
             head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.decoder_layer))
         conversions |= converted
         head_renames |= renames
-    every = (*outputs, *head_outputs.values())
+    all_outputs = (*outputs, *head_outputs.values())
 
     def produce(decoder_layer: str) -> Named:
         if decoder_layer in conversions:
             yield from conversions[decoder_layer]()
-        yield from stored_decoder_layer(every, decoder_layer)
+        yield from stored_decoder_layer(all_outputs, decoder_layer)
 
     dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
     config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads))
@@ -251,7 +256,7 @@ def make_job(
         moved = all_renames(architecture, layout, plan, head_renames)
         files_beside[MODELOPT] = json_bytes(renumbered_quantization(modelopt_file(stored.folder), moved))
     return OutputJob(
-        outputs=every,
+        outputs=all_outputs,
         decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),
         produce=produce,
         files=files_beside,
@@ -286,7 +291,7 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
 
 
 def rewritten_size(model: OpenModel, experts: int, change: Change, changed: bool = False) -> OutputSize:
-    """Return the size of `rewritten` output with so many experts in each layer; no weight is read.
+    """Return the size of `rewritten` output with this number of experts in each layer; no weight is read.
 
     `changed`: other steps write experts anew, in a plain dtype.
     """

@@ -138,23 +138,26 @@ def plan_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, layer_names: tuple[str, ...]
 ) -> list[OutputTensor]:
     """Return every tensor of the output in the order of the layers, stored as the base stores it."""
-    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+    plans = plan.by_module
     families: dict[str, dict[int, str]] = {}
     for name, role in layout.roles.items():
         if role.kind == "expert":
             families.setdefault(role.family, {})[role.expert] = name
     outputs = list[OutputTensor]()
     for name, role in layout.roles.items():
-        layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
+        layer_plan = plans.get(role.layer)
+        info = checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
             outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
             continue
-        shape, groups = info.shape, layer_plan.groups
+        shape = info.shape
+        groups = layer_plan.groups
         if role.kind == "table":
             groups = ()  # of which none is mixed
             content = partial(_remapped, checkpoint, info, layer_plan)
         elif role.kind == "fused":
-            before, after = shape[: role.dim], shape[role.dim + 1 :]
+            before = shape[: role.dim]
+            after = shape[role.dim + 1 :]
             shape = (*before, len(groups) + role.extra, *after)
             content = partial(_fused, checkpoint, info, role, layer_plan)
         elif role.expert < len(groups):
@@ -196,7 +199,8 @@ def _mixed(checkpoint: Checkpoint, name: str, members: Sequence[tuple[str, float
 
 def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
     """Yield the bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
-    dim, value = role.dim, checkpoint.read(info.name)
+    dim = role.dim
+    value = checkpoint.read(info.name)
     apart = role.is_router and len(plan.groups) < plan.experts
     if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
         refuse_nan(info.name, info.file, value)

@@ -15,7 +15,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.distill import engines
 from compressor.steps.distill.engines import Engine, InMemory, Streamed, trained_layers
-from compressor.steps.distill.objective import Objective, Text, training_text
+from compressor.steps.distill.objective import Objective, TrainingText, training_text
 from compressor.steps.distill.options import Distill
 from tests.support import small, zoo
 
@@ -33,7 +33,7 @@ class Lesson:
     tokens: tuple[Tensor, ...]
     folder: Path
 
-    def text(self, options: Distill) -> Text:
+    def text(self, options: Distill) -> TrainingText:
         hidden = ["text"] if options.hidden_states else []
         answers = read_base(self.base, {"text": self.tokens}, None, Silent(), self.folder / "kept", hidden)["text"]
         return training_text(self.tokens, answers, options, self.base)
@@ -57,7 +57,7 @@ class Lesson:
         return found
 
 
-def take_step(engine: Engine, text: Text, options: Distill, step: int, model: OpenModel) -> Objective:
+def take_step(engine: Engine, text: TrainingText, options: Distill, step: int, model: OpenModel) -> Objective:
     batches = text.of_step(step, options.sequences, seed=0)
     objective = Objective(options, batches, model)
     engine.step(objective, options.rate_at(step))

@@ -39,7 +39,8 @@ from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
-EVEN, UNEVEN = "even", "uneven"
+EVEN = "even"
+UNEVEN = "uneven"
 REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
@@ -74,7 +75,8 @@ def replaceable(
     """
     orders = list[list[int]]()
     for layer in layers:
-        guarded, missed = protected.get(layer.name, frozenset()), constants[layer.name].missed
+        guarded = protected.get(layer.name, frozenset())
+        missed = constants[layer.name].missed
         order = (layer.experts - 1 - missed.flip(0).argsort(stable=True)).tolist()
         most = layer.experts - max(layer.top_k, len(guarded), 1)
         orders.append([expert for expert in order if expert not in guarded][:most])
@@ -94,7 +96,8 @@ def measure(
         return {name: LayerConstants(**load_tensors(path)) for name, path in paths.items()}
     constants = dict[str, LayerConstants]()
     for stats in collect(model, NEEDS, calibration, progress, seed):
-        name, measured = stats.layer.name, LayerConstants.of(stats)
+        name = stats.layer.name
+        measured = LayerConstants.of(stats)
         constants[name] = measured
         if name in paths:
             save_tensors(paths[name], {"values": measured.values, "missed": measured.missed}, name)
@@ -112,9 +115,9 @@ def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str,
 
 
 def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
-    """At which numbers of replaced experts a layer's curve is measured: quarters of its experts, and all it can spare.
+    """Return the numbers of replaced experts at which a layer's curve is measured: quarters of its experts, and `most`.
 
-    `most` of its `experts` can go.
+    At most `most` of its `experts` can be replaced.
     """
     quarters = {max(1, round(experts * share)) for share in (0.25, 0.5, 0.75)}
     return tuple(sorted(number for number in quarters | {most} if 0 < number <= most))
@@ -137,9 +140,10 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
 def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
     """Divide `removed` equally over layers, as far as each can spare experts; the last layers give the rest."""
     numbers = [0] * len(most)
-    while left := removed - sum(numbers):
-        for place in [place for place, number in enumerate(numbers) if number < most[place]][-left:]:
-            numbers[place] += 1
+    while sum(numbers) < removed:
+        remaining = removed - sum(numbers)
+        for position in [position for position, number in enumerate(numbers) if number < most[position]][-remaining:]:
+            numbers[position] += 1
     return numbers
 
 
@@ -159,10 +163,11 @@ def cheapest_numbers(curves: Sequence[Curve], removed: int) -> list[int]:
             fresh[number:][better] = tried[better]
             chosen[layer, number:][better] = number
         best = fresh
-    numbers, left = [0] * len(curves), removed
+    numbers = [0] * len(curves)
+    remaining = removed
     for layer in reversed(range(len(curves))):
-        numbers[layer] = int(chosen[layer, left])
-        left -= numbers[layer]
+        numbers[layer] = int(chosen[layer, remaining])
+        remaining -= numbers[layer]
     return numbers
 
 
@@ -170,9 +175,9 @@ def halfway(one: Sequence[int], other: Sequence[int]) -> list[int]:
     """Return the numbers between two divisions of the same sum, with that sum."""
     doubled = [a + b for a, b in zip(one, other, strict=True)]
     numbers = [value // 2 for value in doubled]
-    odd = [place for place, value in enumerate(doubled) if value % 2]
-    for place in odd[len(odd) // 2 :]:
-        numbers[place] += 1
+    odd_positions = [position for position, value in enumerate(doubled) if value % 2]
+    for position in odd_positions[len(odd_positions) // 2 :]:
+        numbers[position] += 1
     return numbers
 
 
@@ -230,13 +235,15 @@ class _Search:
         """Return each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
         layers = self.model.architecture.layers
         changes = list[tuple[int, int]]()
-        for place, layer in enumerate(layers):
-            changes += [(place, number) for number in probed_numbers(len(self.orders[place]), layer.experts)]
+        for position, layer in enumerate(layers):
+            changes += [(position, number) for number in probed_numbers(len(self.orders[position]), layer.experts)]
         nothing = [0] * len(layers)
         divisions = [shifted(nothing, *change) for change in changes]
         measured: list[dict[int, float]] = [{} for _ in layers]
-        for (place, number), figures in zip(changes, self.costs(divisions, "measure curves", self._few()), strict=True):
-            measured[place][number] = figures.means["kl"]
+        for (position, number), figures in zip(
+            changes, self.costs(divisions, "measure curves", self._few()), strict=True
+        ):
+            measured[position][number] = figures.means["kl"]
         curves = list[Curve]()
         for layer, order, costs in zip(layers, self.orders, measured, strict=True):
             curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs))
@@ -244,7 +251,8 @@ class _Search:
 
     def _few(self) -> list[int]:
         """Return the first held-out batches, of `PROBED` tokens at least if there are as many."""
-        numbers, tokens = list[int](), 0
+        numbers = list[int]()
+        tokens = 0
         for number, batch in enumerate(self.evaluator.batches):
             if tokens < PROBED:
                 numbers.append(number)
@@ -253,15 +261,18 @@ class _Search:
 
     def moved(self, step: int) -> list[list[int]]:
         """Return divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
-        best, base = self.best, self.kl(self.best)
+        best = self.best
+        base = self.kl(self.best)
         changes = list[tuple[int, int]]()
-        for place, order in enumerate(self.orders):
-            changes += [(place, change) for change in (step, -step) if 0 <= best[place] + change <= len(order)]
+        for position, order in enumerate(self.orders):
+            changes += [(position, change) for change in (step, -step) if 0 <= best[position] + change <= len(order)]
         costs = self.costs([shifted(best, *change) for change in changes], "measure moves")
         ranked = sorted((figures.means["kl"] - base, *change) for figures, change in zip(costs, changes, strict=True))
-        giving = [(cost, place) for cost, place, change in ranked if change == step]
-        taking = [(cost, place) for cost, place, change in ranked if change == -step]
-        divisions, numbers, used = list[list[int]](), list(best), set[int]()
+        giving = [(cost, position) for cost, position, change in ranked if change == step]
+        taking = [(cost, position) for cost, position, change in ranked if change == -step]
+        divisions = list[list[int]]()
+        numbers = list(best)
+        used = set[int]()
         for (more, giver), (less, taker) in zip(giving, taking, strict=False):
             if more + less >= 0 or giver == taker or {giver, taker} & used:
                 break
@@ -319,7 +330,7 @@ def choose_replaced(
 
 
 def layer_plan(layer: MoeLayer, replaced: Sequence[int], **more: Any) -> LayerPlan:
-    """Return the plan by which constants stand for some of a layer's experts."""
+    """Return the plan that replaces some of a layer's experts by constants."""
     kept = [expert for expert in range(layer.experts) if expert not in replaced]
     return LayerPlan.keep(layer, kept, constants=tuple(replaced), **more)
 

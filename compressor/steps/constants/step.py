@@ -98,7 +98,8 @@ class ConstantsStep(Step[Constants]):
     def _total(self, layers: Sequence[MoeLayer]) -> int:
         """Return how many experts of all layers together stay."""
         options = self.options
-        total, count = sum(layer.experts for layer in layers), len(layers)
+        total = sum(layer.experts for layer in layers)
+        count = len(layers)
         given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
         if len(given) != 1:
             raise CompressionError("say how many experts to keep: one of --experts N, --ratio R and --experts-total N")
@@ -125,8 +126,11 @@ class ConstantsStep(Step[Constants]):
     def decide(self, state: State) -> ExpertPlan:
         """Decide for which experts of each layer constants stand."""
         assert state.text is not None
-        model, layers, calibration = state.model, state.model.architecture.layers, state.text.fit
-        total, experts = self._total(layers), self.experts_left(layers, 1)
+        model = state.model
+        layers = state.model.architecture.layers
+        calibration = state.text.fit
+        total = self._total(layers)
+        experts = self.experts_left(layers, 1)
         protected = protected_experts(self.options.protect, experts, planner_of(state))
         constants = _measured(state)
         removed = sum(layer.experts for layer in layers) - total
@@ -134,7 +138,8 @@ class ConstantsStep(Step[Constants]):
         replaced, figures = choose_replaced(model, constants, protected, removed, self.budget, heldout, state.progress)
         plans = list[LayerPlan]()
         for layer in layers:
-            missed, dropped = constants[layer.name].missed, sorted(replaced[layer.name])
+            missed = constants[layer.name].missed
+            dropped = sorted(replaced[layer.name])
             share = float(missed[dropped].sum() / missed.sum().clamp(min=1e-300)) if dropped else 0.0
             layer_figures = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
             plans.append(layer_plan(layer, dropped, decided_by="sum g^2 ||o - c||^2", figures=layer_figures))
@@ -156,7 +161,8 @@ class ConstantsStep(Step[Constants]):
         assert state.text is not None
         given = state.text.fit, state.progress, state.seed, correction, state.cut()
         refitted = refit(state.model, _planned(state), *given)
-        plan, layers = state.expert_plan(), list[LayerPlan]()
+        plan = state.expert_plan()
+        layers = list[LayerPlan]()
         for layer in plan.layers:
             if layer.module in refitted:
                 figures = {**layer.figures, "correction": refitted[layer.module].figures["correction"]}
@@ -166,7 +172,8 @@ class ConstantsStep(Step[Constants]):
 
     def writer(self, state: State) -> OutputJob:
         """Return the job of writing the stage. What is measured and refitted waits in the work folder."""
-        model, roles = state.model, state.model.layout.roles
+        model = state.model
+        roles = state.model.layout.roles
         planned = _planned(state)
         layers = [layer for layer in model.architecture.layers if layer.name in planned]
         files = None if state.options_of(Correct) is None else state.cut()
@@ -184,7 +191,8 @@ class ConstantsStep(Step[Constants]):
                 copies.append(OutputTensor.copy(model.checkpoint, name, role.decoder_layer))
         added = list[OutputTensor]()
         for layer in layers:
-            prefixes, values = expert_prefixes(model.layout, layer), written.constants[layer.name].values
+            prefixes = expert_prefixes(model.layout, layer)
+            values = written.constants[layer.name].values
             for expert, value in zip(planned[layer.name].dropped, values, strict=True):
                 name = f"{prefixes[expert]}{SUFFIX}"
                 content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
@@ -204,9 +212,12 @@ class ConstantsStep(Step[Constants]):
 
         def verify(folder: Path) -> None:
             written_tensors = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
-            wanted = {(output.name, output.dtype, output.shape) for output in outputs}
-            if odd := sorted(name for name, *_ in written_tensors ^ wanted):
-                raise CompressionError(f"the written tensor {odd[0]!r} is not as planned; please report this model")
+            expected = {(output.name, output.dtype, output.shape) for output in outputs}
+            differing = written_tensors ^ expected
+            if differing:
+                raise CompressionError(
+                    f"the written tensor {min(differing)[0]!r} is not as planned; please report this model"
+                )
             check_carried(folder, model.source.folder)
             check_forward(folder, model, written)
 
@@ -297,11 +308,11 @@ def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -
     """Refuse a written checkpoint that does not compute what this variant of the source does."""
     tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
     written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
-    [wanted] = logits_with(source, substitution, [tokens])
+    [expected] = logits_with(source, substitution, [tokens])
     [logits] = logits_with(written, Substitution(constants=constants), [tokens])
-    off, size = float((logits - wanted).abs().max()), float(wanted.abs().max())
-    if not off <= TOLERANCE * max(size, 1e-6):
+    difference = float((logits - expected).abs().max())
+    if not difference <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise CompressionError(
-            f"the written checkpoint's logits differ by {off:.3g} from the source's with constants; please report this "
-            "model"
+            f"the written checkpoint's logits differ by {difference:.3g} from the source's with constants; please "
+            "report this model"
         )

@@ -66,7 +66,10 @@ class Recording:
 
         `emphasis` has weights [B, L] of the batches' tokens; none if all count alike.
         """
-        self.layer, self.expected, self.heldout, self.emphasis = layer, expected, heldout, emphasis
+        self.layer = layer
+        self.expected = expected
+        self.heldout = heldout
+        self.emphasis = emphasis
         self.arguments = list[_Argument]()
         self.numbers = Rows(expected)  # of each token's batch
         self._inputs = Rows(expected)
@@ -181,9 +184,9 @@ class Recording:
                 return getattr(*parent_and_name(block, argument.key))
             if argument.dim is None:
                 return argument.plain
-            taken = picked(self.inputs if argument.rows is None else argument.rows.value, rows)
-            taken = taken.float() if taken.is_floating_point() else taken
-            return taken[None] if argument.dim == 1 else taken
+            values = picked(self.inputs if argument.rows is None else argument.rows.value, rows)
+            values = values.float() if values.is_floating_point() else values
+            return values[None] if argument.dim == 1 else values
 
         return as_call((argument.keyword, value(argument)) for argument in self.arguments)
 
@@ -204,7 +207,10 @@ class CutLayer:
         self, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
     ) -> None:
         """Take float32 copies of the parameters of the smaller `experts`; the router's own are used as they are."""
-        self.recording, self.experts, self.router, self.block = recording, experts, router, block
+        self.recording = recording
+        self.experts = experts
+        self.router = router
+        self.block = block
         self.constants = constants
         self.parameters = list[Parameters]()
         for expert in range(len(experts.down_proj)):
@@ -270,8 +276,8 @@ class CutLayer:
             weights = as_float64(self.token_weights(chunk))
             for position, value in enumerate((self.gap(chunk, targets), targets)):
                 sums[position] += float(weights @ as_float64(value).square().sum(-1))
-        off, size = ranks().all_reduce(sums).tolist()
-        return off / size if size else 0.0
+        missed, size = ranks().all_reduce(sums).tolist()
+        return missed / size if size else 0.0
 
 
 def _typical_energy(recording: Recording) -> float:
@@ -279,7 +285,7 @@ def _typical_energy(recording: Recording) -> float:
     energies = torch.zeros(len(recording.outputs))
     for rows in torch.arange(len(energies)).split(CHUNK):
         energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()
-    every = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
-    if not len(every):
+    all_energies = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
+    if not len(all_energies):
         return 1.0
-    return float(every.median()) or float(every.mean()) or 1.0
+    return float(all_energies.median()) or float(all_energies.mean()) or 1.0

@@ -21,19 +21,13 @@ Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before a
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
-def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tuple[Head, ...]:
+def chosen_heads(model: OpenModel, choice: str | None, experts: int) -> tuple[Head, ...]:
     """Return the heads that are kept: all where they are understood, unless they are to be dropped.
 
     They are planned with as many `experts` as the other layers. Raises `CompressionError` where `choice` is to keep
-    what the checkpoint lacks, what is not understood, or a number of experts of its own.
+    heads that the checkpoint lacks, or that are not understood.
     """
-    if isinstance(choice, int) and choice != experts:
-        raise CompressionError(
-            f"--mtp {choice}: a head gets the {experts} experts of the other layers, since the stock config, vLLM 0.33 "
-            "and SGLang 0.5.23 have one number for both (except interns2_mobius and nemotron_h_puzzle, which stock "
-            "transformers does not have); pass --mtp keep or drop"
-        )
-    if choice not in (None, "drop") and model.whole is not None:
+    if choice == "keep" and model.whole is not None:
         raise CompressionError("--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp")
     if choice == "drop" or model.whole is not None:
         return ()
@@ -45,7 +39,8 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
         raise CompressionError(f"--mtp keep: {error}; leave it out, or pass --mtp drop") from error
     if not heads:
         raise CompressionError("--mtp keep: the checkpoint has no multi-token-prediction head; leave it out")
-    if small := next((head for head in heads if head.layer.experts < experts), None):
+    small = next((head for head in heads if head.layer.experts < experts), None)
+    if small is not None:
         raise CompressionError(
             f"--mtp keep: {small.names.decoder_layer} has {small.layer.experts} experts, fewer than the {experts} of "
             f"the other layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
@@ -80,22 +75,22 @@ def acceptance_of(
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
-    known = {layer.module: dict(layer.figures[ACCEPTANCE]) for layer in plan.layers if ACCEPTANCE in layer.figures}
+    acceptance = {layer.module: dict(layer.figures[ACCEPTANCE]) for layer in plan.layers if ACCEPTANCE in layer.figures}
     if calibration is None or not heads:
-        return known
-    known = {head.named.name: known.get(head.named.name, {}) for head in heads}
+        return acceptance
+    acceptance = {head.named.name: acceptance.get(head.named.name, {}) for head in heads}
     batches = [calibration.batches[number] for number in sorted(evaluated_batches(calibration))]
 
     def measure(when: str, measured: OpenModel, its_heads: Sequence[Head]) -> None:
         for head, agreed in zip(heads, acceptances(measured, its_heads, batches), strict=True):
-            known[head.named.name] |= _figure(agreed, when, calibration)
+            acceptance[head.named.name] |= _figure(agreed, when, calibration)
 
-    if any("before" not in figure for figure in known.values()):
+    if any("before" not in figure for figure in acceptance.values()):
         measure("before", model, heads)
-    if changed or any("after" not in figure for figure in known.values()):
+    if changed or any("after" not in figure for figure in acceptance.values()):
         smaller = open_alike(locate(str(folder)), model)
         measure("after", smaller, find_heads(smaller))
-    return known
+    return acceptance
 
 
 def _figure(agreement: torch.Tensor, when: str, text: Calibration) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Output-space correction of one cut layer: the remaining experts refitted toward the base layer's output.
 
-`ridge` refits the down projections in closed form; `tune` goes on from there with optimiser steps on router, gate, up
+`ridge` refits the down projections in closed form; `tune` continues from there with optimiser steps on router, gate, up
 and down. A guard keeps only what lowers the reconstruction error on held-out calibration tokens.
 """
 
@@ -64,7 +64,8 @@ class _Guard:
         dtypes: Mapping[str, torch.dtype],
         writing: torch.dtype | None,
     ) -> None:
-        self.cut, self.heldout = cut, heldout
+        self.cut = cut
+        self.heldout = heldout
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
         # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
@@ -96,7 +97,8 @@ class _Guard:
         error = self._error()
         is_better = error < self.best
         if is_better:
-            self.kept, self.best = name, error
+            self.kept = name
+            self.best = error
         for value, best in self.best_values:
             if is_better:
                 best.copy_(value)

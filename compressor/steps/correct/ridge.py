@@ -19,7 +19,8 @@ from compressor.distributed import ranks
 from compressor.model.experts import intermediate, routed
 from compressor.steps.correct.cut_layer import CHUNK, CutLayer
 
-LEAST_BLOCK, MOST_BLOCK = 1024, 4096  # neurons solved jointly
+LEAST_BLOCK = 1024
+MOST_BLOCK = 4096  # neurons solved jointly
 MATRICES = 6  # of 8 bytes an element that solving a block takes, as wide and high as the block
 TOKENS = 32_768  # fitted on at most
 SWEEPS = 2  # over the blocks, where there are several
@@ -135,10 +136,10 @@ class _Block:
         """Return the squared residual, with a change, summed over all ranks' tokens that reach the block."""
         total = torch.zeros(1, dtype=torch.float64)
         for residual, reached, phi in self.features():
-            left = residual[reached]
+            remaining = residual[reached]
             if change is not None:
-                left = left - phi @ change.to(phi.device)
-            total += float(left.square().sum())
+                remaining = remaining - phi @ change.to(phi.device)
+            total += float(remaining.square().sum())
         return float(ranks().all_reduce(total))
 
 

@@ -52,7 +52,7 @@ Decide = Callable[[LayerStatistics], LayerPlan]
 TensorsOf = Callable[[Sequence[MoeLayer]], Tensors]
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
-EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
+EVALUATED = "evaluated.json"  # beside the cut layers: the measurement, for a run that resumes this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,10 @@ class _InOrder(LayerVisitor):
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        return (
-            layer_forward
-            if decoder_layer != self.smaller.filled
-            else self.smaller.model.get_submodule(decoder_layer).forward
-        )
+        if decoder_layer != self.smaller.filled:
+            return layer_forward
+        forward: Forward = self.smaller.model.get_submodule(decoder_layer).forward
+        return forward
 
     def on_layer_end(self, decoder_layer: str) -> None:
         self.smaller.release()
@@ -368,8 +367,8 @@ def correct(
     stored = ranks().broadcast(finished)
     layers: Sequence[LayerPlan] = [layer for layer in stored if layer is not None]
     if len(layers) < len(stored):
-        by_name = {layer.module: layer for layer in plan.layers}
-        work = LayerWork(plan.experts, lambda stats: by_name[stats.layer.name], correction=correction, seed=seed)
+        by_module = plan.by_module
+        work = LayerWork(plan.experts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
         layers = compress_sequentially(model, work, calibration, progress, files, heads=heads)
     kept = tuple(layers)
     if not heads:
@@ -399,8 +398,8 @@ def keep_the_better(
 ) -> tuple[LayerPlan, ...]:
     """The plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts then.
 
-    What was measured on `texts`, token ids [B, L], is kept beside the files, and a run that was killed goes on from
-    there. Of fewer than eight sequences, or without a language-model head, nothing is measured: the corrections stay.
+    The measurement on `texts`, token ids [B, L], is kept beside the files for a run that resumes this one. With fewer
+    than eight sequences, or without a language-model head, nothing is measured and the corrections stay.
     """
     undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
     if undoing is None:

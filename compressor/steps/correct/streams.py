@@ -60,13 +60,13 @@ class BaseStream(LayerVisitor):
         return lambda *args, **kwargs: output
 
     def shift(self, batch: int, hidden: Tensor) -> Tensor | None:
-        """By how much experts' outputs go toward the base's own hidden states, if they do: [B, L, H] -> alike."""
+        """Return how far experts' outputs move toward the base's hidden states, [B, L, H] alike; None if not at all."""
         if not self.share:
             return None
         return self.share * ((hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor)
 
     def find_factor(self, layers: Sequence[MoeLayer], replay: Replay) -> None:
-        """Find by what the loaded layer's experts' output is multiplied where it joins the hidden states, if by any.
+        """Find the factor by which the loaded layer's experts' output is multiplied where it joins the hidden states.
 
         Where it joins them in another way, such as through a norm, or beside that of others, the layer's share is 0;
         raises `CompressionError` where another is asked for.
@@ -101,6 +101,6 @@ class BaseStream(LayerVisitor):
                 f"{layer.name}: its experts' output is changed before it joins the hidden states, so the target for "
                 "those is unknown; leave out correct.toward"
             )
-        wanted = TOWARD if self.toward is None else self.toward
-        self.share = 0.0 if unknown else wanted
+        share = TOWARD if self.toward is None else self.toward
+        self.share = 0.0 if unknown else share
         self.factor = along / size if along and size else 1.0

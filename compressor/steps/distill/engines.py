@@ -261,7 +261,7 @@ def keep_state(folder: Path, decoder_layer: str, state: LayerState) -> None:
     tensors = dict(state.masters)
     for name, moments in state.moments.items():
         tensors |= {f"{MOMENTS}{name} {kind}": value for kind, value in moments.items()}
-    save_tensors(file_of(folder, decoder_layer), tensors, {"unit": decoder_layer})
+    save_tensors(file_of(folder, decoder_layer), tensors, {"decoder_layer": decoder_layer})
 
 
 def kept_state(folder: Path, decoder_layer: str, device: torch.device, moments: bool = True) -> LayerState:
@@ -282,7 +282,9 @@ class _Engine:
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)
-        self.model, self.options, self.seed = model, options, seed
+        self.model = model
+        self.options = options
+        self.seed = seed
         self.layers: Mapping[str, TrainedLayer] = {layer.decoder_layer: layer for layer in layers}  # by decoder layer
         self.stored = stored_dtypes(model, layers)
 
@@ -419,7 +421,8 @@ class _Masters(ReverseVisitor):
     """Layers compute with their masters in `now`: rounded as stored, or trained and updated on the way back."""
 
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:
-        self.engine, self.rate = engine, rate
+        self.engine = engine
+        self.rate = rate
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
         engine = self.engine

@@ -41,7 +41,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TrainingText:
     """Sequences to train on, each where it lies (batch, row)."""
 
     batches: tuple[Batch, ...]
@@ -83,7 +83,7 @@ def training_text(
     options: Distill,
     model: OpenModel,
     emphasis: Emphasis = PLAIN,
-) -> Text:
+) -> TrainingText:
     """Return the sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
 
     Of sequences with pictures only those tokens count whose next one is text.
@@ -102,7 +102,7 @@ def training_text(
     weighed = [
         Batch(tokens, base, emphasis.loss_weights(tokens)) for tokens, base in zip(batches, answers, strict=True)
     ]
-    return Text(tuple(weighed), tuple(fit), rows)
+    return TrainingText(tuple(weighed), tuple(fit), rows)
 
 
 class Objective(ReverseVisitor):
@@ -177,11 +177,11 @@ class Objective(ReverseVisitor):
         """
         batch = self.batches[self.batch]
         assert batch.base.hidden is not None
-        wanted = batch.base.hidden.to(hidden.device).float()
+        target = batch.base.hidden.to(hidden.device).float()
         weights = batch.weights.to(hidden.device)
-        off = ((hidden.float() - wanted).square() * weights[..., None]).sum((1, 2))
-        size = (wanted.square() * weights[..., None]).sum((1, 2))
-        return (off / size.clamp_min(1e-12) * weights.sum(1)).sum() / self.counted
+        error = ((hidden.float() - target).square() * weights[..., None]).sum((1, 2))
+        size = (target.square() * weights[..., None]).sum((1, 2))
+        return (error / size.clamp_min(1e-12) * weights.sum(1)).sum() / self.counted
 
 
 class Added(torch.autograd.Function):

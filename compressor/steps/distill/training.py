@@ -1,8 +1,8 @@
 """Carry out `distill` on the checkpoint that earlier steps have made: the loop, its record, and new stored tensors.
 
-The loop takes steps, evaluates on held-out text, keeps the best state, and goes on with a killed run. It ends after its
-steps, or early: when a loss is no number, when held-out text says that the rate diverges, and when
-several evaluations bring nothing better. The best state is taken where the evaluator accepts it.
+The loop takes steps, evaluates on held-out text, keeps the best state, and resumes a killed run. It ends after its
+steps, or early: when a loss is not finite, when training diverges on held-out text, or when several evaluations in a
+row bring no improvement. The best state is taken where the evaluator accepts it.
 """
 
 import math
@@ -27,9 +27,9 @@ from compressor.steps.distill.engines import (
     stored_tensors,
     trained_layers,
 )
-from compressor.steps.distill.objective import NotFiniteError, Objective, Text, training_text
+from compressor.steps.distill.objective import NotFiniteError, Objective, TrainingText, training_text
 from compressor.steps.distill.options import Distill
-from compressor.steps.state import State as Run
+from compressor.steps.state import State
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 FIGURES = "figures.safetensors"  # written after all new stored tensors
@@ -43,7 +43,7 @@ DONE = "all steps were taken"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Figures on held-out text after so many steps: KL from the base and loss in nats per token, and flips."""
+    """Figures on held-out text after this number of steps: KL from the base, loss (nats per token) and flips."""
 
     step: int
     kl: float
@@ -53,7 +53,7 @@ class Evaluation:
 
 
 @dataclass(slots=True)
-class State:
+class TrainingState:
     """The progress of a distillation; `first` and `best_kl` are the KL of each held-out sequence."""
 
     curve: tuple[Evaluation, ...]
@@ -70,9 +70,8 @@ class State:
         """Return the result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
-        after = next(
-            evaluation for evaluation in self.curve if evaluation.step == (self.best if gained.accepted else 0)
-        )
+        step = self.best if gained.accepted else 0
+        after = next(evaluation for evaluation in self.curve if evaluation.step == step)
         return {
             "changed": gained.accepted,
             "before": before.kl,
@@ -95,12 +94,12 @@ class Training:
     """Trains the engine's layers, or resumes a killed run; the best state is left in `place`."""
 
     engine: Engine
-    text: Text
+    text: TrainingText
     evaluator: Evaluator
     place: Path
     progress: Progress
 
-    def run(self) -> State:
+    def run(self) -> TrainingState:
         """Return all steps, or as many as there are until it ends early."""
         self.progress.start("distill", self.engine.options.steps)
         state = self._kept()
@@ -109,7 +108,7 @@ class Training:
             if ranks().is_first:
                 shutil.rmtree(self.place, ignore_errors=True)
             first, kl = self._evaluate(0)
-            state = State((first,), kl, kl)
+            state = TrainingState((first,), kl, kl)
         elif state.step:
             self.engine.load(self.folder(state.step))
         for _ in range(state.step):
@@ -127,12 +126,12 @@ class Training:
     def folder(self, step: int) -> Path:
         return self.place / f"step-{step:07d}"
 
-    def _kept(self) -> State | None:
+    def _kept(self) -> TrainingState | None:
         """Return the state of an earlier run that was killed, if there is one."""
         figures = read_metadata(self.place / STATE)
         if figures is None:
             return None
-        state = read_as(State, figures)
+        state = read_as(TrainingState, figures)
         for step in {state.step, state.best} - {0}:
             for decoder_layer in self.engine.layers:
                 if read_metadata(file_of(self.folder(step), decoder_layer)) is None:  # cut short by a loss of power
@@ -146,7 +145,7 @@ class Training:
         evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts)
         return evaluation, tuple(figures.kl.tolist())
 
-    def _next(self, state: State) -> State:
+    def _next(self, state: TrainingState) -> TrainingState:
         """Take the steps up to the next evaluation, and evaluate; or end it all."""
         engine = self.engine
         options = engine.options
@@ -162,13 +161,13 @@ class Training:
             for name, value in objective.parts.items():
                 sums[name] = sums.get(name, 0.0) + value / (end - state.step)
             self.progress.advance("step")
-        now, kl = self._evaluate(end, **sums)
-        if not (math.isfinite(now.kl) and math.isfinite(now.loss)):
+        evaluation, kl = self._evaluate(end, **sums)
+        if not (math.isfinite(evaluation.kl) and math.isfinite(evaluation.loss)):
             return replace(state, ended=NOT_A_NUMBER)
-        curve = (*state.curve, now)
+        curve = (*state.curve, evaluation)
         best = min(curve, key=lambda entry: entry.kl)
         ended = None
-        if now.kl > DIVERGED * state.curve[0].kl:
+        if evaluation.kl > DIVERGED * state.curve[0].kl:
             ended = APART
         elif end == options.steps:
             ended = DONE
@@ -176,38 +175,38 @@ class Training:
             ended = NO_BETTER
         if ranks().is_first:
             engine.save(self.folder(end))
-        return State(curve, state.first, kl if best is now else state.best_kl, best.step, ended)
+        return TrainingState(curve, state.first, kl if best is evaluation else state.best_kl, best.step, ended)
 
 
-def distill(options: Distill, run: Run) -> Result:
+def distill(options: Distill, run: State) -> Result:
     """Train toward the base, and return the stored tensors of the best state if its KL on held-out text is lower.
 
     Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
     `CompressionError` for tensors that cannot be trained as they are stored, for fewer than eight held-out sequences,
     and where `stream` meets several processes or an architecture without gradients layer by layer.
     """
-    place = run.kept("distill")
-    assert place is not None
-    trained = place / "made"
+    folder = run.kept("distill")
+    assert folder is not None
+    trained = folder / "made"
     figures = read_metadata(trained / FIGURES)
     if figures is None:  # else of an earlier run
         if options.stream and not ranks().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
         stored_dtypes(run.model, trained_layers(run.model, options))
-        figures = _train(options, run, place, trained)
+        figures = _train(options, run, folder, trained)
     return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))
 
 
-def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, Any]:
+def _train(options: Distill, run: State, folder: Path, trained: Path) -> dict[str, Any]:
     """Train, and write each layer's tensors to the folder `trained`; none if the result is not accepted."""
     batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
     text = training_text(batches, answers, options, run.base, run.text.emphasis)
-    now = place / "now"
-    steps = place / "steps"
+    current = folder / "now"
+    steps = folder / "steps"
     if options.stream:
-        engine: Engine = Streamed(run.model, options, run.seed, now)
+        engine: Engine = Streamed(run.model, options, run.seed, current)
     else:
         engine = InMemory(run.model, options, run.seed)
     try:
@@ -220,10 +219,10 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
         for number, decoder_layer in enumerate(engine.layers if figures["changed"] else ()):
             values = engine.values(training.folder(state.best), decoder_layer)
             tensors = stored_tensors(run.model, values, engine.stored)
-            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": decoder_layer})
+            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"decoder_layer": decoder_layer})
     finally:
         run.model.partial.release("")
     save_tensors(trained / FIGURES, {}, figures)
-    for folder in (now, steps):
-        shutil.rmtree(folder, ignore_errors=True)
+    for path in (current, steps):
+        shutil.rmtree(path, ignore_errors=True)
     return figures

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from compressor import entry_points
 from compressor.errors import CompressionError
@@ -43,14 +43,6 @@ def _check_protect(protect: Any) -> Any:
     return protect
 
 
-def _check_heads(mtp: Any) -> Any:
-    number = int(mtp) if isinstance(mtp, str) and WHOLE.fullmatch(mtp) else mtp
-    if number not in (None, "keep", "drop") and not (type(number) is int and number > 0):
-        raise CompressionError(f"mtp is {mtp!r}; it is keep, drop or a number of experts")
-    return number
-
-
-Heads = Annotated[Literal["keep", "drop"] | int | None, BeforeValidator(_check_heads)]
 Protect = Annotated[str | tuple[dict[str, JsonValue], ...] | None, AfterValidator(_check_protect)]
 
 
@@ -77,9 +69,9 @@ class Prune(StepOptions):
     """Plan each layer on what the compressed earlier layers output."""
     top_k: int | None = Field(None, ge=1)
     """num_experts_per_tok of the output, at most as many as now (default: as many)."""
-    mtp: Heads = None
-    """Multi-token-prediction heads: keep (with as many experts as the other layers; a number other than theirs is
-    refused) or drop (default: keep where the layout is known)."""
+    mtp: Literal["keep", "drop"] | None = None
+    """Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: keep where the
+    layout is known)."""
 
     @property
     def changes(self) -> frozenset[str]:

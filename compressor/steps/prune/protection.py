@@ -118,11 +118,11 @@ def strongest_that_fit(
     """Return the strongest (module, expert) that `protect` finds, as many in each layer and group as stay there."""
     protected: dict[str, frozenset[int]] = {}
     for layer in layers:
-        places = keep // layer.routing_groups
+        capacity = keep // layer.routing_groups
         fitting = list[int]()
         for block in competing(layer):
             strongest = [expert for module, expert in experts if module == layer.name and expert in block]
-            fitting += strongest[:places]
+            fitting += strongest[:capacity]
         if fitting:
             protected[layer.name] = frozenset(fitting)
     gone = len(experts) - sum(map(len, protected.values()))

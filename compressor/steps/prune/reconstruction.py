@@ -165,13 +165,13 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> Tensor:
     experts = stats.weights.experts
     weights, slots = SmallerRouter(stats).planned(plan)
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
-    for slot, rows, places in routed(weights, slots):
+    for slot, rows, choices in routed(weights, slots):
         group = plan.groups[slot]
         if group.untouched:
             output = outputs[group.members[0], rows]
         else:
             output = apply_expert(experts, merged_parameters(experts, group), stats.inputs[rows])
-        result.index_add_(0, rows, weights[rows, places, None] * output)
+        result.index_add_(0, rows, weights[rows, choices, None] * output)
     return result
 
 

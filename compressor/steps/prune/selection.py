@@ -144,19 +144,19 @@ class _Merge:
     def forward(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
         chosen = self.inputs.new_zeros(*index.shape, self.inputs.shape[1])
-        for slot, rows, places in routed(weights, index):
-            chosen[rows, places] = apply_expert(self.experts, self.merged(slot), self.inputs[rows])
+        for slot, rows, choices in routed(weights, index):
+            chosen[rows, choices] = apply_expert(self.experts, self.merged(slot), self.inputs[rows])
         return (weights[..., None] * chosen).sum(1), chosen
 
     def backward(self, weights: Tensor, index: Tensor, slope: Tensor) -> None:
         """Add the loss's gradient through the experts, one merged expert at a time; `slope` is dloss/dy."""
-        for slot, rows, places in routed(weights, index):
+        for slot, rows, choices in routed(weights, index):
             members = self.groups[slot].members
             if len(members) == 1:
                 continue
             merged = {name: value.requires_grad_() for name, value in self.merged(slot).items()}
             output = apply_expert(self.experts, merged, self.inputs[rows])
-            above = weights[rows, places, None].detach() * slope[rows]
+            above = weights[rows, choices, None].detach() * slope[rows]
             gradients = torch.autograd.grad(output, list(merged.values()), above)
             products = torch.zeros(len(members), device=self.inputs.device)  # <dloss/dmerged, theta> of each member
             for position, member in enumerate(members):
@@ -233,19 +233,19 @@ class Block:
 
 
 def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Block]:
-    """Blocks of a layer that keeps so many experts; refuses protected experts that do not fit."""
+    """Return the blocks of a layer that keeps `keep` experts; refuses protected experts that do not fit."""
     blocks = list[Block]()
-    places = keep // layer.routing_groups
+    capacity = keep // layer.routing_groups
     for experts in competing(layer):
         fixed = tuple(expert for expert in experts if expert in protected)
         free = tuple(expert for expert in experts if expert not in protected)
-        if len(fixed) > places:
+        if len(fixed) > capacity:
             where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
             raise CompressionError(
-                f"{layer.name}: {len(fixed)} protected experts do not fit into the {places} places{where} when {keep} "
-                "are kept; protect fewer or keep more"
+                f"{layer.name}: {len(fixed)} protected experts do not fit into the {capacity} places{where} when "
+                f"{keep} are kept; protect fewer or keep more"
             )
-        blocks.append(Block(fixed, free, places - len(fixed)))
+        blocks.append(Block(fixed, free, capacity - len(fixed)))
     return blocks
 
 

@@ -22,20 +22,20 @@ def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tenso
     columns = weight.shape[-1]
     group = columns if scheme.group_size == ROW else scheme.group_size
     effective = scales.effective.mT.contiguous()  # [B, n, O]; columns lie together in all of these
-    left = weight.mT.contiguous()
-    codes = torch.empty_like(left)
+    remaining = weight.mT.contiguous()
+    codes = torch.empty_like(remaining)
     for begin in range(0, columns, BLOCK):
         end = min(begin + BLOCK, columns)
         block = upper[:, begin:end, begin:end].mT.contiguous()
-        errors = torch.empty_like(left[:, begin:end])
+        errors = torch.empty_like(remaining[:, begin:end])
         for done, column in enumerate(range(begin, end)):
-            handed_on = block[:, None, done, :done] @ errors[:, :done]
-            now = left[:, column] - handed_on[:, 0]
+            propagated = block[:, None, done, :done] @ errors[:, :done]
+            current = remaining[:, column] - propagated[:, 0]
             scale = effective[:, column // group]
-            code = scheme.nearest(now / scale)
+            code = scheme.nearest(current / scale)
             codes[:, column] = code
-            errors[:, done] = (now - code * scale) / block[:, None, done, done]
-        left[:, end:].baddbmm_(upper[:, begin:end, end:].mT, errors, alpha=-1)
+            errors[:, done] = (current - code * scale) / block[:, None, done, done]
+        remaining[:, end:].baddbmm_(upper[:, begin:end, end:].mT, errors, alpha=-1)
     return codes.mT.contiguous()
 
 

@@ -22,7 +22,8 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.steps.quantize.scheme import Scheme
 
-EXPERTS, ALL = "experts", "all"
+EXPERTS = "experts"
+ALL = "all"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # by servers, into one matrix
 
 
@@ -87,12 +88,12 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
         plain = build_meta(architecture.config, partial.dtype)
         shapes = {name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))}
         keys = map_keys(shapes, partial.model, partial.plain_conversions)
-    every = [*_of_experts(partial.model, in_experts, _names_of_experts(partial, keys, in_experts))]
+    matrices = [*_of_experts(partial.model, in_experts, _names_of_experts(partial, keys, in_experts))]
     if targets == ALL:
-        every += _dense(model, keys, shapes)
+        matrices += _dense(model, keys, shapes)
     order = {decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)}
-    every.sort(key=lambda matrix: order[matrix.decoder_layer])
-    quantized = {matrix.key for matrix in every}
+    matrices.sort(key=lambda matrix: order[matrix.decoder_layer])
+    quantized = {matrix.key for matrix in matrices}
     names = {key: name for name, key in keys.targets.items()}
     ignored = set[str]()
     for name, module in partial.model.named_modules():
@@ -101,7 +102,7 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
         if is_matrix and not isinstance(module, nn.Embedding) and f"{name}.weight" not in quantized:
             ignored |= {name, names.get(f"{name}.weight", name).removesuffix(".weight")}
     return Matrices(
-        every=tuple(every),
+        every=tuple(matrices),
         replaced=frozenset(name for name, key in keys.targets.items() if key in quantized),
         ignored=tuple(sorted(ignored)),
         names={key: name for name, key in keys.targets.items() if keys.patterns[name] is None},

@@ -22,7 +22,8 @@ ROW = -1  # group size of one scale for each row, as others write it
 GROUPS = (128, 64, 32)  # tried in this order where none is named
 SHRINK = [1 - 0.025 * step for step in range(27)]  # by which clip search scales the range
 SEARCHED = 2**17  # weights whose scales are searched at once: few enough to stay in the cache
-FP4_MAX, FP8_MAX = 6.0, 448.0
+FP4_MAX = 6.0
+FP8_MAX = 448.0
 FP4 = ("mxfp4", "nvfp4")
 FIXED = {"fp8": ROW, "mxfp4": 32, "nvfp4": 16}  # group sizes that the format sets
 BITS = {"fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2, "mxfp4": 4, "nvfp4": 4}
@@ -215,7 +216,7 @@ class Scheme:
 
 
 def _nearest_float(value: Tensor, mantissa: int, lowest: int) -> Tensor:
-    """Round float32 to so many bits of mantissa, ties to even; below 2^`lowest`, to multiples of the smallest step.
+    """Round float32 to this many bits of mantissa, ties to even; below 2^`lowest`, to multiples of the smallest step.
 
     Casting to 8 bits and back does the same, several times as slowly on a CPU.
     """

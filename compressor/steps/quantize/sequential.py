@@ -33,7 +33,7 @@ CHUNK = 4096  # tokens whose outer products are added up at once
 
 
 @dataclass(slots=True)
-class Routed:
+class RoutedTokens:
     """Hidden states [T, H] at a layer's experts, and the chosen experts [T, K]; -1 for an unused choice."""
 
     hidden: Rows
@@ -70,7 +70,8 @@ class Quantizing(LayerVisitor):
     """Quantises each layer before the batches pass it."""
 
     def __init__(self, writer: Writer, calibration: Calibration) -> None:
-        self.writer, self.calibration = writer, calibration
+        self.writer = writer
+        self.calibration = calibration
 
     def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         live = self.at.model
@@ -102,7 +103,7 @@ class Quantizing(LayerVisitor):
         owners = {matrix.owner for matrix in matrices}
         layers = [layer for layer in self.at.moe_layers if layer.name in owners]
         tokens = self.calibration.tokens
-        routed = {layer.name: Routed(Rows(tokens), Rows(tokens)) for layer in layers}
+        routed = {layer.name: RoutedTokens(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
             for layer in layers:  # a single layer's output is not read
                 watch = MoeHooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
@@ -132,7 +133,7 @@ class Quantizing(LayerVisitor):
             hessian = summed(totals[matrix.owner], matrix)
             self._round([matrix], inverse_factor(hessian[None]))
 
-    def _quantize_experts(self, layer: MoeLayer, routed: Routed, matrices: Sequence[Matrix]) -> None:
+    def _quantize_experts(self, layer: MoeLayer, routed: RoutedTokens, matrices: Sequence[Matrix]) -> None:
         experts = self.at.model.get_submodule(layer.name)
         device = self.writer.model.partial.device
         by_part = {(matrix.expert, matrix.part): matrix for matrix in matrices}

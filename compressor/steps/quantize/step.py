@@ -44,13 +44,13 @@ class QuantizeStep(Step[Quantize]):
         """Return the format and its effective bits; of a source that was quantised, that it's dequantised first."""
         writer = self._writer(state)
         scheme = writer.scheme
-        every = writer.matrices.every
-        weights = sum(matrix.rows * matrix.columns for matrix in every)
-        nbytes = sum(scheme.nbytes(matrix.rows, matrix.columns, writer.dtype) for matrix in every)
+        matrices = writer.matrices.every
+        weights = sum(matrix.rows * matrix.columns for matrix in matrices)
+        nbytes = sum(scheme.nbytes(matrix.rows, matrix.columns, writer.dtype) for matrix in matrices)
         return {
             "format": scheme.format,
             "group_size": scheme.group_size,
-            "matrices": len(every),
+            "matrices": len(matrices),
             "weights": weights,
             "bits": round(8 * nbytes / weights, 4),
             "dequantized": state.model.layout.quantized,

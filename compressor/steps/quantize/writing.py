@@ -77,7 +77,7 @@ def round_to_nearest(
 
 
 def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool) -> tuple[Size, int]:
-    """Parameters and bytes of a model with so many experts in each layer once quantised, and those of packed matrices.
+    """Return the size of a quantised model with this number of experts in each layer, and the bytes of packed matrices.
 
     Other tensors stay as `output_size` has them. Reads headers alone.
     """
@@ -124,9 +124,8 @@ class Writer:
         layer_names = self.model.architecture.decoder_layers
         inner = make_job(self.model, plan, through=None if self.matrices.stored else self.partial)
         outputs = [output for output in inner.outputs if output.name not in self.matrices.replaced]
-        heads = [
-            output for output in outputs if output.decoder_layer and output.decoder_layer not in layer_names
-        ]  # of further tokens
+        # of multi-token-prediction heads
+        heads = [output for output in outputs if output.decoder_layer not in ("", *layer_names)]
         dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
@@ -138,11 +137,10 @@ class Writer:
         config = json.loads(bytes(inner.files["config.json"]))
         ignored = [*self.matrices.ignored, *sorted(name.removesuffix(".weight") for name in dense)]
         config["quantization_config"] = self.scheme.config(ignored)
+        all_layers = [*layer_names, *dict.fromkeys(output.decoder_layer for output in heads)]
         return replace(
             inner,
-            outputs=tuple(
-                in_order_of([*layer_names, *dict.fromkeys(output.decoder_layer for output in heads)], outputs)
-            ),
+            outputs=tuple(in_order_of(all_layers, outputs)),
             produce=bind(self._produce, inner),
             files={**inner.files, "config.json": files_with(self.model, config)["config.json"]},
             verify=bind(self._verify, inner),

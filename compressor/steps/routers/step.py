@@ -75,7 +75,8 @@ class RoutersStep(Step[Routers]):
 
         `auto` takes the method of least KL on held-out text.
         """
-        model, method = state.model, self.options.method
+        model = state.model
+        method = self.options.method
         reference = None if self.options.reference is None else checked_reference(self.options.reference, model)
         batches, answers, evaluator = state.teacher_outputs()
         require_enough(evaluator.sequences, "routers")
@@ -95,7 +96,8 @@ class RoutersStep(Step[Routers]):
         kl = {name: calibrated.after.means["kl"] for name, calibrated in tried.items()}
         taken = min(kl, key=lambda name: kl[name])
         best = tried[taken]
-        before, after = best.before.means, best.after.means
+        before = best.before.means
+        after = best.after.means
         figures: dict[str, Any] = {"before": before["kl"], "after": after["kl"]}
         for name in ("loss", "flips"):
             figures |= {f"{name}_before": before[name], f"{name}_after": after[name]}
@@ -137,7 +139,8 @@ class RoutersStep(Step[Routers]):
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe the method, KL before and after, each round and a bias's places; gains are in nats per token."""
-        result, moved = entry.get("result") or {}, changed(entry)
+        result = entry.get("result") or {}
+        moved = changed(entry)
         took = f", took {result['taken']}" if "taken" in result else ""
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
         blocks: list[Block] = [Text(f"Router calibration ({self.options.method}{took}): {outcome}.")]
@@ -147,13 +150,13 @@ class RoutersStep(Step[Routers]):
             rounds.append((str(number), *figures))
         if rounds:
             blocks.append(Table("Rounds of the router calibration", ROUNDS, tuple(rounds)))
-        places = [
-            (str(layer.get("layer", "-")), layer["place"], short(layer.get("mean")), short(layer.get("deviation")))
-            for layer in result.get("layers", ())
-        ]
+        places = list[tuple[str, ...]]()
+        for layer in result.get("layers", ()):
+            closeness = [short(layer.get(name)) for name in ("mean", "deviation")]
+            places.append((str(layer.get("layer", "-")), layer["place"], *closeness))
         if places:
             blocks.append(Table("Places of the bias", PLACES, tuple(places), frozenset(PLACES[:2])))
-        if any(kind == "selection bias" for _, kind, _, _ in places):
+        if any("selection bias" in place for place in places):
             blocks.append(Text("A selection bias moves which experts are chosen, not their weights."))
         return blocks
 

@@ -45,7 +45,7 @@ Answered = Sequence[tuple[Tensor, Distributions]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RouterTrial:
     """A choice, the router tensors that it leads to, and their figures on held-out text."""
 
     ridge: float
@@ -64,7 +64,7 @@ class Round:
     standard_error: float = 0.0
 
     @classmethod
-    def of(cls, before: Figures, trial: Trial) -> "Round":
+    def of(cls, before: Figures, trial: RouterTrial) -> "Round":
         """Return the step of a trial, if its gain is accepted; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
         return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if gained.accepted else cls()
@@ -85,7 +85,8 @@ class _WithWeights(ReverseVisitor):
     """Substitutes these router tensors in a model, in the dtype of its own."""
 
     def __init__(self, model: OpenModel, weights: Weights) -> None:
-        self.model, self.weights = model.partial.model, weights
+        self.model = model.partial.model
+        self.weights = weights
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
         for key, weight in (_tensors_under(decoder_layer, self.model, self.weights) or {}).items():
@@ -104,7 +105,7 @@ def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights 
 
 def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]) -> list[Figures]:
     tensors = [partial(_tensors_under, model=model.partial.model, weights=weights) for weights in trials]
-    return evaluator.measure(model, [Substitution(each) for each in tensors])
+    return evaluator.measure(model, [Substitution(of_trial) for of_trial in tensors])
 
 
 def calibrate_weights(
@@ -121,19 +122,21 @@ def calibrate_weights(
     Raises `CompressionError` for an architecture through which no gradients go layer by layer.
     """
     progress.start("calibrate the routers", len(fit))
-    before = now = evaluate_trials(model, evaluator, [weights])[0]
+    before = best = evaluate_trials(model, evaluator, [weights])[0]
     rounds = list[Round]()
     steps: Sequence[float] = STEPS
     for text in fit:
         moved = partial(_moved, weights, _moments(model, weights, text, emphasis))
         trial = line_search(model, evaluator, moved, RIDGES, steps, LARGEST)
-        rounds.append(Round.of(now, trial))
+        rounds.append(Round.of(best, trial))
         around = trial.step / 2
         if rounds[-1].step:
-            around, weights, now = trial.step, trial.weights, trial.figures
+            around = trial.step
+            weights = trial.weights
+            best = trial.figures
         steps = [near * around for near in NEAR]
         progress.advance("round")
-    return Calibrated(weights, before, now, tuple(rounds))
+    return Calibrated(weights, before, best, tuple(rounds))
 
 
 @dataclass(slots=True)
@@ -242,18 +245,18 @@ def line_search(
     ridges: Sequence[float],
     steps: Sequence[float],
     largest: float,
-) -> Trial:
+) -> RouterTrial:
     """Return the `moved(ridge, step)` of least KL on held-out text.
 
     A largest step that wins is doubled up to `largest`.
     """
 
-    def best(choices: Sequence[tuple[float, float]], *known: Trial) -> Trial:
+    def best(choices: Sequence[tuple[float, float]], *known: RouterTrial) -> RouterTrial:
         weights = [moved(*choice) for choice in choices]
         measured = evaluate_trials(model, evaluator, weights)
         trials = list(known)
         for choice, tried, figures in zip(choices, weights, measured, strict=True):
-            trials.append(Trial(*choice, tried, figures))
+            trials.append(RouterTrial(*choice, tried, figures))
         return min(trials, key=lambda trial: trial.figures.means["kl"])
 
     trial = best([(ridge, step) for ridge in ridges for step in steps])
@@ -328,12 +331,13 @@ class _Inputs(LayerVisitor):
 
 def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
     """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses have no place."""
-    inputs, places = _Inputs(layers), list[BiasPlace]()
+    inputs = _Inputs(layers)
+    places = list[BiasPlace]()
     Pass(model, batches, wanted={layer.decoder_layer for layer in layers}).run(inputs)
     for layer in layers:
         if layer.name not in inputs.moments:
             continue
-        seen = inputs.moments[layer.name]
+        moments = inputs.moments[layer.name]
         biases = [  # tensors outside the experts with a bias for each expert
             tensor.key
             for tensor in layer.tensors
@@ -345,9 +349,9 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
             kind = "router bias" if layer.name in inputs.biased else "selection bias"
             places.append(BiasPlace(layer.name, biases[0], kind))
             continue
-        direction = torch.linalg.solve(ridged(seen.inputs, RIDGE), seen.both[:, 0])
-        mean = float(direction @ seen.both[:, 0]) / seen.tokens
-        spread = float(direction @ seen.inputs @ direction) / seen.tokens - mean**2
+        direction = torch.linalg.solve(ridged(moments.inputs, RIDGE), moments.both[:, 0])
+        mean = float(direction @ moments.both[:, 0]) / moments.tokens
+        spread = float(direction @ moments.inputs @ direction) / moments.tokens - mean**2
         deviation = max(spread, 0.0) ** 0.5
         places.append(BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, deviation))
     return places
@@ -369,14 +373,15 @@ def calibrate_bias(
         weights = dict(stored)
         for place in places:
             number = late.index(place.layer)
-            logits, scores = scale * average.logits[number], scale * average.scores[number]
+            logits = scale * average.logits[number]
+            scores = scale * average.scores[number]
             weights[place.key] = place.moved(stored[place.key], logits, scores)
         return weights
 
     before = evaluate_trials(model, evaluator, [stored])[0]
     best = line_search(model, evaluator, moved, (0.0,), SCALES, LARGEST_SCALE)
     progress.advance("")
-    taken = Round.of(before, best)
-    if taken.step:
-        return Calibrated(best.weights, before, best.figures, (taken,))
-    return Calibrated(stored, before, before, (taken,))
+    step = Round.of(before, best)
+    if step.step:
+        return Calibrated(best.weights, before, best.figures, (step,))
+    return Calibrated(stored, before, before, (step,))

@@ -88,7 +88,7 @@ class StoredParts:
     def cut(self, model: OpenModel, plan: ExpertPlan) -> list[OutputTensor]:
         """Return the output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
         roles = model.layout.roles
-        plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+        plans = plan.by_module
         layers = {layer.name: layer for layer in model.architecture.layers}
         finished = set[str]()  # layers whose experts are stored by themselves
         outputs = list[OutputTensor]()

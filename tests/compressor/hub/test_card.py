@@ -124,7 +124,7 @@ def test_a_pure_drop_says_what_it_is_and_that_nobody_measured_it(dropped: Path) 
     card = card_text(dropped, REPOSITORY)
     text, data = body(card), ModelCard(card.text).data
     assert "12 instead of 16 experts in each of its 4 MoE layers: 48 experts kept and 16 dropped" in text
-    assert "(Count-guided: drop the experts that the fewest tokens visit (He et al. 2024, arXiv:2406.02500))" in text
+    assert "(Count-guided: drop the experts that the fewest tokens are routed to (He et al. 2024" in text
     assert "Accuracy was not measured" in text and "verdict" not in text and "Nothing was refitted" in text
     assert {"moe", "moe-compressor", "count-guided", "pruned", "expert-pruning"} == set(data.tags)
     assert (data.library_name, data.pipeline_tag, data.base_model, data.eval_results) == (

@@ -235,7 +235,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "source text": (whole(source="here"), "source should be an object with .*it is 'here'"),
     "calibration text": (whole(calibration="c4"), "calibration should be an object, it is 'c4'"),
     "calibration empty": (whole(calibration={}), "calibration should name its source"),
-    "experts without end": (layer(experts=10**12), "experts are more than any layer has"),
     "steps a text": (whole(steps="prune"), "steps should be a list"),
     "step a text": (whole(steps=["prune"]), r"steps\[0\] should be an object, it is 'prune'"),
     "unknown decision": (decided(layer=[]), "the plan of prune has an unknown field 'layer'"),

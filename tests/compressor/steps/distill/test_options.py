@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from compressor.divergence.teacher_outputs import Distributions
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import make_step
-from compressor.steps.distill.objective import Batch, Text
+from compressor.steps.distill.objective import Batch, TrainingText
 from compressor.steps.distill.options import Distill
 
 
@@ -42,7 +42,7 @@ def test_an_epoch_takes_no_sequence_twice_and_the_next_one_takes_them_anew(count
     size = min(size, count)
     rows = torch.arange(count).view(-1, 1).expand(-1, 4)
     whole = Batch(rows, Distributions(rows[..., None], rows[..., None].float(), rows.float()), rows.float())
-    text = Text((whole,), tuple((0, row) for row in range(count)), most=3)
+    text = TrainingText((whole,), tuple((0, row) for row in range(count)), most=3)
     epoch = [text.of_step(step, size, seed) for step in range(count // size)]
     found = [batch.tokens[:, 0].tolist() for batches in epoch for batch in batches]
     taken = [row for rows in found for row in rows]
