@@ -30,13 +30,13 @@ from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.steps.tensors import (
     Named,
     OutputTensor,
+    distinct_rows,
     mix,
     mixed_rows,
     refuse_overflow,
     remap_table,
     tensor_bytes_view,
     tensor_output,
-    told_apart,
     weighted_members,
 )
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
@@ -118,7 +118,7 @@ def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerP
     rows = mixed_rows(name, value, dim, plan, True)
     count = len(plan.groups)
     is_divided = count < layer.experts or layer.top_k % layer.parts
-    return told_apart(rows, dim, count) if is_divided else rows
+    return distinct_rows(rows, dim, count) if is_divided else rows
 
 
 def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:

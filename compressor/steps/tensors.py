@@ -205,7 +205,7 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
     if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
         refuse_nan(info.name, info.file, value)
         rows = mixed_rows(info.name, value, dim, plan, role.is_router)
-        yield tensor_bytes_view(told_apart(rows, dim, len(plan.groups)) if apart else rows)
+        yield tensor_bytes_view(distinct_rows(rows, dim, len(plan.groups)) if apart else rows)
         return
     row_members = [weighted_members(group, role.is_router) for group in plan.groups]
     row_members += [[(plan.experts + extra, 1.0)] for extra in range(role.extra)]
@@ -240,7 +240,7 @@ def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
     return mapped.to(table.dtype)
 
 
-def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
+def distinct_rows(value: Tensor, dim: int, experts: int) -> Tensor:
     """Return the tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
 
     Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
@@ -248,7 +248,7 @@ def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
     logits, and which of the two experts runs would depend on how a program orders ties. `experts` rows are compared,
     none of a bias. The first of equal rows then has the largest logit wherever that is positive.
     """
-    before = equal_before(value, dim, experts)
+    before = equal_rows_before(value, dim, experts)
     if not bool(before.any()):
         return value
     factors = torch.ones(value.shape[dim], device=value.device)
@@ -258,7 +258,7 @@ def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
     return (value.float() * factors.view(shape)).to(value.dtype)
 
 
-def equal_before(value: Tensor, dim: int, experts: int) -> Tensor:
+def equal_rows_before(value: Tensor, dim: int, experts: int) -> Tensor:
     """Return for each of the first `experts` rows along a dimension the number of equal rows before it.
 
     No row of a bias has any, nor one of a tensor on meta.

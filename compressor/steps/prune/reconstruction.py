@@ -21,7 +21,7 @@ from compressor.model.streaming import as_arguments, as_call
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.cutting import merged_parameters
-from compressor.steps.tensors import equal_before, remap_table, told_apart
+from compressor.steps.tensors import distinct_rows, equal_rows_before, remap_table
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: float32's error where products cancel
@@ -56,18 +56,18 @@ class SmallerRouter:
                 continue
             self._tensors[name] = _float(value), tensor
             if tensor is not None:
-                self._has_equal_rows |= bool(equal_before(value, tensor.dim, layer.experts).any())
+                self._has_equal_rows |= bool(equal_rows_before(value, tensor.dim, layer.experts).any())
         # tensors that the block passes to its router, such as a bias: identified by their address
-        handed = dict[int, ExpertTensor]()
+        passed_tensors = dict[int, ExpertTensor]()
         for name, value in weights.block.state_dict(keep_vars=True).items():
             key = f"{layer.block}.{name}"
             if key in by_key and not key.startswith((f"{layer.router}.", f"{layer.name}.")):
-                handed[value.data_ptr()] = by_key[key]
+                passed_tensors[value.data_ptr()] = by_key[key]
         called = stats.router_arguments
         arguments = as_arguments(called.positional, called.by_keyword)
         self._arguments = list[tuple[str | None, Any, int | None, ExpertTensor | None]]()
         for (keyword, value), dim in zip(arguments, called.dims.values(), strict=True):
-            tensor = handed.get(value.data_ptr()) if isinstance(value, Tensor) else None
+            tensor = passed_tensors.get(value.data_ptr()) if isinstance(value, Tensor) else None
             self._arguments.append((keyword, _float(value), dim, tensor))
 
     def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> Routing:
@@ -116,7 +116,7 @@ class SmallerRouter:
             if tensor is not None:
                 value = select(tensor, value)
                 if self._has_equal_rows:  # as cutting the layer makes equal rows distinct
-                    value = told_apart(value, tensor.dim, count)
+                    value = distinct_rows(value, tensor.dim, count)
             tensors[name] = value
         for name, table in self._tables.items():
             # only the rows that integers among the arguments may name are remapped, as tables may be long

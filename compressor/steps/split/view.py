@@ -221,7 +221,7 @@ def partitioned(
     for stats in collect(whole, needs, None if text is None else text.without_heldout(), progress, seed):
         orders[stats.layer.name] = ranks().broadcast(partial(order, stats))
     facts = {"calibration": None if text is None else text.identity}
-    return in_order(model, orders, facts)
+    return with_neuron_order(model, orders, facts)
 
 
 def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     return replace(model, stored_parts=None)
 
 
-def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
+def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
     """Return the split model with the order [E, I] of each layer's neurons, by its name.
 
     `facts` join the plan's entry.
@@ -276,7 +276,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
         neurons = unpacked(split["neurons"].get(layer.name), layer.experts, width, parts, layer.name)
         orders[layer.name] = order_of_parts(neurons)
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
-    return in_order(view, orders, facts)
+    return with_neuron_order(view, orders, facts)
 
 
 def packed(part_of_neuron: Tensor, parts: int) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as drawn
 from safetensors.torch import load_file
 
 import compressor
-from compressor.steps.tensors import STEP, equal_before, told_apart
+from compressor.steps.tensors import STEP, distinct_rows, equal_rows_before
 from tests.support import small
 
 
@@ -17,20 +17,20 @@ from tests.support import small
 def test_rows_are_counted_as_a_loop_counts_them(rows: list[int]) -> None:
     made = torch.tensor([[1.0, float(number), 2.0] for number in rows])
     before = [rows[:place].count(number) for place, number in enumerate(rows)]
-    assert equal_before(made, 0, len(rows)).tolist() == before
+    assert equal_rows_before(made, 0, len(rows)).tolist() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_further_equal_rows_change_and_rows_of_no_expert_never(dtype: torch.dtype) -> None:
     first, second = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     value = torch.stack([first, second, first, first, second, first])  # the last is of no routed expert
-    made = told_apart(value, 0, 5)
+    made = distinct_rows(value, 0, 5)
     assert torch.equal(made[[0, 1, 5]], value[[0, 1, 5]])
     wanted = torch.stack([first, first, second]).float() * torch.tensor([[1 - STEP], [1 - 2 * STEP], [1 - STEP]])
     assert torch.equal(made[2:5], wanted.to(dtype))
-    assert torch.equal(told_apart(value.T, 1, 5), made.T)
+    assert torch.equal(distinct_rows(value.T, 1, 5), made.T)
     bias = torch.zeros(5)
-    assert told_apart(bias, 0, 5) is bias
+    assert distinct_rows(bias, 0, 5) is bias
 
 
 def test_no_router_of_a_pruned_split_has_equal_rows_whichever_way_it_came(tmp_path: Path) -> None:
