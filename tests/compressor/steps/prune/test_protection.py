@@ -20,7 +20,6 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison import random_drop
 from compressor.statistics.statistics import ALL, collect
 from compressor.steps.prune import selection
-from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protection import given_protected, strongest_that_fit, with_list
 from compressor.steps.prune.selection import METHODS, competing
 from tests.support import zoo
@@ -148,7 +147,7 @@ def test_hubs_that_are_let_go_are_counted(caplog: pytest.LogCaptureFixture) -> N
 def test_what_is_held_out_is_not_attributed() -> None:
     parts = tuple(torch.full((1, 4), number) for number in range(6))
     whole = Calibration(parts, {"source": "x"}, (0, 0, 0, 1, 1, 1), (0.25, 0.75), frozenset({2, 3}))
-    seen = fit_batches(whole)
+    seen = whole.without_heldout()
     assert [int(batch[0, 0]) for batch in seen.batches] == [0, 1, 4, 5]
     assert seen.sources == (0, 0, 1, 1) and seen.weights == whole.weights and not seen.heldout
 
