@@ -16,7 +16,7 @@ from compressor.progress import quiet_transformers
 
 ASKING = ("prompt", "instruction", "query", "question")  # columns of a user's message
 ANSWERS = tuple(answer for _, answer in PAIRS)  # columns that nobody is asked with
-COLUMNS = tuple((name,) for name in ("prompt", "messages", "conversations", "text", *ASKING[1:]))
+COLUMNS = tuple(zip(("prompt", "messages", "conversations", "text", *ASKING[1:]), strict=True))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 

@@ -118,11 +118,13 @@ def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
 
 def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
     """Return a line of the file: the whole text, which calibration reads, and the messages of a chat."""
-    end = tokenizer.decode([answer.tokens[-1]]) if answer.tokens else tokenizer.eos_token or ""
-    row: dict[str, Any] = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
+    end = tokenizer.eos_token or ""
+    if answer.tokens:
+        end = tokenizer.decode([answer.tokens[-1]])
+    facts = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
     if not is_chat(prompt, tokenizer, chat):
-        return {"text": f"{prompt.text}{answer.text}{end}", **row}
+        return {"text": f"{prompt.text}{answer.text}{end}", **facts}
     before = render_chat(tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True)
     messages = [*prompt.chat, {"role": "assistant", "content": answer.text}]
     tools = {"tools": prompt.tools} if prompt.tools else {}
-    return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **row}
+    return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **facts}

@@ -35,7 +35,13 @@ from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
 SHORTEST = 16  # tokens of a sequence of text
-COLUMNS = (("messages",), ("conversations",), ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"))
+COLUMNS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "answer"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+)
 END, THINKING_END = "the answer", "its thinking"
 
 
@@ -81,14 +87,10 @@ class TeacherForcedAnswer:
     seed: int = 0
 
 
-def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
-    """Return a written answer as tokens; a server's, which has none, is tokenised and ended by `end`."""
-    tokens = answer.tokens
-    if not tokens:
-        tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
-        if answer.ended == "end":
-            tokens += (end,)
-    return TeacherForcedAnswer(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
+def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool = False) -> TeacherForcedAnswer:
+    """Return an answer that a checkpoint has written as tokens."""
+    before = tokens_of(prompt, tokenizer, chat)
+    return TeacherForcedAnswer(prompt.id, prompt.domain, before, answer.tokens, answer.seed)
 
 
 def read_answers(
@@ -157,27 +159,26 @@ def answer_sets(
     answers: Sequence[TeacherForcedAnswer], vocabulary: int
 ) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
     """Return a set for each domain, longest first, in which only answers count; and the answers in that order."""
-    check_vocabulary(max((max(*answer.prompt, *answer.answer) for answer in answers), default=0), vocabulary)
+    for answer in answers:
+        check_vocabulary(max(*answer.prompt, *answer.answer), vocabulary)
     sets = list[EvaluationSet]()
     order = list[TeacherForcedAnswer]()
     for domain in dict.fromkeys(answer.domain for answer in answers):
         of_domain = [answer for answer in answers if answer.domain == domain]
-        of_domain.sort(key=_length, reverse=True)
+        of_domain.sort(key=lambda answer: len(answer.prompt) + len(answer.answer), reverse=True)
         batches = list[torch.Tensor]()
         masks = list[torch.Tensor]()
         for begin in range(0, len(of_domain), BATCH_SIZE):
-            rows = of_domain[begin : begin + BATCH_SIZE]
-            batches.append(pad_sequence([torch.tensor(row.prompt + row.answer) for row in rows], batch_first=True))
-            positions = torch.arange(batches[-1].shape[1])
-            counted = [(positions >= len(row.prompt)) & (positions < _length(row)) for row in rows]
-            masks.append(torch.stack(counted))
+            tokens = list[torch.Tensor]()
+            counted = list[torch.Tensor]()
+            for row in of_domain[begin : begin + BATCH_SIZE]:
+                tokens.append(torch.tensor(row.prompt + row.answer))
+                counted.append(torch.tensor([False] * len(row.prompt) + [True] * len(row.answer)))
+            batches.append(pad_sequence(tokens, batch_first=True))
+            masks.append(pad_sequence(counted, batch_first=True))
         sets.append(EvaluationSet(domain, tuple(batches), tuple(masks)))
         order += of_domain
     return tuple(sets), tuple(order)
-
-
-def _length(answer: TeacherForcedAnswer) -> int:
-    return len(answer.prompt) + len(answer.answer)
 
 
 def stop_tokens_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
