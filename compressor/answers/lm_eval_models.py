@@ -238,15 +238,16 @@ def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
 
 
 class StreamedModel(WatchedModel):
-    """A causal language model that answers requests of likelihood, one layer in memory at a time."""
+    """A causal language model that answers requests of likelihood alone, one layer in memory at a time."""
 
     def __init__(self, opened: OpenModel, rows: int) -> None:
         self.opened = opened
         self.rows = rows
         self.layers: Progress = Silent()
-        # all windows of long texts are handed over at once, to be cut into batches here
         super().__init__(
-            pretrained=str(opened.source.folder.resolve()), device=str(opened.partial.device), batch_size=sys.maxsize
+            pretrained=str(opened.source.folder.resolve()),
+            device=str(opened.partial.device),
+            batch_size=sys.maxsize,  # all windows of long texts come at once, to be cut into batches here
         )
 
     def _create_model(self, *_: Any, **settings: Any) -> None:
@@ -287,15 +288,13 @@ class StreamedModel(WatchedModel):
         phase = f"Evaluating {self.label} on {self.task}, layer by layer"
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
-            Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget).run(visitor)
+            streamed = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
+            streamed.run(visitor)
         answers = dict(ChainMap(*ranks().all_gather(visitor.answers)))
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one
                 self.cache_hook.add_partial("loglikelihood", request, answers[number])
         return [answers[number] for number in range(len(pairs))]
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        raise CompressionError("a streamed model writes no answers; pass --no-stream")
 
 
 @contextmanager
@@ -323,23 +322,25 @@ class ServedQuestion:
 class ServedModel(Watched, LocalCompletionsAPI):
     """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
 
+    # what the constructor of lm-eval's model would set
+    tokenizer_backend = "huggingface"
+    add_bos_token = False
+    custom_prefix_token_id = None
+    _eos_string = None
+    _max_gen_toks = 256
+    batch_size = sys.maxsize  # all windows of long texts are asked together
+
     def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Journal) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
         self.tokenizer = load_tokenizer(folder)
-        self.tokenizer_backend = "huggingface"
         self.tokenized_requests = server.scored == "tokens"
         positions = read_facts(folder).positions or POSITIONS
         # tokens before the last one of a request, to which a server always adds another
         self.max_length = min(positions, server.max_length or positions) - 2
         self.model = server.model
         self._seed = options.seed
-        self._max_gen_toks = 256
-        self.add_bos_token = False
-        self.custom_prefix_token_id = None
-        self._eos_string = None
-        self.batch_size = sys.maxsize  # all windows of long texts are asked together
         self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
 
     def _loglikelihood_tokens(
@@ -368,7 +369,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
                 self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
             )
             payload |= self.server.plain
-            questions.append(ServedQuestion(request_key(payload), payload, lambda response: response.choices[0].text))
+            questions.append(ServedQuestion(request_key(payload), payload, _text))
         return self._answers(questions)
 
     def _prompt(self, prompt: Any) -> Any:
@@ -403,6 +404,10 @@ class ServedModel(Watched, LocalCompletionsAPI):
             if are_items:
                 self.answered.advance("")
         return [answers[question.key] for question in questions]
+
+
+def _text(response: Completion) -> str:
+    return response.choices[0].text
 
 
 @contextmanager

@@ -151,8 +151,8 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     tasks = list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
-        for asked in options.tasks:
-            for loaded in _load(manager, asked, options):
+        for name in options.tasks:
+            for loaded in _load(manager, name, options):
                 task = _evaluation_task(loaded, options)
                 for part in task.parts.keys() & owners:  # no item may count twice
                     raise CompressionError(
@@ -204,8 +204,11 @@ def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) 
     members = config.get("task") if config.get("group") else None
     if not isinstance(members, list):
         return True
-    names = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in members]
-    return all(_complete(index, str(member), (*above, name)) for member in names)
+    for member in members:
+        named = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if not _complete(index, str(named), (*above, name)):
+            return False
+    return True
 
 
 def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:

@@ -57,7 +57,8 @@ def write_traces(
         prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)
         requests = prompts.requests
-        request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in requests])
+        named = [(prompt.id, prompt.domain, seed) for prompt, seed in requests]
+        request = request_key(journal.path.name, named)
         earlier = json_object(manifest)
         is_same = earlier.get("request") == request
         if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
@@ -84,7 +85,15 @@ def write_traces(
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         domains = Counter(row["domain"] for row in rows)
-        traces = Traces(writer.label, len(requests), len(rows), dict(dropped), dict(domains), out, manifest)
+        traces = Traces(
+            model=writer.label,
+            asked=len(requests),
+            kept=len(rows),
+            dropped=dict(dropped),
+            domains=dict(domains),
+            file=out,
+            manifest=manifest,
+        )
         content = {
             "format": FORMAT,
             **plain_json(traces),

@@ -125,12 +125,14 @@ def compare_sequence(
     columns = []
     for part in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True):
         columns.append(_at_positions(*part, stop_tokens))
-    kl, loss, base_loss, flips, *of_stop_tokens = torch.cat(columns, 1)
+    by_position = torch.cat(columns, 1)
+    kl, loss, base_loss, flips = by_position[:4]
     figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
-    for due, base_probability, probability in zip(*[iter(of_stop_tokens)] * 3, strict=True):
+    for due, base_probability, probability in by_position[4:].view(len(stop_tokens), 3, len(targets)):
         figures.append(due.sum())
         for share in (due, 1 - due):
-            figures += [(base_probability * share).sum(), (probability * share).sum()]
+            figures.append((base_probability * share).sum())
+            figures.append((probability * share).sum())
     return torch.stack(figures).tolist()
 
 
