@@ -249,12 +249,12 @@ class Server:
                 "that the environment names"
             ) from error
 
-    def all(self, asked: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
+    def all(self, questions: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
 
         Where one fails, no further one is asked; those under way are waited for and yielded first.
         """
-        waiting = iter(asked)
+        waiting = iter(questions)
         error: BaseException | None = None
         with ThreadPoolExecutor(at_once) as pool:
             running = {pool.submit(ask, question) for question in islice(waiting, at_once)}
@@ -276,7 +276,7 @@ class Server:
         """
         tokenizer = load_tokenizer(folder)
         ids = [int(token) for token in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
-        asked = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
+        settings = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
         other = CompressionError(
             f"{self.label} has another vocabulary than {label}: it reads the same text as other tokens; name the "
             "folder with the tokenizer of the served model, or serve the other model"
@@ -285,7 +285,7 @@ class Server:
         forms: tuple[tuple[Scored, Any], ...] = (("tokens", ids), ("text", PROBE))
         for form, prompt in forms:
             with suppress(RefusedError):  # of token ids, of echo, or of log-probabilities
-                question = {**asked, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
+                question = {**settings, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
                 logs = self.ask("/completions", Completion, question).choices[0].logprobs
                 if PromptScores.of(logs, len(ids)) is None:
                     continue  # log-probabilities of what it writes alone, or of none
@@ -298,7 +298,7 @@ class Server:
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
         for plain in (PLAIN, {}):
             with suppress(RefusedError):
-                response = self.ask("/completions", Completion, {**asked, **plain, "prompt": PROBE})
+                response = self.ask("/completions", Completion, {**settings, **plain, "prompt": PROBE})
                 break
         else:  # it knows chats alone
             return self

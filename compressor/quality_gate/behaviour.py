@@ -127,8 +127,8 @@ def compare_answers(
     for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
         endings.append(endings_of(requests, answers, tokenizer, options.chat))
     pairs = []
-    for (prompt, seed), *compared in zip(requests, base, smaller, *endings, strict=True):
-        pairs.append(AnswerPair(prompt, seed, *compared))
+    for (prompt, seed), *answers_and_endings in zip(requests, base, smaller, *endings, strict=True):
+        pairs.append(AnswerPair(prompt, seed, *answers_and_endings))
     domains = [prompt.domain for prompt, _ in requests]
     return Written(
         prompts=len(prompts.prompts),
@@ -142,12 +142,12 @@ def compare_answers(
 def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
     """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none can be missed."""
     missed = sum(answer.ended != "end" for answer in answers)
-    fault = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
-    remedy = "raise --max-new-tokens, or ask as the model was taught (--chat)"
+    message = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
+    hint = "raise --max-new-tokens, or ask as the model was taught (--chat)"
     if judged and missed == len(answers):
-        raise CompressionError(f"{fault}, so no end can be missed; {remedy}, or judge loops alone: --max-missed-rise 1")
+        raise CompressionError(f"{message}, so no end can be missed; {hint}, or judge loops alone: --max-missed-rise 1")
     if 2 * missed > len(answers):
-        logger.warning("%s, so little can be said of ends; %s", fault, remedy)
+        logger.warning("%s, so little can be said of ends; %s", message, hint)
 
 
 def written_conditions(written: Written, limits: Limits, confidence: float) -> tuple[GateCondition, ...]:

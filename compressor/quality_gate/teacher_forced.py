@@ -109,10 +109,10 @@ def read_answers(
         with quiet_transformers():
             for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers").rows:
                 with left_out.each():
-                    own_domain = domain
+                    row_domain = domain
                     if source == argument and isinstance(row, Mapping):
-                        own_domain = str(row.get("domain") or domain)
-                    answers.append(_given(row, own_domain, tokenizer, stops, most, where, left_out))
+                        row_domain = str(row.get("domain") or domain)
+                    answers.append(_given(row, row_domain, tokenizer, stops, most, where, left_out))
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
@@ -281,21 +281,22 @@ def divergence_conditions(
 
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
     """
-    # name of the domain, remedy of an inconclusive condition, and the figures
+    # name of the domain, what would decide an inconclusive condition, and the figures
     rows = list[tuple[str, str, DomainFigures]]()
-    for reading, of, more in ((divergence.text, "", "text"), (divergence.answers, "answers of ", "answers")):
-        if reading is not None:
-            rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
+    if divergence.text is not None:
+        rows += [(row.domain, "text", row) for row in divergence.text.domains]
+    if divergence.answers is not None:
+        rows += [(f"answers of {row.domain}", "answers", row) for row in divergence.answers.domains]
     alpha = 1 - confidence
     tests = max(1, len(limits) * len(rows))
     conditions = []
-    for domain, more, row in rows:
+    for domain, source, row in rows:
         freedom = max(row.sequences - 1, 1)
-        farther = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
+        widening = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
         for name, (option, limit) in limits.items():
             figure = row.flips if name == "flips" else row.loss
             verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
-            if figure.change - farther * (figure.change - figure.lower) > limit:
+            if figure.change - widening * (figure.change - figure.lower) > limit:
                 verdict = "fail"
             conditions.append(
                 GateCondition(
@@ -310,7 +311,7 @@ def divergence_conditions(
                     verdict=verdict,
                     base=figure.base if name == "loss" else None,
                     compressed=figure.compressed,
-                    advice=f"give it more {more}, or allow more" if verdict == "inconclusive" else "",
+                    advice=f"give it more {source}, or allow more" if verdict == "inconclusive" else "",
                 )
             )
     return tuple(conditions)
