@@ -88,15 +88,15 @@ def read_base(
             path = folder / f"{name}-{number:07d}.safetensors"
             outputs[name].append(_StoredOutputs(model, path, batch, name in hidden))
         wanted += [stored for stored in outputs[name] if not stored.is_kept]
-    inputs = dict[int, _StoredOutputs]()  # by the evaluator's batch: what enters the base's head
-    missing = list[int]()
+    missing = dict[int, _StoredOutputs]()  # by the evaluator's batch: what enters the base's head
     if evaluator is not None:
         for number in evaluator.missing():
             path = folder / f"held-out-{number:07d}.safetensors"
-            inputs[number] = _StoredOutputs(evaluator.base, path, evaluator.batches[number], True)
-            if inputs[number].is_kept:
+            stored = _StoredOutputs(evaluator.base, path, evaluator.batches[number], True)
+            if stored.is_kept:
                 evaluator.inputs[number] = load_tensors(path)["input"]
-        missing = evaluator.missing()
+            else:
+                missing[number] = stored
     if wanted or missing:
         batches = [stored.batch for stored in wanted]
         visitors: list[LayerVisitor] = [_TeacherVisitor(model.architecture.decoder_layers[-1], wanted)]
@@ -107,8 +107,8 @@ def read_base(
                 batches += probe.batches
             Pass(model, batches, progress, "ask the base", to_end=True).run(*visitors)
         if evaluator is not None:
-            for number in missing:
-                inputs[number].keep({"input": evaluator.inputs[number]})
+            for number, stored in missing.items():
+                stored.keep({"input": evaluator.inputs[number]})
     distributions = dict[str, list[Distributions]]()
     for name, of_text in outputs.items():
         distributions[name] = [stored.read() for stored in of_text]
