@@ -189,10 +189,13 @@ def run_gate(
     }
     scores = dict[Side, list[ItemScores]]()
     seconds = dict[str, float]()
+    streamed = list[Side]()
     for side, evaluation in evaluations.items():
         begin = time.perf_counter()
         scores[side] = list(evaluation.run(progress).values())
         seconds[side] = time.perf_counter() - begin
+        if any(task.streamed for task in scores[side]):
+            streamed.append(side)
     judged, pooled = judge(
         scores["base"], scores["compressed"], options.max_drop, options.task_drop, options.confidence
     )
@@ -227,7 +230,7 @@ def run_gate(
         versions=versions((*PACKAGES, "lm-eval")),
         seconds=seconds,
         reused_base=bool(tasks) and not evaluations["base"].missing,
-        streamed=tuple(side for side in scores if any(task.streamed for task in scores[side])),
+        streamed=tuple(streamed),
         conditions=behaviour.conditions,
         text=behaviour.text,
         answers=behaviour.answers,
