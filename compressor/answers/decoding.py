@@ -76,7 +76,8 @@ def choose(logits: Tensor, options: GenerationOptions, numbers: Tensor) -> Tenso
     if not options.temperature:
         return logits.argmax(-1)
     passed = probabilities(logits, options.temperature, options.top_k, options.top_p).cumsum(-1)
-    return (passed <= numbers[:, None].to(passed.device) * passed[:, -1:]).sum(-1)
+    limits = numbers[:, None].to(passed.device) * passed[:, -1:]
+    return (passed <= limits).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +93,16 @@ def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
 
     With a `tokenizer` its own end token counts, too, as it does for servers.
     """
-    paths = (folder / "generation_config.json", folder / "config.json")
-    generation, config = (read_object(path) if path.is_file() else {} for path in paths)
-    text = config.get("text_config")
-    nodes = [config, text] if isinstance(text, dict) else [config]
+
+    def read(name: str) -> dict[str, Any]:
+        return read_object(folder / name) if (folder / name).is_file() else {}
 
     def first(name: str, *nodes: Mapping[str, Any]) -> Any:
         return next((node[name] for node in nodes if node.get(name) is not None), None)
 
-    stops = first("eos_token_id", generation, *nodes)
+    config = read("config.json")
+    nodes = [config, config.get("text_config") or {}]
+    stops = first("eos_token_id", read("generation_config.json"), *nodes)
     if not isinstance(stops, list):
         stops = [] if stops is None else [stops]
     if not all(isinstance(stop, int) for stop in stops):

@@ -87,10 +87,10 @@ class PromptSet:
 
     def fitted(self, opened: Sequence[tuple[Any, ModelFacts]]) -> "tuple[PromptSet, GenerationOptions]":
         """Return the prompts that all models take, by their tokenizers and facts, and how answers are generated."""
-        positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
-        usual = NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions // 2))
+        positions = min(facts.positions or sys.maxsize for _, facts in opened)
+        usual = max(1, min(NEW_TOKENS, positions // 2))
         generation = self.options.generation(usual)
-        most = sys.maxsize if positions is None else max(0, positions - generation.max_new_tokens)
+        most = max(0, positions - generation.max_new_tokens)
         prompts = self.prompts
         for tokenizer, _ in opened:
             prompts = usable_prompts(prompts, tokenizer, self.options.chat, most, self.options.strict)
@@ -155,7 +155,11 @@ class StockGenerator:
                 f"{self.label} does not fit into memory, which writing answers takes; let a server write them "
                 "(--server), or judge without generating (--text)"
             )
-        queue = [_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)) for prompt, seed in requests]
+        queue = []
+        for prompt, seed in requests:
+            # some decoders drop the space that opens a text: what is continued is decoded with its start
+            is_answer = bool(prompt.messages) or options.chat
+            queue.append(_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat), is_answer))
         queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
@@ -167,11 +171,10 @@ class StockGenerator:
                 raise CompressionError(f"the tokenizer of {self.label} makes tokens that the model does not know")
             try:
                 for batch in _batches(model, queue, rows):
-                    for question, tokens in zip(batch, _generate(model, batch, facts.stops, options), strict=True):
+                    written = _generate(model, batch, facts.stops, options)
+                    for question, tokens in zip(batch, written, strict=True):
                         progress.advance("")
-                        # some decoders drop the space that opens a text: what is continued comes with its start
-                        opening = () if question.prompt.messages or options.chat else question.tokens
-                        yield _answer(tokenizer, question, opening, tokens, facts.stops)
+                        yield _answer(tokenizer, question, tokens, facts.stops)
             finally:
                 del model
                 free(device)
@@ -184,16 +187,17 @@ class _Question:
     prompt: Prompt
     seed: int
     tokens: tuple[int, ...]
+    is_answer: bool  # not text that goes on where the prompt ends
 
 
 def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
     """Yield batches of at most `rows` questions, longest first; of one length where padding changes answers."""
     longest = queue[0].tokens
-    shortest = queue[-1].tokens
-    padding = len(longest) - len(shortest)
-    pads = not padding or _takes_padding(model, longest, padding)
-    for _, same in groupby(queue, lambda question: None if pads else len(question.tokens)):
-        group = list(same)
+    padding = len(longest) - len(queue[-1].tokens)
+    groups = [list(queue)]
+    if padding and not _takes_padding(model, longest, padding):
+        groups = [list(group) for _, group in groupby(queue, lambda question: len(question.tokens))]
+    for group in groups:
         for begin in range(0, len(group), rows):
             yield group[begin : begin + rows]
 
@@ -229,10 +233,11 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
         beside = written([[0] * (len(tokens) + most), tokens])
     except Exception:  # a family that cannot take a mask raises what it likes
         return False
-    for one, other in zip(alone, beside, strict=False):  # of the same text, until a token differs
-        if float((one - other).abs().max()) > torch.finfo(model.dtype).eps ** 0.5 * float(one.max() - one.min()):
+    tolerance = torch.finfo(model.dtype).eps ** 0.5
+    for logits, padded_logits in zip(alone, beside, strict=False):  # of the same text, until a token differs
+        if (logits - padded_logits).abs().max() > tolerance * (logits.max() - logits.min()):
             return False
-        if one.argmax() != other.argmax():
+        if logits.argmax() != padded_logits.argmax():
             break
     return True
 
@@ -244,7 +249,8 @@ def seed_of(request: GenerationRequest) -> int:
 
 def draws(request: GenerationRequest, count: int) -> Tensor:
     """Return the numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed_of(request)), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed_of(request))
+    return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 @torch.inference_mode()
@@ -255,11 +261,12 @@ def _generate(
     from transformers import GenerationConfig, LogitsProcessorList
 
     ids, mask = padded([question.tokens for question in batch], min(stops), model.device)
+    begin = ids.shape[1]
     numbers = torch.stack([draws((question.prompt, question.seed), options.max_new_tokens) for question in batch])
 
     def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
         """Mask all logits [B, V] but that of the chosen token of each row."""
-        chosen = choose(scores, options, numbers[:, tokens.shape[1] - ids.shape[1]]).to(scores.device)
+        chosen = choose(scores, options, numbers[:, tokens.shape[1] - begin]).to(scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
     model.generation_config = GenerationConfig(
@@ -273,18 +280,17 @@ def _generate(
             logits_processor=LogitsProcessorList([leave_chosen]),
         )
     rows = []
-    for row in written[:, ids.shape[1] :].tolist():
-        end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
-        rows.append(row[: end + 1])
+    for row in written[:, begin:].tolist():
+        end = next((index for index, token in enumerate(row, 1) if token in stops), len(row))
+        rows.append(row[:end])
     return rows
 
 
-def _answer(
-    tokenizer: Any, question: _Question, opening: Sequence[int], tokens: Sequence[int], stops: frozenset[int]
-) -> Answer:
+def _answer(tokenizer: Any, question: _Question, tokens: Sequence[int], stops: frozenset[int]) -> Answer:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    opening = () if question.is_answer else question.tokens
     ended: Ended = "end" if tokens[-1] in stops else "length"
     of_text = tokens[:-1] if ended == "end" else tokens
     text = decode([*opening, *of_text])[len(decode(opening)) :]
@@ -309,9 +315,9 @@ class ServedGenerator:
 
     def opened(self) -> tuple[Any, ModelFacts]:
         facts = read_facts(self.source.folder)
-        tokenizer = load_tokenizer(self.source.folder)
-        lengths = [length for length in (facts.positions, self.server.max_length) if length is not None]
-        return tokenizer, replace(facts, positions=min(lengths, default=None))
+        if self.server.max_length is not None:
+            facts = replace(facts, positions=min(facts.positions or sys.maxsize, self.server.max_length))
+        return load_tokenizer(self.source.folder), facts
 
     def write(
         self, requests: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
@@ -321,35 +327,31 @@ class ServedGenerator:
 
         def ask(request: GenerationRequest) -> Answer:
             prompt, seed = request
-            settings = self._settings(request, options)
+            question = {
+                "model": self.server.model,
+                "max_tokens": options.max_new_tokens,
+                "temperature": options.temperature,
+                "seed": seed_of(request) % 2**31,  # what servers take
+                **self.server.plain,
+            }
+            if options.top_p is not None:
+                question["top_p"] = options.top_p
             choice: ChatChoice | TextChoice
             if is_chat(prompt, tokenizer, options.chat):
-                question = {"messages": [with_json_arguments(message) for message in prompt.chat], **settings}
+                question["messages"] = [with_json_arguments(message) for message in prompt.chat]
                 if prompt.tools:
                     question["tools"] = prompt.tools
                 choice = self.server.ask("/chat/completions", Chat, question).choices[0]
                 text = message_text(choice.message, prompt, tokenizer, options.chat)
             else:
-                choice = self.server.ask("/completions", Completion, {"prompt": prompt.text, **settings}).choices[0]
+                question["prompt"] = prompt.text
+                choice = self.server.ask("/completions", Completion, question).choices[0]
                 text = choice.text
             return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
 
         for answer in self.server.all(requests, ask, self.at_once):
             progress.advance("")
             yield answer
-
-    def _settings(self, request: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
-        """Return the fields of a request that say how an answer is generated."""
-        settings = {
-            "model": self.server.model,
-            "max_tokens": options.max_new_tokens,
-            "temperature": options.temperature,
-            "seed": seed_of(request) % 2**31,  # what servers take
-            **self.server.plain,
-        }
-        if options.top_p is not None:
-            settings["top_p"] = options.top_p
-        return settings
 
 
 def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:

@@ -95,6 +95,15 @@ class TokenRow:
     tokens: tuple[int, ...]
     start: int
 
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return self.tokens[self.start :]
+
+    @property
+    def predicting(self) -> slice:
+        """Positions whose logits predict the answer."""
+        return slice(self.start - 1, len(self.tokens) - 1)
+
 
 def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None) -> tuple[TokenRow, ...]:
     """Return a row for each continuation, with the tokens that lm-eval makes, cut on the left as lm-eval cuts them.
@@ -137,9 +146,9 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow
         opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         before = [] if opening is None else [int(opening)]
         whole = before + list(tokenizer.encode(prompt + answer, add_special_tokens=False))
-    start = len(before)
-    if most is not None and len(whole) > most + 1:
-        start, whole = start - (len(whole) - most - 1), whole[-most - 1 :]
+    cut = 0 if most is None else max(0, len(whole) - most - 1)
+    start = len(before) - cut
+    whole = whole[cut:]
     if not 0 < start < len(whole):
         shown = answer if len(answer) < 40 else f"{answer[:40]} ..."
         raise ItemError(
@@ -151,16 +160,16 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow
 def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
     """Return the log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
     likelihoods = []
-    for index, row in enumerate(rows):
-        logs = logits[index, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
-        answer = torch.tensor(row.tokens[row.start :], device=logits.device)
+    for row, of_row in zip(rows, logits, strict=False):
+        logs = of_row[row.predicting].float().log_softmax(-1)
+        answer = torch.tensor(row.answer, device=logits.device)
         likelihoods.append(logs.gather(1, answer[:, None]).sum())
     return torch.stack(likelihoods)
 
 
 def is_greedy(logits: Tensor, row: TokenRow) -> bool:
     """Return True if each token of the first row's answer is the argmax, from logits [B, S, V]."""
-    return logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1).tolist() == list(row.tokens[row.start :])
+    return tuple(logits[0, row.predicting].argmax(-1).tolist()) == row.answer
 
 
 def positions(config: Any) -> int | None:

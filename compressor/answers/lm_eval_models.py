@@ -13,10 +13,9 @@ import math
 import sys
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pydantic import FiniteFloat, TypeAdapter
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -54,8 +52,8 @@ WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what 
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
 LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
 
-Request = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
-Answer = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
+TokenPair = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
+Likelihood = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
 
 
 class Watched(TemplateLM):
@@ -102,7 +100,7 @@ class Watched(TemplateLM):
         # the prefix token already opens each text, and a tokenizer that does so too would open it twice
         self.tok_encode = partial(encode, add_special_tokens=False)
         try:
-            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+            return HFLM.loglikelihood_rolling(self, requests, disable_tqdm=True)
         finally:
             del self.tok_encode
 
@@ -166,14 +164,15 @@ class Input:
         return max(len(tokens) for _, tokens in self.continuations)
 
 
-def inputs_of(requests: Sequence[Request], most: int) -> list[Input]:
+def inputs_of(requests: Sequence[TokenPair], most: int) -> list[Input]:
     """Return the different inputs of all requests, longest first, cut on the left to `most` tokens like lm-eval's.
 
     The answers A and B to one question differ in their last token alone, so they share an input.
     """
     continuations = defaultdict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]](list)
     for number, (before, after) in enumerate(requests):
-        continuations[(*before, *after)[-most - 1 : -1]].append((number, tuple(after)))
+        tokens = (*before, *after)[-most - 1 : -1]
+        continuations[tokens].append((number, tuple(after)))
     inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
     return sorted(inputs, key=lambda row: (-len(row.tokens), row.tokens))
 
@@ -191,41 +190,39 @@ def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[
     return batches
 
 
-def score(logits: Tensor, tokens: Sequence[int]) -> Answer:
+def score(logits: Tensor, tokens: Sequence[int]) -> Likelihood:
     """Return the answer of a continuation that ends where the logits [N, V] of its row do, of at most N tokens."""
     targets = torch.tensor(tokens, device=logits.device)[:, None]
+    scored = logits[-len(tokens) :]
     value = 0.0
-    greedy = True
-    for part, expected in zip(logits[-len(tokens) :].split(TOGETHER), targets.split(TOGETHER), strict=True):
-        logs = part.log_softmax(-1, dtype=torch.float32)
-        value += float(logs.gather(1, expected).sum())
-        greedy = greedy and bool((logs.argmax(-1, keepdim=True) == expected).all())
-    return value, greedy
+    for part, expected in zip(scored.split(TOGETHER), targets.split(TOGETHER), strict=True):
+        value += float(part.log_softmax(-1, dtype=torch.float32).gather(1, expected).sum())
+    return value, torch.equal(scored.argmax(-1, keepdim=True), targets)
 
 
-class _Answers(LayerVisitor):
-    """Collects answers where a batch reaches the head, which computes logits of the scored positions alone."""
+class _LikelihoodVisitor(LayerVisitor):
+    """Collect answers where a batch reaches the head, which computes logits of the scored positions alone."""
 
     repeatable = True
 
     def __init__(self, batches: Sequence[Sequence[Input]]) -> None:
         self.batches = batches
-        self.answers = dict[int, Answer]()  # by request
-        self.chosen = False
+        self.answers = dict[int, Likelihood]()  # by request
+        self.is_selected = False  # the head sees the scored positions alone
 
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
         """Return the scored positions alone: [B, S, H] -> [1, N, H]; inputs of another form stay as they are."""
         hidden = args[0]
         batch = self.batches[self.at.batch]
-        self.chosen = hidden.shape[:-1] == (len(batch), len(batch[0].tokens))
-        if not self.chosen:
+        self.is_selected = hidden.shape[:-1] == (len(batch), len(batch[0].tokens))
+        if not self.is_selected:
             return None
         return (_scored(hidden, batch)[None], *args[1:])
 
     @torch.no_grad()
     def on_batch_end(self, batch: int, output: Any) -> None:
         rows = self.batches[batch]
-        logits = output.logits[0] if self.chosen else _scored(output.logits, rows)
+        logits = output.logits[0] if self.is_selected else _scored(output.logits, rows)
         for row, part in zip(rows, logits.split([row.scored for row in rows]), strict=True):
             for number, tokens in row.continuations:
                 self.answers[number] = score(part, tokens)
@@ -234,22 +231,23 @@ class _Answers(LayerVisitor):
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
     """Return each row's scored positions, the last ones of its own tokens: [B, S, ...] -> [N, ...]."""
     spans = []
-    for row, own_values in zip(batch, values, strict=True):
+    for row, of_row in zip(batch, values, strict=True):
         end = len(row.tokens)
-        spans.append(own_values[end - row.scored : end])
+        spans.append(of_row[end - row.scored : end])
     return torch.cat(spans)
 
 
 class StreamedModel(WatchedModel):
-    """A causal language model that answers requests of likelihood, one layer in memory at a time."""
+    """A causal language model that answers requests of likelihood alone, one layer in memory at a time."""
 
     def __init__(self, opened: OpenModel, rows: int) -> None:
         self.opened = opened
         self.rows = rows
         self.layers: Progress = Silent()
-        # all windows of long texts are handed over at once, to be cut into batches here
         super().__init__(
-            pretrained=str(opened.source.folder.resolve()), device=str(opened.partial.device), batch_size=sys.maxsize
+            pretrained=str(opened.source.folder.resolve()),
+            device=str(opened.partial.device),
+            batch_size=sys.maxsize,  # all windows of long texts come at once, to be cut into batches here
         )
 
     def _create_model(self, *_: Any, **settings: Any) -> None:
@@ -262,7 +260,7 @@ class StreamedModel(WatchedModel):
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list[Answer]:
+    ) -> list[Likelihood]:
         """Return the answer to each request; all batches pass one layer after the other.
 
         Several ranks share the batches, and each gets all answers.
@@ -276,7 +274,8 @@ class StreamedModel(WatchedModel):
                     f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; shorten it"
                 )
         model = self.opened
-        batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
+        positions = LOGIT_BYTES // (4 * model.vocabulary)
+        batches = batches_of(inputs_of(pairs, self.max_length), self.rows, positions)
         budget = DEFAULT_ACTIVATION_BUDGET
         free_memory = available()
         if free_memory is not None:
@@ -285,20 +284,17 @@ class StreamedModel(WatchedModel):
         tokens = []
         for batch in batches:
             tokens.append(pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True))
-        visitor = _Answers(batches)
+        visitor = _LikelihoodVisitor(batches)
         phase = f"Evaluating {self.label} on {self.task}, layer by layer"
-        one = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
-            one.run(visitor)
+            streamed = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
+            streamed.run(visitor)
         answers = dict(ChainMap(*ranks().all_gather(visitor.answers)))
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one
                 self.cache_hook.add_partial("loglikelihood", request, answers[number])
         return [answers[number] for number in range(len(pairs))]
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        raise CompressionError("a streamed model writes no answers; pass --no-stream")
 
 
 @contextmanager
@@ -315,83 +311,72 @@ def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request and the reader of its answer; `item` is lm-eval's key of it, None for a window of a longer text."""
+class ServedQuestion:
+    """A request and the reader of its answer."""
 
     key: str  # of the journal
     payload: Mapping[str, Any]
     read: Callable[[Completion], Any]
-    item: Any
 
 
 class ServedModel(Watched, LocalCompletionsAPI):
     """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
+
+    # what the constructor of lm-eval's model would set
+    tokenizer_backend = "huggingface"
+    add_bos_token = False
+    custom_prefix_token_id = None
+    _eos_string = None
+    _max_gen_toks = 256
+    batch_size = sys.maxsize  # all windows of long texts are asked together
 
     def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Journal) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
         self.tokenizer = load_tokenizer(folder)
-        self.tokenizer_backend = "huggingface"
         self.tokenized_requests = server.scored == "tokens"
         positions = read_facts(folder).positions or POSITIONS
-        self.max_length = min(positions, server.max_length or positions) - 1  # one token is always written
+        # tokens before the last one of a request, to which a server always adds another
+        self.max_length = min(positions, server.max_length or positions) - 2
         self.model = server.model
         self._seed = options.seed
-        self._max_gen_toks = 256
-        self.add_bos_token = False
-        self.custom_prefix_token_id = None
-        self._eos_string = None
-        self._batch_size = 1
         self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Likelihood]:
         """Return the answers to requests of a cache key, a context's tokens and a continuation's tokens."""
-        inputs, contexts, items = self.batch_loglikelihood_requests([requests])
         questions = []
-        for tokens, begin, item in zip(inputs, contexts, items, strict=True):
+        for _, context, continuation in requests:
+            tokens = [*context, *continuation][-self.max_length - 1 :]
+            begin = max(1, len(tokens) - len(continuation))
             payload = self._create_payload(self._prompt(tokens), seed=self._seed)
-            read = partial(self._likelihood, tokens, max(1, begin))
-            questions.append(Question(request_key(payload, begin), payload, read, item))
-        return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions)]
+            questions.append(
+                ServedQuestion(request_key(payload, begin), payload, partial(self._likelihood, tokens, begin))
+            )
+        is_item = bool(requests) and requests[0][0] is not None  # not a window of a longer text
+        return self._answers(questions, is_item)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         self.start(len(requests))
         questions = []
         for context, settings in (request.args for request in requests):
-            room = max(1, self.max_length - settings.get("max_gen_toks", self._max_gen_toks))
+            room = max(1, self.max_length + 1 - settings.get("max_gen_toks", self._max_gen_toks))
             prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
-            settings = copy.deepcopy(settings)
+            settings = copy.deepcopy(settings)  # of which a payload takes what it knows
             payload = self._create_payload(
                 self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
             )
             payload |= self.server.plain
-            item = (context, settings)
-            questions.append(Question(request_key(payload), payload, lambda response: response.choices[0].text, item))
-        return self._answers("generate_until", questions)
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, whose windows are all asked together."""
-        self.start(len(requests))
-        windows = list[Any]()
-        counts = list[int]()
-        for (text,) in (request.args for request in requests):
-            # the token before a text, the tokens of a window, and of the context of each
-            cuts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
-            of_text = [(None, *make_disjoint_window(cut)) for cut in cuts]
-            windows += of_text
-            counts.append(len(of_text))
-        likelihoods = iter([value for value, _ in self._loglikelihood_tokens(windows)])
-        sums = [sum(islice(likelihoods, count)) for count in counts]
-        for request, value in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
-        return sums
+            questions.append(ServedQuestion(request_key(payload), payload, _text))
+        return self._answers(questions)
 
     def _prompt(self, prompt: Any) -> Any:
         """Return token ids unchanged if the server takes them, else their text."""
         return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> tuple[float, bool]:
+    def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> Likelihood:
         pieces = None if self.tokenized_requests else [self.tokenizer.decode([token]) for token in tokens]
         scores = PromptScores.of(response.choices[0].logprobs, len(tokens), pieces)
         likelihood = None if scores is None else scores.likelihood(begin)
@@ -403,22 +388,26 @@ class ServedModel(Watched, LocalCompletionsAPI):
             "another tokenizer; name another task, or serve the model by vLLM"
         )
 
-    def _answers(self, kind: str, questions: Sequence[Question]) -> list[Any]:
+    def _answers(self, questions: Sequence[ServedQuestion], are_items: bool = True) -> list[Any]:
         """Return the answer to each question, from the journal or the server."""
-        known = dict(self.journal.read())
+        answers = dict(self.journal.read())
 
-        def ask(question: Question) -> tuple[Question, Any]:
-            if question.key in known:
-                return question, known[question.key]
-            return question, question.read(self.server.ask("/completions", Completion, question.payload))
+        def ask(question: ServedQuestion) -> tuple[str, Any]:
+            if question.key in answers:
+                return question.key, answers[question.key]
+            return question.key, question.read(self.server.ask("/completions", Completion, question.payload))
 
-        for question, answer in self.server.all(questions, ask, self.at_once):
-            if question.key not in known:
-                known[question.key] = answer
-                self.journal.add((question.key, answer))
-            if question.item is not None:
-                self.cache_hook.add_partial(kind, question.item, answer)
-        return [known[question.key] for question in questions]
+        for key, answer in self.server.all(questions, ask, self.at_once):
+            if key not in answers:
+                answers[key] = answer
+                self.journal.add((key, answer))
+            if are_items:
+                self.answered.advance("")
+        return [answers[question.key] for question in questions]
+
+
+def _text(response: Completion) -> str:
+    return response.choices[0].text
 
 
 @contextmanager
@@ -426,3 +415,12 @@ def served_model(server: Server, folder: Path, options: EvaluationOptions, journ
     """Open a served model; the file `journal` keeps its answers until all tasks have results."""
     yield ServedModel(server, folder, options, Journal(journal, LINE))
     journal.unlink(missing_ok=True)
+
+
+def lm_eval_model(
+    source: ModelSource, options: EvaluationOptions, streamed: bool, server: Server | None, journal: Path | None
+) -> AbstractContextManager[Watched]:
+    """Open the model that answers lm-eval: a server's, or a checkpoint's, streamed or in memory."""
+    if server is not None and journal is not None:
+        return served_model(server, source.folder, options, journal)
+    return streamed_model(source, options) if streamed else loaded_model(source, options)

@@ -7,7 +7,7 @@ memory, or is shared by several ranks, answers layer by layer.
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +15,7 @@ from typing import Any, Literal
 import torch
 
 from compressor.answers.server import Server, served_facts
-from compressor.answers.tasks import (
-    PERPLEXITIES,
-    EvaluationOptions,
-    EvaluationTask,
-    quiet_lm_eval,
-)
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, aggregates_perplexity, quiet_lm_eval
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
@@ -49,32 +44,42 @@ PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats 
 
 
 @dataclass(frozen=True, slots=True)
+class AnsweredItem:
+    """An item of a task as one model has answered it."""
+
+    id: str  # unique in its task
+    score: float  # greater is better; of a likelihood task the log-likelihood in nats
+    weight: float = 1.0  # words or bytes of an item of a likelihood task
+
+
+@dataclass(frozen=True, slots=True)
 class ItemScores:
     """One model's results on one task, item by item."""
 
-    task: str  # as it was asked for: a task or a group of tasks
+    task: str  # as it was requested: a task or a group of tasks
     metric: str
     version: str  # of the task's definition
     kind: Kind
-    ids: tuple[str, ...]  # [n] of the items, unique
-    values: tuple[float, ...]  # [n] scores, greater is better; of a likelihood task the log-likelihoods in nats
-    weights: tuple[float, ...] = ()  # [n] words or bytes of each item of a likelihood task; empty otherwise
+    items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The scores of the items."""
+        return tuple(item.score for item in self.items)
 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
     """Return the results of one model on a task, or on all parts of a group under one metric."""
-    # of a task that reads its answers in several ways, the results of the first
     rows = dict[str, Rows]()
     for part in task.parts:
+        # of a task that reads its answers in several ways, the results of the first
         first_filter = samples[part][0]["filter"]
         rows[part] = [row for row in samples[part] if row["filter"] == first_filter]
     metric, kind = choose_metric(task, rows)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
-    ids = list[str]()
-    values = list[float]()
-    weights = list[float]()
+    items = list[AnsweredItem]()
     for part in task.parts:
         for row in rows[part]:
             number = row["doc_id"]
@@ -84,17 +89,14 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
                 raise CompressionError(
                     f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
                 )
-            ids.append(f"{part}/{number}" if task.grouped else str(number))
-            values.append(-float(value) if negated else float(value))
-            weights.append(float(weight))
+            name = f"{part}/{number}" if task.grouped else str(number)
+            items.append(AnsweredItem(name, -float(value) if negated else float(value), float(weight)))
     return ItemScores(
         task=task.name,
         metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
         version=task.version,
         kind=kind,
-        ids=tuple(ids),
-        values=tuple(values),
-        weights=tuple(weights) if kind == "likelihood" else (),
+        items=tuple(items),
     )
 
 
@@ -103,8 +105,12 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
     first = next(iter(task.parts))
     names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
-        kinds = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
-        if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+        kinds = set[Kind | None]()
+        for part, task_object in task.parts.items():
+            is_perplexity = aggregates_perplexity(task_object, name)
+            kinds |= {_kind(row.get(name), is_perplexity) for row in rows[part]}
+        (kind, *others) = kinds
+        if kind is not None and not others:
             return name, kind
     raise CompressionError(
         f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), so models cannot be "
@@ -112,10 +118,8 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
     )
 
 
-def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
+def _kind(value: Any, is_perplexity: bool) -> Kind | None:
     """Return the kind of an item's value; None for a value that does not belong to the item alone."""
-    value = row.get(metric)
-    is_perplexity = getattr(task.aggregation().get(metric), "__name__", "") in PERPLEXITIES
     if isinstance(value, tuple) and len(value) == 2:
         return "likelihood" if is_perplexity else None
     if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
@@ -173,16 +177,9 @@ class TaskEvaluation:
             import lm_eval
             from lm_eval.tasks import TaskManager
 
-            from compressor.answers.lm_eval_models import Watched, loaded_model, served_model, streamed_model
+            from compressor.answers.lm_eval_models import lm_eval_model
 
-            opening: AbstractContextManager[Watched]
-            if self.server is not None:
-                assert self.journal is not None
-                opening = served_model(self.server, self.source.folder, options, self.journal)
-            elif self.streamed:
-                opening = streamed_model(self.source, options)
-            else:
-                opening = loaded_model(self.source, options)
+            opening = lm_eval_model(self.source, options, self.streamed, self.server, self.journal)
             progress.start(f"{'Opening' if self.streamed else 'Loading'} {label}", 1)
             with wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES), opening as model:
                 progress.advance("")

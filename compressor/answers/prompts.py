@@ -16,7 +16,7 @@ from compressor.progress import quiet_transformers
 
 ASKING = ("prompt", "instruction", "query", "question")  # columns of a user's message
 ANSWERS = tuple(answer for _, answer in PAIRS)  # columns that nobody is asked with
-COLUMNS = tuple((name,) for name in ("prompt", "messages", "conversations", "text", *ASKING[1:]))
+COLUMNS = tuple(zip(("prompt", "messages", "conversations", "text", *ASKING[1:]), strict=True))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 
@@ -37,18 +37,18 @@ class Prompt:
     @classmethod
     def of(
         cls,
-        asked: str | Sequence[Mapping[str, Any]],
+        question: str | Sequence[Mapping[str, Any]],
         domain: str = "",
         tools: Sequence[Any] | None = None,
         where: str = "",
         text: str | None = None,
     ) -> "Prompt":
         """Return a prompt with its id."""
-        content = json.dumps([asked, tools], sort_keys=True, ensure_ascii=False, default=str).encode()
-        identity = hashlib.sha256(content).hexdigest()[:16]
-        if isinstance(asked, str):
-            return cls(identity, domain, asked, where=where)
-        return cls(identity, domain, text, tuple(asked), tools, where)
+        content = json.dumps([question, tools], sort_keys=True, ensure_ascii=False, default=str)
+        identity = hashlib.sha256(content.encode()).hexdigest()[:16]
+        if isinstance(question, str):
+            return cls(identity, domain, question, where=where)
+        return cls(identity, domain, text, tuple(question), tools, where)
 
     @property
     def chat(self) -> list[Mapping[str, Any]]:

@@ -5,7 +5,6 @@ variable OPENAI_API_KEY alone, sent to the server that was named, and kept nowhe
 """
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
 from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.model.tokenizer import load_tokenizer
-
-logger = logging.getLogger(__name__)
 
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
 BUSY = (408, 425, 429, 502, 503, 504)
@@ -132,7 +129,9 @@ class Message(Checked):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or ())
 
 
 class ChatChoice(Checked):
@@ -155,7 +154,7 @@ class Refusal(Checked):
     message: Lenient[str] = None
 
 
-Answer = TypeVar("Answer", bound=Checked)
+Reply = TypeVar("Reply", bound=Checked)
 
 
 def _refusal(url: str, response: Any) -> CompressionError:
@@ -197,7 +196,7 @@ class Server:
     def label(self) -> str:
         return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
 
-    def ask(self, path: str, kind: type[Answer], payload: Mapping[str, Any] | None = None) -> Answer:
+    def ask(self, path: str, kind: type[Reply], payload: Mapping[str, Any] | None = None) -> Reply:
         """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else."""
         url = f"{self.address}{path}"
         response = self._send(url, payload)
@@ -222,7 +221,8 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE, "").strip():
             headers["Authorization"] = f"Bearer {key}"
-        method, content = ("GET", None) if payload is None else ("POST", json.dumps(payload))
+        method = "GET" if payload is None else "POST"
+        content = None if payload is None else json.dumps(payload)
         proxies = httpx2.URL(url).host not in LOCAL
         try:
             with httpx2.Client(timeout=self.timeout, trust_env=proxies, verify=_certificates()) as client:
@@ -249,12 +249,12 @@ class Server:
                 "that the environment names"
             ) from error
 
-    def all(self, asked: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
+    def all(self, questions: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
 
         Where one fails, no further one is asked; those under way are waited for and yielded first.
         """
-        waiting = iter(asked)
+        waiting = iter(questions)
         error: BaseException | None = None
         with ThreadPoolExecutor(at_once) as pool:
             running = {pool.submit(ask, question) for question in islice(waiting, at_once)}
@@ -276,7 +276,7 @@ class Server:
         """
         tokenizer = load_tokenizer(folder)
         ids = [int(token) for token in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
-        asked = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
+        settings = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
         other = CompressionError(
             f"{self.label} has another vocabulary than {label}: it reads the same text as other tokens; name the "
             "folder with the tokenizer of the served model, or serve the other model"
@@ -285,7 +285,7 @@ class Server:
         forms: tuple[tuple[Scored, Any], ...] = (("tokens", ids), ("text", PROBE))
         for form, prompt in forms:
             with suppress(RefusedError):  # of token ids, of echo, or of log-probabilities
-                question = {**asked, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
+                question = {**settings, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
                 logs = self.ask("/completions", Completion, question).choices[0].logprobs
                 if PromptScores.of(logs, len(ids)) is None:
                     continue  # log-probabilities of what it writes alone, or of none
@@ -298,7 +298,7 @@ class Server:
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
         for plain in (PLAIN, {}):
             with suppress(RefusedError):
-                response = self.ask("/completions", Completion, {**asked, **plain, "prompt": PROBE})
+                response = self.ask("/completions", Completion, {**settings, **plain, "prompt": PROBE})
                 break
         else:  # it knows chats alone
             return self
@@ -328,11 +328,13 @@ class PromptScores:
         tokens = logs.tokens
         values = logs.token_logprobs
         tops = logs.top_logprobs
-        for begin in (0, 1) if pieces is not None else (0,):
-            of_prompt = slice(begin, begin + count)
-            if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[of_prompt], pieces):
-                after = tops[begin + count - 1 :]
-                return cls(values[of_prompt], tops[of_prompt], tokens[begin + count :], after)
+        if not len(tokens) == len(values) == len(tops):
+            return None
+        for begin in (0,) if pieces is None else (0, 1):
+            end = begin + count
+            of_prompt = slice(begin, end)
+            if end <= len(tokens) and alike(tokens[of_prompt], pieces or ()):
+                return cls(values[of_prompt], tops[of_prompt], tokens[end:], tops[end - 1 :])
         return None
 
     def shifted(self) -> bool:
@@ -340,9 +342,9 @@ class PromptScores:
 
         Some servers give the probability that each token has after itself.
         """
-        tops = [max(top, key=top.__getitem__) if top else None for top in self.after]
-        by_token_before = sum(map(eq, self.written, tops))
-        by_itself = sum(map(eq, self.written, tops[1:]))
+        best = [max(top, key=top.__getitem__) if top else None for top in self.after]
+        by_token_before = sum(map(eq, self.written, best))
+        by_itself = sum(map(eq, self.written, best[1:]))
         return bool(by_token_before > by_itself)
 
     def likelihood(self, begin: int) -> tuple[float, bool] | None:
@@ -360,7 +362,7 @@ class PromptScores:
         return total, greedy
 
 
-def alike(shown: Sequence[str], pieces: Sequence[str] | None) -> bool:
+def alike(shown: Sequence[str], pieces: Sequence[str]) -> bool:
     """Return True if a server's tokens may be these, by their texts, as far as both show them.
 
     Blanks and parts of characters are shown in several ways.
@@ -369,8 +371,8 @@ def alike(shown: Sequence[str], pieces: Sequence[str] | None) -> bool:
     def letters(text: str) -> str:
         return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
 
-    for one, other in zip(map(letters, shown), map(letters, pieces or ()), strict=False):
-        if one and other and one != other and not one.startswith("token_id:"):
+    for token, piece in zip(map(letters, shown), map(letters, pieces), strict=False):
+        if token and piece and token != piece and not token.startswith("token_id:"):
             return False
     return True
 
@@ -409,13 +411,12 @@ def open_server(
         (model,) = by_name
     if model not in by_name:
         raise CompressionError(f"{address} has no model {model!r}; {known_names(model, by_name)}")
-    said = by_name[model]
-    facts = {"server": address, "model": model, **said.model_dump(exclude={"id"}, exclude_none=True)}
-    try:
-        facts["version"] = Server(str(parts.join("/")).rstrip("/"), timeout).ask("/version", Version).version
-    except CompressionError:  # which few servers say
-        logger.debug("%s says no version", address)
-    length = said.max_model_len or (said.meta.n_ctx if said.meta else None)
+    listed = by_name[model]
+    facts = {"server": address, "model": model, **listed.model_dump(exclude={"id"}, exclude_none=True)}
+    root = Server(str(parts.join("/")).rstrip("/"), timeout)
+    with suppress(CompressionError):  # few servers report a version
+        facts["version"] = root.ask("/version", Version).version
+    length = listed.max_model_len or (listed.meta.n_ctx if listed.meta else None)
     return replace(server, model=model, facts=facts, max_length=length)
 
 

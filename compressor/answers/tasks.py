@@ -133,8 +133,13 @@ class EvaluationTask:
     @property
     def likelihood(self) -> bool:
         """True if the first metric, which counts, is a perplexity."""
-        first = next(iter(next(iter(self.parts.values())).aggregation().values()), None)
-        return getattr(first, "__name__", "") in PERPLEXITIES
+        first = next(iter(self.parts.values()))
+        return aggregates_perplexity(first, next(iter(first.aggregation()), None))
+
+
+def aggregates_perplexity(task: Any, metric: str | None) -> bool:
+    """Return True if lm-eval aggregates a task's metric as a perplexity."""
+    return getattr(task.aggregation().get(metric), "__name__", "") in PERPLEXITIES
 
 
 def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
@@ -146,8 +151,8 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     tasks = list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
-        for asked in options.tasks:
-            for loaded in _load(manager, asked, options):
+        for name in options.tasks:
+            for loaded in _load(manager, name, options):
                 task = _evaluation_task(loaded, options)
                 for part in task.parts.keys() & owners:  # no item may count twice
                     raise CompressionError(
@@ -175,7 +180,7 @@ def _manager(options: EvaluationOptions, demo: Path) -> Any:
     """Return lm-eval's index of definitions; its own thousands are read only if they are needed."""
     from lm_eval.tasks import TaskManager
 
-    folders = [str(demo), *([str(options.include_path)] if options.include_path else [])]
+    folders = [str(folder) for folder in (demo, options.include_path) if folder is not None]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if all(_complete(manager.task_index, name) for name in options.tasks):
         return manager
@@ -197,9 +202,11 @@ def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) 
         return False
     config = entry.cfg or {}
     members = config.get("task") if config.get("group") else None
-    for member in members if isinstance(members, list) else ():
-        named = member if isinstance(member, str) else str(member.get("task", member.get("group")))
-        if not _complete(index, named, (*above, name)):
+    if not isinstance(members, list):
+        return True
+    for member in members:
+        named = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if not _complete(index, str(named), (*above, name)):
             return False
     return True
 
@@ -339,17 +346,18 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
 def _item(name: str, task: Any, number: int, doc: Any, requests: list[Any]) -> Item:
     where = f"task {name}, item {number}"
     choices = task.doc_to_choice(doc)
-    gold = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
-    if isinstance(gold, str) and gold in choices:
-        gold = choices.index(gold)
-    contexts, continuations = zip(*(request.args for request in requests[: len(choices)]), strict=True)
+    right = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+    if isinstance(right, str) and right in choices:
+        right = choices.index(right)
+    arguments = [request.args for request in requests[: len(choices)]]
+    contexts, continuations = zip(*arguments, strict=True)
     if len(set(contexts)) > 1:
         raise CompressionError(
             f"task {name!r} asks each choice with a context of its own, so its items have no prompt; name another task"
         )
-    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(continuations):
+    if type(right) is not int or not 0 <= right < len(continuations):
         raise ItemError(f"{where} has not one right choice")
     try:
-        return Item(contexts[0], continuations[gold], continuations, name, where)
+        return Item(contexts[0], continuations[right], continuations, name, where)
     except ItemError as error:
         raise ItemError(f"{where}: {error}") from error

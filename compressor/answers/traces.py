@@ -57,7 +57,8 @@ def write_traces(
         prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)
         requests = prompts.requests
-        request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in requests])
+        named = [(prompt.id, prompt.domain, seed) for prompt, seed in requests]
+        request = request_key(journal.path.name, named)
         earlier = json_object(manifest)
         is_same = earlier.get("request") == request
         if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
@@ -84,7 +85,15 @@ def write_traces(
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         domains = Counter(row["domain"] for row in rows)
-        traces = Traces(writer.label, len(requests), len(rows), dict(dropped), dict(domains), out, manifest)
+        traces = Traces(
+            model=writer.label,
+            asked=len(requests),
+            kept=len(rows),
+            dropped=dict(dropped),
+            domains=dict(domains),
+            file=out,
+            manifest=manifest,
+        )
         content = {
             "format": FORMAT,
             **plain_json(traces),
@@ -118,11 +127,13 @@ def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
 
 def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
     """Return a line of the file: the whole text, which calibration reads, and the messages of a chat."""
-    end = tokenizer.decode([answer.tokens[-1]]) if answer.tokens else tokenizer.eos_token or ""
-    row: dict[str, Any] = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
+    end = tokenizer.eos_token or ""
+    if answer.tokens:
+        end = tokenizer.decode([answer.tokens[-1]])
+    facts = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
     if not is_chat(prompt, tokenizer, chat):
-        return {"text": f"{prompt.text}{answer.text}{end}", **row}
+        return {"text": f"{prompt.text}{answer.text}{end}", **facts}
     before = render_chat(tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True)
     messages = [*prompt.chat, {"role": "assistant", "content": answer.text}]
     tools = {"tools": prompt.tools} if prompt.tools else {}
-    return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **row}
+    return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **facts}

@@ -45,9 +45,11 @@ class Difference:
 
     @classmethod
     def of(cls, before: Sequence[float] | Tensor, after: Sequence[float] | Tensor) -> Self:
-        one, other = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
-        error = float((one - other).std()) / math.sqrt(len(one)) if len(one) > 1 else math.inf
-        return cls(float(one.mean()), float(other.mean()), error, len(one))
+        first = torch.as_tensor(before, dtype=torch.float64)
+        second = torch.as_tensor(after, dtype=torch.float64)
+        count = len(first)
+        error = float((first - second).std()) / math.sqrt(count) if count > 1 else math.inf
+        return cls(float(first.mean()), float(second.mean()), error, count)
 
     @property
     def gain(self) -> float:
@@ -84,15 +86,17 @@ class Figures:
         return len(self.kl)
 
     def of(self, domains: Collection[int]) -> "Figures":
+        """Return the figures of the sequences of these evaluation sets."""
         rows = torch.isin(self.domain, torch.tensor([*domains]))
-        values = [getattr(self, column.name) for column in fields(self)]
-        return Figures(*(value[rows] if len(value) else value for value in values))
+        columns = [getattr(self, column.name) for column in fields(self)]
+        return Figures(*(column[rows] if len(column) else column for column in columns))
 
     @property
     def means(self) -> dict[str, float]:
         """Means of `kl`, `loss` and `flips`; each predicted token counts alike."""
         weights = self.tokens.double() / self.tokens.sum()
-        return {name: float((getattr(self, name) * weights).sum()) for name in ("kl", "loss", "flips")}
+        columns = {"kl": self.kl, "loss": self.loss, "flips": self.flips}
+        return {name: float((column * weights).sum()) for name, column in columns.items()}
 
 
 def accepts(before: Figures, after: Figures) -> bool:
@@ -118,33 +122,40 @@ def compare_sequence(
     Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of `Figures.stop_tokens`.
     """
     rows = max(1, COMPARED // ours.shape[-1])
-    columns = [
-        _at_positions(logits.float(), base.float(), following, stop_tokens)
-        for logits, base, following in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True)
-    ]
-    kl, loss, base_loss, flips, *at_marks = torch.cat(columns, 1)
+    columns = []
+    for part in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True):
+        columns.append(_at_positions(*part, stop_tokens))
+    by_position = torch.cat(columns, 1)
+    kl, loss, base_loss, flips = by_position[:4]
     figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
-    for begin in range(0, len(at_marks), 3):
-        due, base_probability, probability = at_marks[begin : begin + 3]
+    for due, base_probability, probability in by_position[4:].view(len(stop_tokens), 3, len(targets)):
         figures.append(due.sum())
         for share in (due, 1 - due):
-            figures += [(base_probability * share).sum(), (probability * share).sum()]
+            figures.append((base_probability * share).sum())
+            figures.append((probability * share).sum())
     return torch.stack(figures).tolist()
 
 
 def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Return KL, both losses and flips at each position; of each mark, if it is next and both probabilities: [C, N]."""
-    log_probabilities, base_log_probabilities = log_softmax(logits, dim=-1), log_softmax(base, dim=-1)
-    kl = (base_log_probabilities.exp() * (base_log_probabilities - log_probabilities)).sum(-1)
-    columns = [as_float64(kl)]
-    for logs in (log_probabilities, base_log_probabilities):
-        columns.append(-as_float64(logs.gather(-1, targets[:, None])[:, 0]))
-    columns.append(as_float64(logits.argmax(-1) != base.argmax(-1)))
+    """Return KL, both losses and flips at each position: [C, N].
+
+    Then for each set of stop tokens: 1 where one is next, and their probability by the base and by the variant.
+    """
+    logs = log_softmax(logits, dim=-1, dtype=torch.float32)
+    base_logs = log_softmax(base, dim=-1, dtype=torch.float32)
+    at_target = targets[:, None]
+    columns = [
+        (base_logs.exp() * (base_logs - logs)).sum(-1),
+        -logs.gather(-1, at_target)[:, 0],
+        -base_logs.gather(-1, at_target)[:, 0],
+        logits.argmax(-1) != base.argmax(-1),
+    ]
+    columns = [as_float64(column) for column in columns]
     for tokens in stop_tokens:
         ids = torch.tensor(tokens, device=targets.device)
         columns.append(as_float64(torch.isin(targets, ids)))
-        for logs in (base_log_probabilities, log_probabilities):
-            columns.append(as_float64(logs[:, ids].exp()).sum(-1))
+        columns.append(as_float64(base_logs[:, ids].exp()).sum(-1))
+        columns.append(as_float64(logs[:, ids].exp()).sum(-1))
     return torch.stack(columns)
 
 
@@ -155,7 +166,8 @@ def rows_at_once(tokens: int, vocabulary: int) -> int:
 
 def require_head(model: Any) -> nn.Module:
     """Return the language-model head; raises `CompressionError` for a model without one."""
-    if (head := head_of(model)) is None:
+    head = head_of(model)
+    if head is None:
         raise CompressionError(
             f"{type(model).__name__} has no language-model head, so its next-token distributions cannot be compared"
         )
@@ -172,10 +184,12 @@ class Evaluator:
     def __init__(
         self, base: OpenModel, sets: Sequence[EvaluationSet], stop_tokens: Sequence[Sequence[int]] = ()
     ) -> None:
+        model = base.partial.model
         self.stop_tokens = tuple(map(tuple, stop_tokens))
-        self.base, self.names = base, tuple(entry.name for entry in sets)
-        self.head = require_head(base.partial.model)
-        self.head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
+        self.base = base
+        self.names = tuple(entry.name for entry in sets)
+        self.head = require_head(model)
+        self.head_name = next(name for name, module in model.named_modules() if module is self.head)
         self.batches: list[Tensor] = []  # so small that their logits are, too
         self.counted: list[Tensor] = []  # by batch: [B, L - 1] positions whose next token counts
         self.domains: list[int] = []  # of each batch
@@ -208,7 +222,8 @@ class Evaluator:
 
     def keeping(self, first: int = 0) -> AbstractContextManager["HeldoutProbe"]:
         """Keep the base's answers from a pass over it in which the probe's batches have numbers from `first` on."""
-        return self._probe(self.base.partial.model, [(None, number) for number in self.missing()], first)
+        entries: list[_Entry] = [(None, number) for number in self.missing()]
+        return self._probe(self.base.partial.model, entries, first)
 
     @contextmanager
     def measuring(self, model: nn.Module) -> Iterator["HeldoutProbe"]:
@@ -216,7 +231,8 @@ class Evaluator:
 
         The probe has the figures when the block has ended.
         """
-        with self._probe(model, [(0, number) for number in range(len(self.batches))]) as probe:
+        entries: list[_Entry] = [(0, number) for number in range(len(self.batches))]
+        with self._probe(model, entries) as probe:
             yield probe
         probe.add_up()
 
@@ -276,7 +292,9 @@ class Evaluator:
 
     def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
         """Return the figures of a variant, in the order of the batches, from those of each batch's sequences."""
-        rows, tokens, domains = list[Sequence[float]](), list[int](), list[int]()
+        rows = list[Sequence[float]]()
+        tokens = list[int]()
+        domains = list[int]()
         for number in sorted(by_batch):
             rows += by_batch[number]
             tokens += self.counted[number].sum(1).tolist()
@@ -313,9 +331,10 @@ class HeldoutProbe(LayerVisitor):
 
     def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
-        own_numbers = ranks().share(self.evaluator.batches)
-        share = [position for position, (_, number) in enumerate(self.entries) if number in own_numbers]
-        Pass(model, self.batches, progress, phase, to_end=True, share=share).run(self, *visitors)
+        numbers = ranks().share(self.evaluator.batches)
+        share = [position for position, (_, number) in enumerate(self.entries) if number in numbers]
+        evaluation = Pass(model, self.batches, progress, phase, to_end=True, share=share)
+        evaluation.run(self, *visitors)
 
     def on_batch_start(self, batch: int) -> None:
         position = batch - self.first
@@ -326,15 +345,15 @@ class HeldoutProbe(LayerVisitor):
         if self._running is None:
             return None
         variant, number = self._running
-        hidden, counted = args[0], self.evaluator.counted[number]
-        self._selected = hidden.shape[:-1] == self.evaluator.batches[number].shape
+        evaluator = self.evaluator
+        hidden = args[0]
+        self._selected = hidden.shape[:-1] == evaluator.batches[number].shape
         if self._selected:
-            hidden = hidden[:, :-1][counted.to(hidden.device)][None]
+            hidden = hidden[:, :-1][evaluator.counted[number].to(hidden.device)][None]
         if variant is None:
-            evaluator = self.evaluator
-            kept = allocate(tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held))
+            storage = allocate(tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held))
             evaluator.held += hidden.nbytes
-            evaluator.inputs[number] = kept.copy_(hidden.detach())
+            evaluator.inputs[number] = storage.copy_(hidden.detach())
             if self._selected:
                 hidden = hidden[:, :0]
         return (hidden, *args[1:])
@@ -355,17 +374,16 @@ class HeldoutProbe(LayerVisitor):
         if self._running is None or self._running[0] is None:
             return
         _, number = self._running
-        counted = self.evaluator.counted[number]
-        counts = counted.sum(1).tolist()
-        positions = counted.to(output.logits.device)
-        sequences = [self.evaluator.batches[number].to(positions.device)[:, 1:][positions].split(counts)]
+        evaluator = self.evaluator
+        positions = evaluator.counted[number].to(output.logits.device)
+        values = [evaluator.batches[number].to(positions.device)[:, 1:][positions]]
         for logits in output.logits.chunk(2):
-            at_positions = logits[0] if self._selected else logits[:, :-1][positions]
-            sequences.append(at_positions.split(counts))
-        self._by_sequence[self._running] = [
-            compare_sequence(logits, base, following, self.evaluator.stop_tokens)
-            for following, logits, base in zip(*sequences, strict=True)
-        ]
+            values.append(logits[0] if self._selected else logits[:, :-1][positions])
+        counts = positions.sum(1).tolist()
+        figures = []
+        for targets, logits, base in zip(*(value.split(counts) for value in values), strict=True):
+            figures.append(compare_sequence(logits, base, targets, evaluator.stop_tokens))
+        self._by_sequence[self._running] = figures
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""

@@ -41,7 +41,8 @@ class Distributions:
 
     def rows(self, chosen: slice) -> "Distributions":
         """Return the distributions of some sequences of the batch."""
-        return Distributions(**{name: value[chosen] for name, value in self.tensors.items()})
+        tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
+        return Distributions(**tensors)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -57,7 +58,8 @@ def check_base(smaller: OpenModel, base: OpenModel) -> None:
             f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} {smaller.vocabulary}; "
             "name the model that the checkpoint was made of"
         )
-    if load_tokenizer(smaller.source.folder).get_vocab() != load_tokenizer(base.source.folder).get_vocab():
+    smaller_tokenizer = load_tokenizer(smaller.source.folder)
+    if smaller_tokenizer.get_vocab() != load_tokenizer(base.source.folder).get_vocab():
         raise CompressionError(
             f"{base.source.label} and {smaller.source.label} have different tokenizers; name the model that the "
             "checkpoint was made of"
@@ -80,55 +82,59 @@ def read_base(
     """
     require_head(model.partial.model)
     share = ranks().share(*texts.values())
-    answers = dict[str, list[_Answer]]()
-    wanted = list[_Answer]()  # by this rank
+    outputs = dict[str, list[_StoredOutputs]]()
+    wanted = list[_StoredOutputs]()  # by this rank
     position = 0
     for name, batches in texts.items():
-        answers[name] = []
+        outputs[name] = []
         for number, batch in enumerate(batches):
-            answer = _Answer(model, folder / f"{name}-{number:07d}.safetensors", batch, name in hidden)
-            answers[name].append(answer)
-            if position in share and not answer.is_kept:
-                wanted.append(answer)
+            path = folder / f"{name}-{number:07d}.safetensors"
+            stored = _StoredOutputs(model, path, batch, name in hidden)
+            outputs[name].append(stored)
+            if position in share and not stored.is_kept:
+                wanted.append(stored)
             position += 1
-    inputs: dict[int, _Answer] = {}  # by the evaluator's batch: what enters the base's head
+    missing = dict[int, _StoredOutputs]()  # by the evaluator's batch: what enters the base's head
     if evaluator is not None:
         for number in evaluator.missing():
             path = folder / f"held-out-{number:07d}.safetensors"
-            inputs[number] = _Answer(evaluator.base, path, evaluator.batches[number], True)
-            if inputs[number].is_kept:
+            stored = _StoredOutputs(evaluator.base, path, evaluator.batches[number], True)
+            if stored.is_kept:
                 evaluator.inputs[number] = load_tensors(path)["input"]
-    asked = [] if evaluator is None else evaluator.missing()
-    if wanted or asked:
-        passing = [answer.batch for answer in wanted]
-        visitors: list[LayerVisitor] = [_Asking(model.architecture.decoder_layers[-1], wanted)]
+            else:
+                missing[number] = stored
+    if wanted or missing:
+        batches = [stored.batch for stored in wanted]
+        visitors: list[LayerVisitor] = [_TeacherVisitor(model.architecture.decoder_layers[-1], wanted)]
         with ExitStack() as stack:
-            if evaluator is not None and asked:
+            if evaluator is not None and missing:
                 probe = stack.enter_context(evaluator.keeping(len(wanted)))
                 visitors.append(probe)
-                passing += probe.batches
-            Pass(model, passing, progress, "ask the base", to_end=True).run(*visitors)
+                batches += probe.batches
+            Pass(model, batches, progress, "ask the base", to_end=True).run(*visitors)
         if evaluator is not None:
-            for number in asked:
-                inputs[number].keep({"input": evaluator.inputs[number]})
+            for number, stored in missing.items():
+                stored.keep({"input": evaluator.inputs[number]})
     ranks().barrier()  # until all ranks have written their answers
     distributions = dict[str, list[Distributions]]()
-    for name, of_text in answers.items():
-        distributions[name] = [answer.read() for answer in of_text]
+    for name, of_text in outputs.items():
+        distributions[name] = [stored.read() for stored in of_text]
     return distributions
 
 
-class _Answer:
-    """The stored answer of a model to one batch, with all that decides it."""
+class _StoredOutputs:
+    """A model's stored outputs on one batch, with all that decides them."""
 
     def __init__(self, model: OpenModel, path: Path, batch: Tensor, hidden: bool) -> None:
-        self.path, self.batch, self.hidden = path, batch, hidden
+        self.path = path
+        self.batch = batch
+        self.hidden = hidden
         digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
         self.facts = [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
 
     @property
     def is_kept(self) -> bool:
-        """False if the file is missing, cut short or of another question."""
+        """False if the file is missing, cut short or of another batch or model."""
         return bool(read_metadata(self.path) == self.facts)
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
@@ -138,47 +144,59 @@ class _Answer:
         return Distributions(**load_tensors(self.path))
 
 
-class _Asking(LayerVisitor):
-    """Keeps the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
+class _TeacherVisitor(LayerVisitor):
+    """Store the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
 
     repeatable = True
 
-    def __init__(self, last: str, wanted: Sequence[_Answer]) -> None:
-        self.last, self.wanted = last, wanted
-        self.states: dict[int, Tensor] = {}
+    def __init__(self, last: str, wanted: Sequence[_StoredOutputs]) -> None:
+        self.last = last
+        self.wanted = wanted
+        self.states = dict[int, Tensor]()
 
     def on_layer_output(self, output: Any) -> None:
         batch = self.at.batch
         if self.at.layer == self.last and batch < len(self.wanted) and self.wanted[batch].hidden:
             hidden = hidden_of(output)
-            self.states[batch] = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0).copy_(hidden.detach())
+            storage = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0)
+            self.states[batch] = storage.copy_(hidden.detach())
 
     @torch.no_grad()
     def on_batch_end(self, batch: int, output: Any) -> None:
         if batch >= len(self.wanted):
             return
         logits: Tensor = output.logits
-        shape, kept = logits.shape[:2], min(KEPT, logits.shape[-1])
-        tokens, logs = torch.empty(*shape, kept, dtype=torch.int32), torch.empty(*shape, kept)
-        others = torch.empty(shape)
-        rows = rows_at_once(1, logits.shape[-1])
-        for number, sequence in enumerate(logits):
-            for begin in range(0, len(sequence), rows):
-                part = slice(begin, begin + rows)
-                best, chosen = sequence[part].float().log_softmax(-1).topk(kept)
-                tokens[number, part], logs[number, part] = chosen.int(), best
-                others[number, part] = _log_rest(as_float64(best)).float()
-        self.wanted[batch].keep(Distributions(tokens, logs, others, self.states.pop(batch, None)).tensors)
+        shape = logits.shape[:2]
+        vocabulary = logits.shape[-1]
+        tokens = list[Tensor]()
+        logs = list[Tensor]()
+        others = list[Tensor]()
+        for part in logits.flatten(0, 1).split(rows_at_once(1, vocabulary)):
+            best, ids = part.log_softmax(-1, dtype=torch.float32).topk(min(KEPT, vocabulary))
+            tokens.append(ids.int().cpu())
+            logs.append(best.cpu())
+            others.append(_log_rest(as_float64(best)).float().cpu())
+        distributions = Distributions(
+            torch.cat(tokens).view(*shape, -1),
+            torch.cat(logs).view(*shape, -1),
+            torch.cat(others).view(shape),
+            self.states.pop(batch, None),
+        )
+        self.wanted[batch].keep(distributions.tensors)
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
     """KL(base || other) of what is kept, in nats at every position [B, L], from the other's `logits` [B, L, V]."""
-    tokens, logs, others = (value.to(logits.device) for value in (base.tokens, base.logs, base.others))
+    tokens = base.tokens.to(logits.device)
+    base_logs = base.logs.to(logits.device)
+    base_rest = base.others.to(logits.device)
     scores = logits.float()
-    ours = scores.gather(-1, tokens.long()) - scores.logsumexp(-1, keepdim=True)
-    return (logs.exp() * (logs - ours)).sum(-1) + others.exp() * (others - _log_rest(ours))
+    logs = scores.gather(-1, tokens.long()) - scores.logsumexp(-1, keepdim=True)
+    of_top = (base_logs.exp() * (base_logs - logs)).sum(-1)
+    return of_top + base_rest.exp() * (base_rest - _log_rest(logs))
 
 
 def _log_rest(logs: Tensor) -> Tensor:
     """Return the log of what these log probabilities [..., K] leave of 1."""
-    return (1 - logs.exp().sum(-1)).clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)
+    rest = 1 - logs.exp().sum(-1)
+    return rest.clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)

@@ -19,13 +19,14 @@ from compressor.answers.generation import (
     answer_all,
 )
 from compressor.answers.lm_eval_run import fits_whole
-from compressor.answers.prompts import Prompt, tokens_of
+from compressor.answers.options import GenerationOptions
+from compressor.answers.prompts import Prompt
 from compressor.errors import CompressionError
 from compressor.formatting import counted
 from compressor.model.opened import open_model
 from compressor.progress import Progress
 from compressor.quality_gate.domain_divergence import DomainDivergence
-from compressor.quality_gate.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
+from compressor.quality_gate.endings import Ending, Rate, endings_of, pair_endings, rates
 from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.statistics import POWER, advise, holm, measure, shown_by, verdict
 from compressor.quality_gate.teacher_forced import (
@@ -112,56 +113,41 @@ def shown_sentence(answers: int, confidence: float) -> str:
     )
 
 
-def write_both(
-    base: TextGenerator,
-    smaller: TextGenerator,
+def compare_answers(
     prompts: PromptSet,
-    judges_ends: bool,
+    options: GenerationOptions,
+    tokenizers: Sequence[Any],
+    base: Sequence[Answer],
+    smaller: Sequence[Answer],
     confidence: float,
-    cache: Path,
-    progress: Progress,
-    announce: Callable[[PromptSet], object] | None = None,
 ) -> Written:
-    """Compare both models' answers to all prompts; answers of earlier runs are in the folder `cache`.
-
-    `announce` gets the prompts that both models take, before they are loaded. Raises `CompressionError` where no prompt
-    is left, a model cannot write, or ends are judged and the base ends none of its answers.
-    """
-    opened = [writer.opened() for writer in (base, smaller)]
-    prompts, options = prompts.fitted(opened)
-    if announce is not None:
-        announce(prompts)
+    """Compare both models' answers to all requests, given the tokenizers of both."""
     requests = prompts.requests
-    answers = list[list[Answer]]()
-    endings = list[list[Ending]]()
-    for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
-        model_answers = answer_all(writer, requests, options, cache, progress)
-        if not answers:
-            _check_ends(model_answers, base.label, options.max_new_tokens, judges_ends)
-        markers = Markers.of(tokenizer)
-        model_endings = list[Ending]()
-        for answer, (prompt, _) in zip(model_answers, requests, strict=True):
-            before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat))) if markers.thinking else ""
-            model_endings.append(ending_of(answer, prompt, markers, tokenizer, before))
-        answers.append(model_answers)
-        endings.append(model_endings)
-    rows = zip(requests, *answers, *endings, strict=True)
-    pairs = tuple(AnswerPair(prompt, seed, *compared) for (prompt, seed), *compared in rows)
-    facts = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
+    endings = []
+    for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
+        endings.append(endings_of(requests, answers, tokenizer, options.chat))
+    pairs = []
+    for (prompt, seed), *answers_and_endings in zip(requests, base, smaller, *endings, strict=True):
+        pairs.append(AnswerPair(prompt, seed, *answers_and_endings))
     domains = [prompt.domain for prompt, _ in requests]
-    measured = rates(domains, endings[0], endings[1], confidence)
-    return Written(len(prompts.prompts), prompts.options.seeds, facts, measured, pairs)
+    return Written(
+        prompts=len(prompts.prompts),
+        seeds=prompts.options.seeds,
+        options=options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat"),
+        rates=rates(domains, endings[0], endings[1], confidence),
+        pairs=tuple(pairs),
+    )
 
 
 def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
     """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none can be missed."""
     missed = sum(answer.ended != "end" for answer in answers)
-    fault = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
-    remedy = "raise --max-new-tokens, or ask as the model was taught (--chat)"
+    message = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
+    hint = "raise --max-new-tokens, or ask as the model was taught (--chat)"
     if judged and missed == len(answers):
-        raise CompressionError(f"{fault}, so no end can be missed; {remedy}, or judge loops alone: --max-missed-rise 1")
+        raise CompressionError(f"{message}, so no end can be missed; {hint}, or judge loops alone: --max-missed-rise 1")
     if 2 * missed > len(answers):
-        logger.warning("%s, so little can be said of ends; %s", fault, remedy)
+        logger.warning("%s, so little can be said of ends; %s", message, hint)
 
 
 def written_conditions(written: Written, limits: Limits, confidence: float) -> tuple[GateCondition, ...]:
@@ -209,50 +195,60 @@ def evaluate_behaviour(
     announce: Callable[[PromptSet], object] | None = None,
     reads_written: bool = True,
 ) -> Behaviour:
-    """Compare two models; `announce` gets the prompts that both take, before either is loaded.
+    """Compare two models; answers of earlier runs are in the folder `cache`.
 
-    With `reads_written` both models, if both are checkpoints, also read the base's written answers; a smaller model
-    that does not fit into memory does nothing else.
+    `announce` gets the prompts that both models take, before either is loaded. With `reads_written` both models, if
+    both are checkpoints, also read the base's written answers; a smaller model that does not fit into memory does
+    nothing else. Raises `CompressionError` where no prompt is left, a model cannot write, or ends are judged and the
+    base ends none of its answers.
     """
     stock = stock_pair(base, smaller, options)
     if stock is not None:
-        model, texts, forced_answers = read_all(stock[0], options)
+        model, texts, given_answers = read_all(stock[0], options)
+        answers = [*given_answers]
     written = None
-    answers = list[tuple[Prompt, Answer]]()
     conditions = tuple[GateCondition, ...]()
-    forced = options.teacher_forced
-    if prompts is not None and reads_written and stock is not None and not forced:
-        forced = not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)
-        if forced:
-            logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
-    if prompts is not None and forced:
-        prompts, generation = prompts.fitted([base.opened()])
+    if prompts is not None:
+        forced = options.teacher_forced
+        if reads_written and stock is not None and not forced:
+            forced = not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)
+            if forced:
+                logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
+        opened = [base.opened()] if forced else [base.opened(), smaller.opened()]
+        prompts, generation = prompts.fitted(opened)
+        if announce is not None and not forced:
+            announce(prompts)
         requests = prompts.requests
         base_answers = answer_all(base, requests, generation, cache, progress)
-        answers = [(prompt, answer) for (prompt, _), answer in zip(requests, base_answers, strict=True)]
-    elif prompts is not None:
-        limits = options.answer_limits
-        judges_ends = "missed ends" in limits
-        written = write_both(base, smaller, prompts, judges_ends, confidence, cache, progress, announce)
-        conditions = written_conditions(written, limits, confidence)
-        if reads_written:
-            answers = [(pair.prompt, pair.base) for pair in written.pairs]
-    judged = TeacherForcedDivergence()
-    if stock is not None and (answers or texts or forced_answers):
+        if not forced:
+            limits = options.answer_limits
+            _check_ends(base_answers, base.label, generation.max_new_tokens, "missed ends" in limits)
+            smaller_answers = answer_all(smaller, requests, generation, cache, progress)
+            tokenizers = [tokenizer for tokenizer, _ in opened]
+            written = compare_answers(prompts, generation, tokenizers, base_answers, smaller_answers, confidence)
+            conditions = written_conditions(written, limits, confidence)
+        if stock is not None and (forced or reads_written):
+            tokenizer, _ = opened[0]
+            for (prompt, _), answer in zip(requests, base_answers, strict=True):
+                answers.append(teacher_forced(prompt, answer, tokenizer, options.chat))
+    divergence = TeacherForcedDivergence()
+    if stock is not None and (texts or answers):
         stop_tokens = dict[str, tuple[int, ...]]()
-        if answers or forced_answers:
+        if answers:
             tokenizer, facts = base.opened()
-            end = min(facts.stops)
-            written_answers = [
-                teacher_forced(prompt, answer, tokenizer, end, options.chat) for prompt, answer in answers
-            ]
-            forced_answers = (*forced_answers, *written_answers)
             stop_tokens = stop_tokens_of(tokenizer, facts.stops)
         compressed = open_model(stock[1].source, stock[1].dtype, stock[1].device)
-        judged = measure_divergence(model, compressed, texts, forced_answers, stop_tokens, confidence, progress)
-    conditions += divergence_conditions(judged, options.divergence_limits, confidence)
+        divergence = measure_divergence(model, compressed, texts, answers, stop_tokens, confidence, progress)
+    conditions += divergence_conditions(divergence, options.divergence_limits, confidence)
     return Behaviour(
-        base.label, smaller.label, confidence, written, judged.text, judged.answers, judged.each, conditions
+        base.label,
+        smaller.label,
+        confidence,
+        written,
+        divergence.text,
+        divergence.answers,
+        divergence.each,
+        conditions,
     )
 
 

@@ -65,7 +65,7 @@ def figures_of(domain: str, figures: Figures, stop_tokens: Sequence[str], confid
 
     def probability(base: Tensor, compressed: Tensor, counts: Tensor) -> Paired | None:
         rows = counts > 0
-        return paired(base[rows], compressed[rows], counts[rows], confidence) if bool(rows.any()) else None
+        return paired(base[rows], compressed[rows], counts[rows], confidence) if rows.any() else None
 
     stop_figures = list[StopTokenFigures]()
     for index, name in enumerate(stop_tokens):
@@ -92,9 +92,11 @@ def domain_divergence(
     figures: Figures, names: Mapping[int, str], stop_tokens: Sequence[str] = (), confidence: float = CONFIDENCE
 ) -> DomainDivergence:
     """Return the figures of each domain, by the numbers of their evaluation sets, and of all of them together."""
-    rows = tuple(figures_of(name, figures.of({number}), stop_tokens, confidence) for number, name in names.items())
+    rows = []
+    for number, name in names.items():
+        rows.append(figures_of(name, figures.of({number}), stop_tokens, confidence))
     together = figures_of(TOGETHER, figures.of(names), stop_tokens, confidence) if len(rows) > 1 else None
-    return DomainDivergence(rows, together, degraded(rows, confidence), confidence)
+    return DomainDivergence(tuple(rows), together, degraded(rows, confidence), confidence)
 
 
 def degraded(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> tuple[DegradedDomain, ...]:

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from compressor.answers.generation import Answer
-from compressor.answers.prompts import Prompt
+from compressor.answers.generation import Answer, GenerationRequest
+from compressor.answers.prompts import Prompt, tokens_of
 from compressor.quality_gate.statistics import PairedItems, measure
-from compressor.quality_gate.verdict import TaskGate
 
 PERIOD, TIMES, LEAST = 64, 4, 16  # tokens; LEAST keeps a rule or an ellipsis from being a loop
 WINDOW, LEAST_WINDOW, DISTINCT = 256, 64, 0.3
@@ -122,6 +121,18 @@ def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, 
     )
 
 
+def endings_of(
+    requests: Sequence[GenerationRequest], answers: Sequence[Answer], tokenizer: Any, chat: bool
+) -> list[Ending]:
+    """Measure a model's answers to these requests."""
+    markers = Markers.of(tokenizer)
+    endings = []
+    for (prompt, _), answer in zip(requests, answers, strict=True):
+        before = str(tokenizer.decode(tokens_of(prompt, tokenizer, chat))) if markers.thinking else ""
+        endings.append(ending_of(answer, prompt, markers, tokenizer, before))
+    return endings
+
+
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:
     """Return True if a tool call is not closed, or it, or a block of JSON, begins like JSON and is none."""
     contents = list[str]()
@@ -185,24 +196,14 @@ def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], d
     after = [MEASURES[name](ending) for ending in smaller]
     if None in before or None in after:
         return None
-    columns = np.array(after, dtype=float), np.array(before, dtype=float)
-    return PairedItems(name, domain, "", "score", *columns, np.ones(len(base)))
-
-
-def rate_of(task: TaskGate) -> Rate:
-    """Return a measured pair as the rise of the measure."""
-    return Rate(
-        measure=task.task,
-        domain=task.metric,
-        answers=task.items,
-        base=task.compressed,
-        smaller=task.base,
-        rise=task.drop,
-        lower=task.lower,
-        upper=task.upper,
-        more=task.lost,
-        fewer=task.gained,
-        mcnemar=None if task.task in NUMBERS else task.mcnemar,
+    return PairedItems(
+        task=name,
+        metric=domain,
+        version="",
+        kind="score",
+        base=np.array(after, dtype=float),
+        compressed=np.array(before, dtype=float),
+        weights=np.ones(len(base)),
     )
 
 
@@ -222,6 +223,21 @@ def rates(
         after = [smaller[index] for index in indices]
         for name in MEASURES:
             pairs = pair_endings(name, before, after, domain)
-            if pairs is not None:
-                measured.append(rate_of(measure(pairs, 0.0, 1 - confidence, True)))
+            if pairs is None:
+                continue
+            task = measure(pairs, 0.0, 1 - confidence, True)
+            rate = Rate(
+                measure=name,
+                domain=domain,
+                answers=task.items,
+                base=task.compressed,
+                smaller=task.base,
+                rise=task.drop,
+                lower=task.lower,
+                upper=task.upper,
+                more=task.lost,
+                fewer=task.gained,
+                mcnemar=None if name in NUMBERS else task.mcnemar,
+            )
+            measured.append(rate)
     return tuple(measured)

@@ -9,10 +9,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from compressor.answers.generation import PromptSet, StockGenerator, writer_of
-from compressor.answers.lm_eval_run import identity, plan_evaluation
+from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation, identity, plan_evaluation
 from compressor.answers.server import Server
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import ModelSource
@@ -26,13 +25,12 @@ from compressor.quality_gate.statistics import (
     MOST_ITEMS,
     POOLED,
     at_most,
-    compare_items,
-    judge_tasks,
+    judge,
     overall,
     shown_by,
 )
 from compressor.quality_gate.teacher_forced import check_options, read_all
-from compressor.quality_gate.verdict import GateResult
+from compressor.quality_gate.verdict import GateResult, Side
 from compressor.run_record import PACKAGES, versions
 
 DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
@@ -184,20 +182,23 @@ def run_gate(
     compressed_identity = ranks().broadcast(lambda: identity(compressed, server, digests=True))
     content = dict(compressed_identity)
     content.pop("weights", None)  # whose times of change differ in a model made again
-    base_evaluation = plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server)
-    evaluation = plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content)
-    begin = time.perf_counter()
-    base_scores = base_evaluation.run(progress)  # without tasks, nothing
-    between = time.perf_counter()
-    scores = evaluation.run(progress)
-    done = time.perf_counter()
-    pairs = [compare_items(base_scores[task.name], scores[task.name]) for task in tasks]
-    judged, pooled = judge_tasks(pairs, options.max_drop, options.task_drop, options.confidence)
-    streamed: list[Literal["base", "compressed"]] = []
-    if any(task.streamed for task in base_scores.values()):
-        streamed.append("base")
-    if any(task.streamed for task in scores.values()):
-        streamed.append("compressed")
+    # both are planned, and what cannot be answered refused, before either answers
+    evaluations: dict[Side, TaskEvaluation] = {
+        "base": plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server),
+        "compressed": plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content),
+    }
+    scores = dict[Side, list[ItemScores]]()
+    seconds = dict[str, float]()
+    streamed = list[Side]()
+    for side, evaluation in evaluations.items():
+        begin = time.perf_counter()
+        scores[side] = list(evaluation.run(progress).values())
+        seconds[side] = time.perf_counter() - begin
+        if any(task.streamed for task in scores[side]):
+            streamed.append(side)
+    judged, pooled = judge(
+        scores["base"], scores["compressed"], options.max_drop, options.task_drop, options.confidence
+    )
     behaviour = evaluate_behaviour(
         base_writer,
         writer,
@@ -227,8 +228,8 @@ def run_gate(
         base_identity=identity(base, base_server),
         compressed_identity=compressed_identity,
         versions=versions((*PACKAGES, "lm-eval")),
-        seconds={"base": between - begin, "compressed": done - between},
-        reused_base=bool(tasks) and not base_evaluation.missing,
+        seconds=seconds,
+        reused_base=bool(tasks) and not evaluations["base"].missing,
         streamed=tuple(streamed),
         conditions=behaviour.conditions,
         text=behaviour.text,

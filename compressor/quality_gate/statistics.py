@@ -88,7 +88,8 @@ def ratio_error(values: Array, weights: Array) -> Any:
     units = weights.shape[-1]
     if units < 2:
         return np.full(values.shape[:-1], np.inf)
-    return np.sqrt((units - 1) / units * np.square(residuals_of(values, weights)).sum(axis=-1)) / weights.sum()
+    squares = np.square(residuals_of(values, weights)).sum(axis=-1)
+    return np.sqrt((units - 1) / units * squares) / weights.sum()
 
 
 def skewness(values: Array, weights: Array) -> Any:
@@ -222,15 +223,17 @@ class PairedItems:
     @property
     def binary(self) -> bool:
         """True if every answer is plainly right or wrong, so that the items may be pooled."""
-        return self.kind == "score" and bool(np.isin([self.base, self.compressed], (0, 1)).all())
+        values = np.concatenate([self.base, self.compressed])
+        return self.kind == "score" and bool(np.isin(values, (0, 1)).all())
 
 
 def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
     """Pair two models' results by item; refuse results that were not scored alike."""
-    ids, before, weights = _by_item(base)
-    other_ids, after, other_weights = _by_item(compressed)
+    before = sorted(base.items, key=lambda item: item.id)
+    after = sorted(compressed.items, key=lambda item: item.id)
+    weights = [item.weight for item in before]
     differing = [name for name in ("metric", "version", "kind") if getattr(base, name) != getattr(compressed, name)]
-    if ids != other_ids or weights != other_weights:
+    if [(item.id, item.weight) for item in before] != [(item.id, item.weight) for item in after]:
         differing.append("items")
     if differing:
         raise CompressionError(
@@ -243,15 +246,15 @@ def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
             f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: leave them out of "
             "the task"
         )
-    columns = np.array(before), np.array(after), np.array(weights)
-    return PairedItems(base.task, base.metric, base.version, base.kind, *columns)
-
-
-def _by_item(scores: ItemScores) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return names, values and weights (1 of a score) in the order of the names."""
-    weights = scores.weights if scores.kind == "likelihood" else (1.0,) * len(scores.ids)
-    ids, values, sizes = zip(*sorted(zip(scores.ids, scores.values, weights, strict=True)), strict=True)
-    return ids, values, sizes
+    return PairedItems(
+        task=base.task,
+        metric=base.metric,
+        version=base.version,
+        kind=base.kind,
+        base=np.array([item.score for item in before]),
+        compressed=np.array([item.score for item in after]),
+        weights=np.array(weights),
+    )
 
 
 def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
@@ -325,7 +328,7 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
     likelihood = pairs.kind == "likelihood"
     drops = pairs.base - pairs.compressed
     tests = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
-    drop, base, compressed = (float(ratio(x, pairs.weights)) for x in (drops, pairs.base, pairs.compressed))
+    base, compressed, drop = ratio(np.stack([pairs.base, pairs.compressed, drops]), pairs.weights).tolist()
     lower = float(tests.lower)
     upper = float(tests.upper)
     error = float(ratio_error(drops, pairs.weights))
@@ -333,8 +336,8 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
     perplexity_ratio = None
     if likelihood:
         with np.errstate(over="ignore"):
-            base, compressed = float(np.exp(-base)), float(np.exp(-compressed))
-            drop, lower, upper, shown = (float(np.expm1(x)) for x in (drop, lower, upper, shown))
+            base, compressed = np.exp([-base, -compressed]).tolist()
+            drop, lower, upper, shown = np.expm1([drop, lower, upper, shown]).tolist()
         perplexity_ratio = (1 + drop, 1 + lower, 1 + upper)
         error *= 1 + drop
     lost = int((drops > 0).sum())
@@ -374,24 +377,28 @@ def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
     return "fail" if p_fail < alpha else "inconclusive"
 
 
-def judge_tasks(
-    pairs: Sequence[PairedItems], max_drop: float, max_task_drop: float, confidence: float
+def judge(
+    base: Sequence[ItemScores],
+    compressed: Sequence[ItemScores],
+    max_drop: float,
+    max_task_drop: float,
+    confidence: float,
 ) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
-    """Test all tasks, and the pool if there is one.
+    """Test two models' items of the same tasks, wherever they come from: each task, and the pool if there is one.
 
     Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm 1979). All that has
     to pass has to do so by itself, so the pool needs no correction.
     """
     alpha = 1 - confidence
+    pairs = [compare_items(*task) for task in zip(base, compressed, strict=True)]
     tasks = [measure(task, max_task_drop if task.binary else max_drop, alpha, not task.binary) for task in pairs]
     passing = holm(np.array([task.p_pass for task in tasks])).tolist()
     failing = holm(np.array([task.p_fail for task in tasks])).tolist()
-    judged = tuple(
-        replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha))
-        for task, p_pass, p_fail in zip(tasks, passing, failing, strict=True)
-    )
-    together = pool(pairs)
-    return judged, None if together is None else measure(together, max_drop, alpha, True)
+    judged = []
+    for task, p_pass, p_fail in zip(tasks, passing, failing, strict=True):
+        judged.append(replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha)))
+    binary = pool(pairs)
+    return tuple(judged), None if binary is None else measure(binary, max_drop, alpha, True)
 
 
 def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) -> Verdict:

@@ -35,7 +35,13 @@ from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
 SHORTEST = 16  # tokens of a sequence of text
-COLUMNS = (("messages",), ("conversations",), ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"))
+COLUMNS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "answer"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+)
 END, THINKING_END = "the answer", "its thinking"
 
 
@@ -81,14 +87,10 @@ class TeacherForcedAnswer:
     seed: int = 0
 
 
-def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
-    """Return a written answer as tokens; a server's, which has none, is tokenised and ended by `end`."""
-    tokens = answer.tokens
-    if not tokens:
-        tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
-        if answer.ended == "end":
-            tokens += (end,)
-    return TeacherForcedAnswer(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
+def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool = False) -> TeacherForcedAnswer:
+    """Return an answer that a checkpoint has written as tokens."""
+    before = tokens_of(prompt, tokenizer, chat)
+    return TeacherForcedAnswer(prompt.id, prompt.domain, before, answer.tokens, answer.seed)
 
 
 def read_answers(
@@ -107,10 +109,10 @@ def read_answers(
         with quiet_transformers():
             for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers").rows:
                 with left_out.each():
-                    own_domain = domain
+                    row_domain = domain
                     if source == argument and isinstance(row, Mapping):
-                        own_domain = str(row.get("domain") or domain)
-                    answers.append(_given(row, own_domain, tokenizer, stops, most, where, left_out))
+                        row_domain = str(row.get("domain") or domain)
+                    answers.append(_given(row, row_domain, tokenizer, stops, most, where, left_out))
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
@@ -157,27 +159,26 @@ def answer_sets(
     answers: Sequence[TeacherForcedAnswer], vocabulary: int
 ) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
     """Return a set for each domain, longest first, in which only answers count; and the answers in that order."""
-    check_vocabulary(max((max(*answer.prompt, *answer.answer) for answer in answers), default=0), vocabulary)
+    for answer in answers:
+        check_vocabulary(max(*answer.prompt, *answer.answer), vocabulary)
     sets = list[EvaluationSet]()
     order = list[TeacherForcedAnswer]()
     for domain in dict.fromkeys(answer.domain for answer in answers):
         of_domain = [answer for answer in answers if answer.domain == domain]
-        of_domain.sort(key=_length, reverse=True)
+        of_domain.sort(key=lambda answer: len(answer.prompt) + len(answer.answer), reverse=True)
         batches = list[torch.Tensor]()
         masks = list[torch.Tensor]()
         for begin in range(0, len(of_domain), BATCH_SIZE):
-            rows = of_domain[begin : begin + BATCH_SIZE]
-            batches.append(pad_sequence([torch.tensor(row.prompt + row.answer) for row in rows], batch_first=True))
-            positions = torch.arange(batches[-1].shape[1])
-            counted = [(positions >= len(row.prompt)) & (positions < _length(row)) for row in rows]
-            masks.append(torch.stack(counted))
+            tokens = list[torch.Tensor]()
+            counted = list[torch.Tensor]()
+            for row in of_domain[begin : begin + BATCH_SIZE]:
+                tokens.append(torch.tensor(row.prompt + row.answer))
+                counted.append(torch.tensor([False] * len(row.prompt) + [True] * len(row.answer)))
+            batches.append(pad_sequence(tokens, batch_first=True))
+            masks.append(pad_sequence(counted, batch_first=True))
         sets.append(EvaluationSet(domain, tuple(batches), tuple(masks)))
         order += of_domain
     return tuple(sets), tuple(order)
-
-
-def _length(answer: TeacherForcedAnswer) -> int:
-    return len(answer.prompt) + len(answer.answer)
 
 
 def stop_tokens_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
@@ -280,21 +281,22 @@ def divergence_conditions(
 
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
     """
-    # name of the domain, remedy of an inconclusive condition, and the figures
+    # name of the domain, what would decide an inconclusive condition, and the figures
     rows = list[tuple[str, str, DomainFigures]]()
-    for reading, of, more in ((divergence.text, "", "text"), (divergence.answers, "answers of ", "answers")):
-        if reading is not None:
-            rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
+    if divergence.text is not None:
+        rows += [(row.domain, "text", row) for row in divergence.text.domains]
+    if divergence.answers is not None:
+        rows += [(f"answers of {row.domain}", "answers", row) for row in divergence.answers.domains]
     alpha = 1 - confidence
     tests = max(1, len(limits) * len(rows))
     conditions = []
-    for domain, more, row in rows:
+    for domain, source, row in rows:
         freedom = max(row.sequences - 1, 1)
-        farther = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
+        widening = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
         for name, (option, limit) in limits.items():
             figure = row.flips if name == "flips" else row.loss
             verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
-            if figure.change - farther * (figure.change - figure.lower) > limit:
+            if figure.change - widening * (figure.change - figure.lower) > limit:
                 verdict = "fail"
             conditions.append(
                 GateCondition(
@@ -309,7 +311,7 @@ def divergence_conditions(
                     verdict=verdict,
                     base=figure.base if name == "loss" else None,
                     compressed=figure.compressed,
-                    advice=f"give it more {more}, or allow more" if verdict == "inconclusive" else "",
+                    advice=f"give it more {source}, or allow more" if verdict == "inconclusive" else "",
                 )
             )
     return tuple(conditions)

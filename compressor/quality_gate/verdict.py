@@ -16,6 +16,7 @@ FORMAT = "moe-compressor-gate/2"
 
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 Verdict = Literal["pass", "fail", "inconclusive"]
+Side = Literal["base", "compressed"]
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),
     "fail": ("bad", "✗"),
@@ -95,7 +96,7 @@ class GateResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
-    streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
+    streamed: tuple[Side, ...] = ()  # those that answered with one layer in memory at a time
     conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass
     text: DomainDivergence | None = None  # read by both models
     answers: DomainDivergence | None = None  # the base's, read by both

@@ -57,7 +57,7 @@ def worse_scores(worse: Path, options: EvaluationOptions, tasks: tuple[Evaluatio
 def test_every_item_is_right_or_wrong_as_the_demo_finds(worse: Path, worse_scores: ItemScores) -> None:
     model = AutoModelForCausalLM.from_pretrained(worse, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(worse)
-    found = dict(zip(worse_scores.ids, worse_scores.values, strict=True))
+    found = {item.id: item.score for item in worse_scores.items}
     items = load_items()
     for skill in SKILLS:
         asked = [item for item in items if item.skill == skill][:PER_SKILL]
@@ -68,8 +68,9 @@ def test_every_item_is_right_or_wrong_as_the_demo_finds(worse: Path, worse_score
 
 def test_a_group_has_the_items_of_its_skills(worse_scores: ItemScores) -> None:
     assert (worse_scores.task, worse_scores.metric, worse_scores.kind) == ("moe_demo", "acc", "score")
-    assert worse_scores.ids == tuple(f"moe_demo_{skill}/{n}" for skill in SKILLS for n in range(PER_SKILL))
-    assert worse_scores.weights == ()
+    ids = [item.id for item in worse_scores.items]
+    assert ids == [f"moe_demo_{skill}/{n}" for skill in SKILLS for n in range(PER_SKILL)]
+    assert {item.weight for item in worse_scores.items} == {1.0}
 
 
 def test_the_shipped_model_is_right_on_the_same_items(
@@ -77,7 +78,8 @@ def test_the_shipped_model_is_right_on_the_same_items(
 ) -> None:
     scores = evaluate(str(CHECKPOINT), None, options, Silent(), tasks)["moe_demo"]
     assert set(scores.values) == {1.0}
-    assert (scores.ids, scores.version) == (worse_scores.ids, worse_scores.version)
+    assert [item.id for item in scores.items] == [item.id for item in worse_scores.items]
+    assert scores.version == worse_scores.version
 
 
 def test_tasks_hold_the_shipped_data_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.answers.lm_eval_run import ItemScores, identity, item_scores, plan_evaluation
+from compressor.answers.lm_eval_run import AnsweredItem, ItemScores, identity, item_scores, plan_evaluation
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.data.demo import load_documents
@@ -93,8 +93,8 @@ def test_text_scores_equal_a_plain_forward_and_nothing_is_printed_nor_anybody_as
         tokens = [1, *tokenizer.encode(text, add_special_tokens=False)]
         assert value == pytest.approx(rolling(model, tokens), rel=1e-5)
     assert (scores.kind, scores.metric) == ("likelihood", "word_perplexity")
-    assert scores.ids == ("0", "1", "2", "3", "4")
-    assert scores.weights == tuple(float(len(text.split()) + 1) for text in texts)  # lm-eval counts the empty last word
+    expected = [(str(number), len(text.split()) + 1) for number, text in enumerate(texts)]
+    assert [(item.id, item.weight) for item in scores.items] == expected  # lm-eval counts the empty last word
 
 
 def test_log_likelihoods_are_summed_in_float32_whatever_the_weights_are() -> None:
@@ -124,7 +124,7 @@ def test_a_users_task_and_the_sign_of_its_metric(tiny: Path, own: Path) -> None:
 
 def test_a_users_group_may_name_the_demos_tasks(tiny: Path, own: Path) -> None:
     scores = ask(tiny, "both", include_path=own, limit=2)["both"]
-    assert scores.ids == ("sums/0", "sums/1", "moe_demo_sorting/0", "moe_demo_sorting/1")
+    assert [item.id for item in scores.items] == ["sums/0", "sums/1", "moe_demo_sorting/0", "moe_demo_sorting/1"]
 
 
 def test_written_answers_are_scored_by_the_first_filter(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_metric_of_the_whole_sample_is_passed_over() -> None:
 
 def test_the_perplexity_of_single_answers_is_a_likelihood() -> None:
     scores = fake({"perplexity": perplexity, "acc": mean}, [{"perplexity": -2.5, "acc": 1}])
-    assert (scores.kind, scores.values, scores.weights) == ("likelihood", (-2.5,), (1.0,))
+    assert (scores.kind, scores.items) == ("likelihood", (AnsweredItem("0", -2.5),))
 
 
 def test_a_score_that_is_no_number_is_refused() -> None:

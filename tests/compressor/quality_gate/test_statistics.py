@@ -20,7 +20,7 @@ from scipy.optimize import minimize_scalar
 from scipy.signal import convolve2d
 from scipy.stats import multinomial, norm, ttest_rel
 
-from compressor.answers.lm_eval_run import ItemScores
+from compressor.answers.lm_eval_run import AnsweredItem, ItemScores
 from compressor.cli.gate import DEMO_MAX_DROP
 from compressor.errors import CompressionError
 from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS
@@ -32,7 +32,7 @@ from compressor.quality_gate.statistics import (
     constrained_gain,
     freedom_of,
     holm,
-    judge_tasks,
+    judge,
     lower_bound,
     most_careful,
     overall,
@@ -54,17 +54,20 @@ ALPHA = 0.05
 def scores(values: Any, **given: Any) -> ItemScores:
     """One model's results of a task named t."""
     fields: dict[str, Any] = {"task": "t", "metric": "acc", "version": "1.0", "kind": "score"} | given
-    return ItemScores(ids=tuple(f"item {i:05}" for i in range(len(values))), values=tuple(map(float, values)), **fields)
+    weights = fields.pop("weights", [1.0] * len(values))
+    rows = enumerate(zip(values, weights, strict=True))
+    items = (AnsweredItem(f"item {i:05}", float(value), float(weight)) for i, (value, weight) in rows)
+    return ItemScores(items=tuple(items), **fields)
 
 
 def likelihoods(values: Any, weights: Any, **given: Any) -> ItemScores:
     """The same of a likelihood task."""
-    return scores(values, kind="likelihood", weights=tuple(map(float, weights)), **given)
+    return scores(values, kind="likelihood", weights=weights, **given)
 
 
 def gate(base: ItemScores, compressed: ItemScores, max_drop: float = 0.01, confidence: float = 0.95) -> TaskGate:
     """The only task's result, under the margin of the pool."""
-    (task,), _ = judge_tasks([compare_items(base, compressed)], max_drop, max_drop, confidence)
+    (task,), _ = judge([base], [compressed], max_drop, max_drop, confidence)
     return task
 
 
@@ -181,10 +184,7 @@ def test_swapped_models_mirror_the_bounds(kind: str, seed: int) -> None:
 @given(kinds, st.integers(0, 500), st.randoms(use_true_random=False))
 def test_the_order_of_the_items_does_not_matter(kind: str, seed: int, random: Any) -> None:
     def shuffled(given: ItemScores) -> ItemScores:
-        order = random.sample(range(40), 40)
-        names = [name for name in ("ids", "values", "weights") if getattr(given, name)]
-        moved: dict[str, Any] = {name: tuple(getattr(given, name)[i] for i in order) for name in names}
-        return replace(given, **moved)
+        return replace(given, items=tuple(random.sample(given.items, 40)))
 
     base, after = sample(kind, seed)
     assert gate(shuffled(base), shuffled(after)) == gate(base, after)
@@ -204,8 +204,8 @@ def tasks_of(
     *counts: tuple[int, int, int], max_drop: float = 0.01, max_task_drop: float = 0.03, confidence: float = 0.95
 ) -> Any:
     """The tasks' results and the pool's, of tasks with so many items lost, gained and in all."""
-    pairs = [compare_items(*flipped(*each)) for each in counts]
-    return judge_tasks(pairs, max_drop, max_task_drop, confidence)
+    base, compressed = zip(*(flipped(*each) for each in counts), strict=True)
+    return judge(base, compressed, max_drop, max_task_drop, confidence)
 
 
 def verdict_of(*counts: tuple[int, int, int], **settings: float) -> str:
@@ -229,12 +229,12 @@ def test_what_is_not_right_or_wrong_decides_by_itself() -> None:
     graded = sample("continuous", 0)
     for rise, expected in ((0.0, "pass"), (0.011, "fail"), (0.0099, "inconclusive")):
         after = likelihoods(-words * (2 + math.log1p(rise) + noise), words)
-        pairs = [compare_items(*flipped(0, 0, 400)), compare_items(before, after)]
-        tasks, pooled = judge_tasks(pairs, 0.01, 0.03, 0.95)
+        same, copied = flipped(0, 0, 400)
+        tasks, pooled = judge([same, before], [copied, after], 0.01, 0.03, 0.95)
         assert pooled is not None and (pooled.items, pooled.verdict) == (400, "pass")
         assert [task.max_drop for task in tasks] == [0.03, 0.01] and [task.decides for task in tasks] == [False, True]
         assert overall([*tasks, pooled]) == tasks[1].verdict == expected
-    tasks, pooled = judge_tasks([compare_items(*graded)], 0.01, 0.03, 0.95)
+    tasks, pooled = judge([graded[0]], [graded[1]], 0.01, 0.03, 0.95)
     assert pooled is None and tasks[0].decides and overall(tasks) == tasks[0].verdict
     assert overall([]) == "inconclusive"
 
@@ -362,8 +362,8 @@ ONE = scores([1, 0, 1])
     ("other", "message"),
     [
         (replace(ONE, metric="f1"), "different metric"),
-        (replace(ONE, kind="likelihood", weights=(1.0, 1.0, 1.0)), "different kind"),
-        (replace(ONE, ids=("x", "y", "z")), "different items"),
+        (replace(ONE, kind="likelihood"), "different kind"),
+        (replace(ONE, items=tuple(replace(item, id=f"other {item.id}") for item in ONE.items)), "different items"),
         (scores([1, 0]), "different items"),
     ],
 )
