@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.list_packages import (
+    OPTIONAL,
     ORDER,
     PAGE,
     PLACE,
@@ -49,9 +50,14 @@ def test_no_package_reaches_itself() -> None:
     assert not left
 
 
-def test_the_core_names_no_strategy_and_no_exporter() -> None:
-    core = [entry for entry in FOUND if entry.package not in ("strategies", "exporters")]
-    assert not [entry for entry in core if entry.imported in ("strategies", "exporters")]
+def test_the_core_imports_no_optional_package() -> None:
+    """Not inside functions, nor for types: entry points announce their strategies, commands, functions and so on."""
+    assert not [entry for entry in FOUND if entry.imported in OPTIONAL and entry.package not in OPTIONAL]
+
+
+def test_optional_packages_import_the_core_alone() -> None:
+    between = [entry for entry in FOUND if {entry.package, entry.imported} <= {*OPTIONAL}]
+    assert not [entry for entry in between if entry.package != entry.imported]
 
 
 def test_files_import_each_other_in_no_circle() -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from compressor.recipe.hubs import ExpertPlace
 from compressor.tolerance import rounded
 
 # what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
@@ -87,25 +88,6 @@ class Sender:
             "expert": f"L{self.layer} E{self.number}",
         }
         return labels.get(self.kind, f"L{self.layer} {self.kind}")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertPlace:
-    """One routed expert."""
-
-    module: str
-    layer: int
-    expert: int
-
-    @property
-    def place(self) -> tuple[int, str, int]:
-        """The key that sorts experts in model order, and tells them apart."""
-        return self.layer, self.module, self.expert
-
-    @property
-    def label(self) -> str:
-        """The expert's layer and number, such as 'L1 E9'."""
-        return f"L{self.layer} E{self.expert}"
 
 
 @dataclass(frozen=True, slots=True)

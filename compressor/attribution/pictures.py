@@ -18,7 +18,6 @@ from compressor.attribution.figures import (
     strongest,
 )
 from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of, ranking
-from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
 from compressor.document.drawing import (
     HEAT,
@@ -31,6 +30,7 @@ from compressor.document.drawing import (
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, readable
+from compressor.recipe.hubs import Hub
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -10,7 +10,6 @@ from compressor.attribution.figures import (
     UNRANKED,
     ZEROED,
     Attribution,
-    ExpertPlace,
     Output,
     kind_shares,
     pairs,
@@ -27,7 +26,7 @@ from compressor.attribution.graph import (
     measured_graph,
     ranking,
 )
-from compressor.attribution.hubs import THRESHOLD, Hub, find_hubs, super_experts
+from compressor.attribution.hubs import THRESHOLD, find_hubs, super_experts
 from compressor.attribution.pictures import NAMES as PICTURES
 from compressor.attribution.pictures import graph_figure, pictures
 from compressor.data.sources import without_folders
@@ -36,6 +35,7 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.files import whole_folder
 from compressor.formatting import counted, percent, short
+from compressor.recipe.hubs import ExpertPlace, Hub
 from compressor.records import finite, plain_json
 
 if TYPE_CHECKING:
