@@ -94,7 +94,10 @@ def test_what_is_light_loads_neither_torch_nor_transformers(code: str) -> None:
 
 def test_public_names_are_those_of_the_package(tmp_path: Path) -> None:
     import compressor
+    from compressor.entry_points import FUNCTIONS, names
 
+    announced = {"attribute", "reference", "train_comoe", "evaluate_comoe", "compress_gguf"}
+    assert announced <= {name for name in names(FUNCTIONS) if getattr(compressor, name)}
     assert sorted(compressor.__all__) == sorted(name for name in compressor.__all__ if getattr(compressor, name))
     with pytest.raises(AttributeError, match="nothing"):
         compressor.nothing  # noqa: B018

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from compressor.attribution.figures import Attribution, Output, Sender, equal_where_tied
-from compressor.recipe.hubs import ExpertPlace, Hub
+from compressor.recipe.hubs import Hub, RoutedExpert
 from compressor.tolerance import exceeds
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
@@ -71,13 +71,13 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
     return _strongest_first(hubs, [hub.influence for hub in hubs])
 
 
-Expert = TypeVar("Expert", bound=ExpertPlace)
+Expert = TypeVar("Expert", bound=RoutedExpert)
 
 
 def _strongest_first(experts: Sequence[Expert], strengths: Sequence[float]) -> tuple[Expert, ...]:
     """Sort experts by strength; those that differ by rounding alone come in model order."""
     keys = zip(equal_where_tied(strengths), experts, strict=True)
-    return tuple(expert for _, expert in sorted(keys, key=lambda key: (-key[0], *key[1].place)))
+    return tuple(expert for _, expert in sorted(keys, key=lambda key: (-key[0], *key[1].sort_key)))
 
 
 def super_experts(attribution: Attribution) -> tuple[Output, ...]:

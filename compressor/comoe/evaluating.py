@@ -41,7 +41,7 @@ def load(source: ModelSource, dtype: str) -> tuple[Any, Any]:
 
 
 def examples(questions: Sequence[Question]) -> list[Example]:
-    """For each item its prompt with the right answer; only the answer's tokens have labels."""
+    """Return each item's prompt with the right answer; only the answer's tokens have labels."""
     examples = []
     for item, rows in questions:
         row = rows[item.right]
@@ -91,13 +91,13 @@ class ExpertUse:
     def add(self, layers: Iterable[LoraExperts], mask: Tensor) -> None:
         """Add the tokens of a mask [B, S] that watched layers have just seen."""
         for number, layer in enumerate(layers):
-            for seen in layer.watched or ():
-                places = seen.places(mask).to(seen.inner.device)
-                outputs = unit(layer.outputs(seen.inner[places]))
-                chosen = seen.chosen[places].flatten().bincount(minlength=self.activations.shape[1])
+            for call in layer.watched or ():
+                indices = call.counted(mask).to(call.inner.device)
+                outputs = unit(layer.outputs(call.inner[indices]))
+                chosen = call.chosen[indices].flatten().bincount(minlength=self.activations.shape[1])
                 self.cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).cpu().double()
                 self.activations[number] += chosen.cpu()
-                self.tokens[number] += len(places)
+                self.tokens[number] += len(indices)
 
     def result(self, score: TaskScore) -> TaskResult:
         """Return the score with the means over tokens, and of similarity over layers."""
@@ -162,13 +162,13 @@ def evaluate_comoe(
     facts = read_facts(Path(adapters))
     items = items_of(tasks, heldout, limit, include_path, strict, "--heldout")
     source = locate(model, revision, progress)
-    place = pick_device(device)
+    target = pick_device(device)
     tokenizer, loaded = load(source, dtype)
     asking = partial(
         evaluate, tokenizer=tokenizer, items=items, batch_size=batch_size, strict=strict, progress=progress
     )
-    base = asking(loaded.to(place)) if with_base else ()
-    results = asking(load_adapters(loaded, adapters).to(place))
+    base = asking(loaded.to(target)) if with_base else ()
+    results = asking(load_adapters(loaded, adapters).to(target))
     return ComoeEvaluation(
         model=source.label,
         adapters=label(str(adapters)),

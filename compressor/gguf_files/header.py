@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one tensor lies. `shape` is outermost first, the reverse of the file's order: [E, out, in] of experts."""
+    """One tensor's place in its file. `shape` is outermost first, the reverse of the file: [E, out, in] of experts."""
 
     path: Path
     name: str
@@ -123,7 +123,7 @@ def padded(position: int, alignment: int) -> int:
 
 
 def type_sizes() -> Mapping[int, tuple[int, int]]:
-    """For each quantisation: elements of a block, and its bytes."""
+    """Return the elements and the bytes of a block, by quantisation."""
     require("gguf")
     from gguf.constants import GGML_QUANT_SIZES
 

@@ -1,1 +1,1 @@
-"""Which experts a token visits, changed after the fact: at test time, or for good in the routers (C3PO)."""
+"""C3PO: the experts that tokens are routed to, changed at test time, or for good by a bias of the routers."""

@@ -17,10 +17,10 @@ from compressor.devices import as_float64
 from compressor.divergence.teacher_outputs import Distributions
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.model.router_logits import logits_of, weights_of
+from compressor.model.router_logits import weights_of
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import load_answering
-from compressor.pathways.optimisers import Neighbour, optimised
+from compressor.pathways.optimisers import Neighbour, optimised, pathway_logits
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet, build_reference, read_reference
 from compressor.progress import Progress
@@ -46,47 +46,45 @@ class AveragePathway:
             self.reference.check(model, load_tokenizer(model.source.folder))
 
     def measure(self, text: Sequence[tuple[Tensor, Distributions]], progress: Progress) -> RouterShift:
-        """Return the average over the items of the set; the model is loaded whole, and released."""
+        """Optimise the pathways of up to 64 items: by neighbours, never by itself, or `own`: by its known answer.
+
+        The model is loaded whole, and released. Raises `CompressionError` for an architecture whose late layers cannot
+        be run again by themselves.
+        """
         try:
-            reference = self.reference or text_reference(self.model, text, progress)
-            return average_pathway(self.model, reference, self.optimizer, progress)
+            return self._average(self.reference or text_reference(self.model, text, progress), progress)
         finally:
             self.model.partial.release("")
 
-
-def average_pathway(model: OpenModel, reference: ReferenceSet, optimizer: str, progress: Progress) -> RouterShift:
-    """Optimise the pathway of up to 64 items of the set: by neighbours, never itself, or `own`: by its known answer.
-
-    Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
-    """
-    own_answer = optimizer == OWN_ANSWER
-    options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
-    answering = load_answering(model, reference, options)
-    engine = answering.model
-    items = reference.items
-    if len(items) > MOST:
-        items = tuple(random.Random(0).sample(items, MOST))
-    progress.start("optimise pathways", len(items))
-    logit_changes = list[Tensor]()
-    score_changes = list[Tensor]()
-    for item in items:
-        plain = answering.run(item.alone)
-        pathway = plain.pathway[-engine.late :]
-        if own_answer:
-            itself = Neighbour(pathway, plain)
-            shift = optimised(engine, pathway, [itself], torch.ones(1), options)
-        else:
-            shift = answering.shift(item, plain)
-        logit_changes.append(shift)
-        late = zip(pathway, shift, engine.scores[-engine.late :], strict=True)
-        rescored = [weights_of(logits_of(weights, score) + added, score) for weights, added, score in late]
-        score_changes.append(torch.stack(rescored) - pathway)
-        progress.advance("")
-    changes = as_float64(torch.stack(logit_changes))
-    mean = changes.mean(0)
-    size = float(changes.square().mean().sqrt())
-    agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
-    return RouterShift(mean, as_float64(torch.stack(score_changes)).mean(0), len(items), agreement)
+    def _average(self, reference: ReferenceSet, progress: Progress) -> RouterShift:
+        by_answer = self.optimizer == OWN_ANSWER
+        options = PathwayOptions() if by_answer else PathwayOptions(cast(Optimizer, self.optimizer))
+        answering = load_answering(self.model, reference, options)
+        engine = answering.model
+        items = reference.items
+        if len(items) > MOST:
+            items = tuple(random.Random(0).sample(items, MOST))
+        progress.start("optimise pathways", len(items))
+        logit_changes = list[Tensor]()
+        score_changes = list[Tensor]()
+        for item in items:
+            plain = answering.run(item.alone)
+            pathway = plain.pathway[-engine.late :]
+            if by_answer:
+                shift = optimised(engine, pathway, [Neighbour(pathway, plain)], torch.ones(1), options)
+            else:
+                shift = answering.shift(item, plain)
+            moved = pathway_logits(engine, pathway) + shift
+            late = zip(moved, engine.scores[-engine.late :], strict=True)
+            rescored = [weights_of(logits, score) for logits, score in late]
+            logit_changes.append(shift)
+            score_changes.append(torch.stack(rescored) - pathway)
+            progress.advance("")
+        changes = as_float64(torch.stack(logit_changes))
+        mean = changes.mean(0)
+        size = float(changes.square().mean().sqrt())
+        agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
+        return RouterShift(mean, as_float64(torch.stack(score_changes)).mean(0), len(items), agreement)
 
 
 def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]], progress: Progress) -> ReferenceSet:

@@ -10,7 +10,7 @@ REMEDY = "name a hubs.json that moe-compress attribute has written"
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPlace:
+class RoutedExpert:
     """One routed expert."""
 
     module: str
@@ -18,7 +18,7 @@ class ExpertPlace:
     expert: int
 
     @property
-    def place(self) -> tuple[int, str, int]:
+    def sort_key(self) -> tuple[int, str, int]:
         """The key that sorts experts in model order, and tells them apart."""
         return self.layer, self.module, self.expert
 
@@ -29,7 +29,7 @@ class ExpertPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Hub(ExpertPlace):
+class Hub(RoutedExpert):
     """An expert whose influence and AARV are both outliers of its layer."""
 
     influence: float  # summed over the receivers

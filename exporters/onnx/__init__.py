@@ -139,7 +139,7 @@ class ExportSummary:
         }
 
     def describe(self) -> tuple[Block, ...]:
-        """Which MoE layers of a graph are a single node, and how well it agrees with the stock model."""
+        """Return the MoE layers of the graph that are a single node, and how well it agrees with the stock model."""
         checked = self.verification
         cost = self.rounding
         facts = {
@@ -178,16 +178,16 @@ class GraphFile:
             if recipe is not None:
                 self.recipes.setdefault(recipe.source, {})[key] = recipe
         sizes = {key: value.const_value.nbytes for key, value in self.values.items()}
-        self.places: dict[str, int] = {}  # in the file of weights
+        self.offsets: dict[str, int] = {}  # in the file of weights
         if sum(sizes.values()) > external_bytes:
             end = 0
             for key, nbytes in sizes.items():
                 if nbytes > INLINE_BYTES:
-                    self.places[key] = end
+                    self.offsets[key] = end
                     end += nbytes
             (folder / WEIGHTS).touch()
             os.truncate(folder / WEIGHTS, end)
-            for key in self.places:
+            for key in self.offsets:
                 if recipe_of(self.values[key]) is None:
                     self._write(key, self.values[key].const_value.tobytes())
 
@@ -199,7 +199,7 @@ class GraphFile:
             content = recipe.made_of(value.detach())
             traced = self.values[key].const_value
             assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
-            if key in self.places:
+            if key in self.offsets:
                 self._write(key, content.reshape(-1).view(torch.uint8).numpy().data)
             else:
                 self.values[key].const_value = onnx_ir.tensor(content, name=key)
@@ -209,12 +209,12 @@ class GraphFile:
         import onnx
         import onnx_ir
 
-        for key, place in self.places.items():
+        for key, offset in self.offsets.items():
             value = self.values[key]
             stored = value.const_value
             value.const_value = onnx_ir.ExternalTensor(
                 WEIGHTS,
-                place,
+                offset,
                 stored.nbytes,
                 stored.dtype,
                 shape=stored.shape,
@@ -229,7 +229,7 @@ class GraphFile:
 
     def _write(self, key: str, content: Any) -> None:
         with (self.folder / WEIGHTS).open("r+b") as file:
-            put(content, file.fileno(), self.places[key])
+            put(content, file.fileno(), self.offsets[key])
 
 
 def require_packages() -> None:

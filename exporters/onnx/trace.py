@@ -48,7 +48,7 @@ SMALL = 8192  # elements: with larger constants the optimiser computes nothing
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an initialiser is made of a tensor of the traced model: its name, and the order of its axes if changed.
+    """The source of an initialiser in the traced model: a tensor's name, and the order of its axes if changed.
 
     Called, it stands in for the absent values before the optimiser, which looks for equal small tensors.
     """
@@ -112,12 +112,12 @@ def fresh_cache(model: Any) -> Any:
     from transformers import cache_utils as stock
 
     cache = stock.DynamicCache(config=model.config.get_text_config(decoder=True))
-    for place, layer in enumerate(cache.layers):
+    for index, layer in enumerate(cache.layers):
         if type(layer) is stock.DynamicSlidingWindowLayer:
-            cache.layers[place] = stock.DynamicLayer()
+            cache.layers[index] = stock.DynamicLayer()
         elif type(layer) is stock.LinearAttentionAndSlidingWindowAttentionLayer:
             states = layer.number_of_states
-            cache.layers[place] = stock.LinearAttentionAndFullAttentionLayer(number_of_states=states)
+            cache.layers[index] = stock.LinearAttentionAndFullAttentionLayer(number_of_states=states)
     return cache
 
 
@@ -148,7 +148,7 @@ def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
 
 
 def sample_length(config: Any) -> int:
-    """How many tokens to trace with: a few, or enough for several chunks of recurrent layers."""
+    """Return the number of tokens to trace with: a few, or enough for several chunks of recurrent layers."""
     fields = vars(config.get_text_config(decoder=True)).items()
     chunks = [value for name, value in fields if name.endswith("chunk_size") and isinstance(value, int)]
     return max([SAMPLE_LENGTH, *(int(CHUNKS * size) for size in chunks if size <= LARGEST_CHUNK)])
@@ -196,7 +196,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
     tensors = {graph_name(path): _axes(path, value, two[path]) for path, value in one.items()}
     for layer in caches[0].layers:
         for name, value in vars(layer).items():
-            filled = tree_map_only(FakeTensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), value)
+            filled = tree_map_only(FakeTensor, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype), value)
             setattr(layer, name, filled)
     return TraceInputs({**samples[0], argument: caches[0]}, tensors)
 
@@ -404,11 +404,11 @@ def _rename_axes(value: Any, symbols: Mapping[str, str]) -> None:
     if value.shape is None:
         return
     dims = list(value.shape)
-    for place, dim in enumerate(dims):
+    for axis, dim in enumerate(dims):
         if isinstance(dim, int) or dim.value is None:
             continue
         unknown = not symbols.keys() >= {*SYMBOL.findall(dim.value)}
         text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), dim.value)
         total = text in ("past + sequence", "sequence + past")
-        dims[place] = onnx_ir.SymbolicDim(None if unknown else "total" if total else text)
+        dims[axis] = onnx_ir.SymbolicDim(None if unknown else "total" if total else text)
     value.shape = onnx_ir.Shape(dims)
