@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,6 +50,12 @@ def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     return pad_sequence(tokens, batch_first=True, padding_value=pad), mask
 
 
+def forward(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return the logits [B, S, V] of tokens and their mask, [B, S] each."""
+    logits: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    return logits
+
+
 def ask(
     model: Any,
     tokenizer: Any,
@@ -73,35 +78,33 @@ def ask(
         by_task.setdefault(item.task, []).append((item, rows))
     listener.start("Asking", len(questions))
     model.eval()
-
-    def forward(task: str, tokens: Tensor, mask: Tensor, answered: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-        return logits
-
-    scores = list[TaskScore]()
+    pad = pad_token(tokenizer)
+    run = run or (lambda task, tokens, mask, answered: forward(model, tokens, mask))
+    results = list[TaskScore]()
     for task, asked in by_task.items():
         right = 0
         nats = 0.0
         tokens = 0
         for start in range(0, len(asked), batch_size):
             part = asked[start : start + batch_size]
-            batch_rows = [row for _, answers in part for row in answers]
-            token_ids, mask = padded([row.tokens for row in batch_rows], pad_token(tokenizer))
-            first_rows = [0, *accumulate(len(answers) for _, answers in part)]  # of each item
-            right_rows = [first + item.right for (item, _), first in zip(part, first_rows, strict=False)]
+            batch_rows = list[TokenRow]()
+            right_rows = list[int]()
+            for item, answers in part:
+                right_rows.append(len(batch_rows) + item.right)
+                batch_rows += answers
+            token_ids, mask = padded([row.tokens for row in batch_rows], pad)
             answered = torch.zeros_like(mask)
             answered[right_rows] = mask[right_rows]
             with torch.no_grad():
-                logits = (run or forward)(task, *(value.to(model.device) for value in (token_ids, mask, answered)))
-            likelihood = likelihoods(logits, batch_rows)
-            for (item, answers), row in zip(part, right_rows, strict=True):
-                first = row - item.right
+                logits = run(task, token_ids.to(model.device), mask.to(model.device), answered)
+            by_item = likelihoods(logits, batch_rows).split([len(answers) for _, answers in part])
+            for (item, answers), row, scores in zip(part, right_rows, by_item, strict=True):
                 if item.choices:
-                    right += int(likelihood[first : first + len(answers)].argmax()) == item.right
+                    right += int(scores.argmax()) == item.right
                 else:
                     right += is_greedy(logits[row : row + 1], answers[0])
-                nats -= float(likelihood[row])
-                tokens += len(batch_rows[row].tokens) - batch_rows[row].start
+                nats -= float(scores[item.right])
+                tokens += len(answers[item.right].tokens) - answers[item.right].start
                 listener.advance(task)
-        scores.append(TaskScore(task, len(asked), right, nats / tokens))
-    return tuple(scores)
+        results.append(TaskScore(task, len(asked), right, nats / tokens))
+    return tuple(results)

@@ -286,7 +286,7 @@ OPERATIONS: dict[str, Callable[..., Terms | None]] = {
 # --- one decoder layer -----------------------------------------------------------------------------------------------
 
 
-class ExpertOutputs(NamedTuple):
+class RoutedOutputs(NamedTuple):
     """One expert's outputs [n, H] before its gate weights [n], for its tokens: rows [n]."""
 
     expert: int
@@ -320,7 +320,7 @@ class LayerTrace:
     kinds: dict[str, str]  # of components by module
     terms: Terms = ()  # of the layer's output
     logits: dict[str, Logits] = field(default_factory=dict)  # by experts module; without terms: no product as wide
-    routed: dict[str, list[ExpertOutputs]] = field(default_factory=dict)
+    routed: dict[str, list[RoutedOutputs]] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
 
@@ -418,7 +418,7 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: Ex
     router = model.get_submodule(layer.router)
     stack.enter_context(router.register_forward_pre_hook(lambda *_: products.clear()))
     routed = trace.routed.setdefault(layer.name, [])
-    watch = MoeHooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(ExpertOutputs(*seen)))
+    watch = MoeHooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RoutedOutputs(*seen)))
     stack.enter_context(watch)
 
 

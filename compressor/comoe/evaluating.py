@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressor.answers.asking import Question, TaskScore, ask, padded
+from compressor.answers.asking import Question, TaskScore, ask, forward, padded
 from compressor.answers.items import Item
 from compressor.answers.tasks import items_of
 from compressor.checkpoint.reader import Checkpoint
@@ -118,7 +118,7 @@ def evaluate(model: Any, tokenizer: Any, items: Sequence[Item], **options: Any) 
 
     def run(task: str, tokens: Tensor, mask: Tensor, answered: Tensor) -> Tensor:
         with watching(layers):
-            logits: Tensor = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            logits = forward(model, tokens, mask)
             uses[task].add(layers.values(), answered)
         return logits
 

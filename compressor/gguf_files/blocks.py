@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.formatting import counted, joined
-from compressor.gguf_files.header import Gguf, Tensor, open_gguf, type_name
+from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf, type_name
 from compressor.model.inspection import PARTS, Outcome, Part, candidates
 from compressor.model.moe_layer import MoeLayer, check_count
 
@@ -39,7 +39,7 @@ class Blocks:
     def experts(self) -> int:
         return self.layers[0].experts
 
-    def cut(self, tensor: Tensor, experts: int) -> Tensor:
+    def cut(self, tensor: GgufTensor, experts: int) -> GgufTensor:
         """Return a tensor with so many experts; one that isn't split by expert as it is."""
         return tensor.with_experts(experts) if tensor.name in self.block_of else tensor
 
@@ -168,7 +168,7 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     )
 
 
-def _quantization(tensors: Iterable[Tensor]) -> dict[str, str]:
+def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, str]:
     """The quantisation of each kind of expert weights, such as 'Q6_K in 12 blocks and Q4_K in 12 blocks'."""
     kinds: dict[str, Counter[str]] = {}
     for tensor in tensors:

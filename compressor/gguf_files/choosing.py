@@ -19,7 +19,7 @@ from compressor.errors import CompressionError
 from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
-from compressor.gguf_files.header import Gguf, Tensor, read_header, type_name, type_sizes
+from compressor.gguf_files.header import Gguf, GgufTensor, read_header, type_name, type_sizes
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model
 from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
@@ -55,7 +55,7 @@ class Imatrix:
     """An importance matrix on disk."""
 
     path: Path
-    tensors: Mapping[str, Tensor]  # W.in_sum2 and W.counts
+    tensors: Mapping[str, GgufTensor]  # W.in_sum2 and W.counts
 
     def read(self, name: str, experts: int, width: int) -> Numbers:
         """The numbers of a tensor as [E, width]."""
@@ -115,7 +115,7 @@ def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
     return norms
 
 
-def dequantised(tensor: Tensor, begin: int = 0, nbytes: int | None = None) -> npt.NDArray[np.float32]:
+def dequantised(tensor: GgufTensor, begin: int = 0, nbytes: int | None = None) -> npt.NDArray[np.float32]:
     """Rows of a tensor, from the byte `begin` on, in float32: [rows, in]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -40,7 +40,7 @@ from compressor.steps.workdir import check_space, check_target, put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS, Reference, observe
-from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, traced_model
+from exporters.onnx.trace import AbsentWeight, absent_weight, export_graph, trace_inputs, traced_model
 from exporters.onnx.verify import (
     EXACT,
     HALF,
@@ -172,11 +172,11 @@ class GraphFile:
         self.program = program
         self.folder = folder
         self.values = dict(program.graph.initializers)
-        self.recipes: dict[str, dict[str, Recipe]] = {}  # by the tensor of the model, then by the initialiser
+        self.absent: dict[str, dict[str, AbsentWeight]] = {}  # by the tensor of the model, then by the initialiser
         for key, value in self.values.items():
-            recipe = recipe_of(value)
-            if recipe is not None:
-                self.recipes.setdefault(recipe.source, {})[key] = recipe
+            absent = absent_weight(value)
+            if absent is not None:
+                self.absent.setdefault(absent.source, {})[key] = absent
         sizes = {key: value.const_value.nbytes for key, value in self.values.items()}
         self.offsets: dict[str, int] = {}  # in the file of weights
         if sum(sizes.values()) > external_bytes:
@@ -188,15 +188,15 @@ class GraphFile:
             (folder / WEIGHTS).touch()
             os.truncate(folder / WEIGHTS, end)
             for key in self.offsets:
-                if recipe_of(self.values[key]) is None:
+                if absent_weight(self.values[key]) is None:
                     self._write(key, self.values[key].const_value.tobytes())
 
     def put(self, source: str, value: Tensor) -> None:
         """Take a tensor of the model, of the shape and dtype that was traced."""
         import onnx_ir
 
-        for key, recipe in self.recipes[source].items():
-            content = recipe.made_of(value.detach())
+        for key, absent in self.absent[source].items():
+            content = absent.made_of(value.detach())
             traced = self.values[key].const_value
             assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
             if key in self.offsets:
@@ -311,7 +311,7 @@ def write_graph(
     graph = GraphFile(program, folder, options.external_bytes)
     progress.advance("graph")
     by_decoder_layer: dict[str, list[str]] = {}
-    for source in graph.recipes:
+    for source in graph.absent:
         by_decoder_layer.setdefault(decoder_layer_of(source, opened.architecture.decoder_layers), []).append(source)
     nodes = {route.layer for route in routes if route.reason is None}
 

@@ -1,6 +1,6 @@
 """The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs.
 
-Large weights are absent while the graph is traced: an initialiser made of one has a `Recipe` in place of its values.
+Large weights are absent while the graph is traced: their initialisers have an `AbsentWeight` in place of values.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ SMALL = 8192  # elements: with larger constants the optimiser computes nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class AbsentWeight:
     """The source of an initialiser in the traced model: a tensor's name, and the order of its axes if changed.
 
     Called, it stands in for the absent values before the optimiser, which looks for equal small tensors.
@@ -66,10 +66,10 @@ class Recipe:
         return onnx_ir.tensor(np.frombuffer(repr(self).encode(), np.uint8))
 
 
-def recipe_of(value: Any) -> Recipe | None:
-    """The recipe of an initialiser whose values are absent; None for any other value."""
+def absent_weight(value: Any) -> AbsentWeight | None:
+    """Return the weight that an initialiser lacks; None for any other value."""
     raw = getattr(getattr(value, "const_value", None), "raw", None)
-    return raw if isinstance(raw, Recipe) else None
+    return raw if isinstance(raw, AbsentWeight) else None
 
 
 def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, FakeTensorMode]:
@@ -267,35 +267,35 @@ def optimise(program: Any) -> None:
         stored = value.const_value
         if isinstance(getattr(stored, "raw", None), FakeTensor):
             value.const_value = onnx_ir.LazyTensor(
-                Recipe(stored.name), dtype=stored.dtype, shape=stored.shape, name=stored.name
+                AbsentWeight(stored.name), dtype=stored.dtype, shape=stored.shape, name=stored.name
             )
     InlinePass()(program)
     turn_absent(program)
     with quick_matching():
         optimize_ir(
             program,
-            should_fold=lambda node: False if any(map(recipe_of, node.inputs)) else None,
+            should_fold=lambda node: False if any(map(absent_weight, node.inputs)) else None,
         )
         fuse(program)
 
 
 def turn_absent(program: Any) -> None:
-    """Fold every transposition of an absent weight that nothing else reads into its recipe."""
+    """Fold every transposition of an absent weight that nothing else reads into the order of its axes."""
     import onnx_ir
 
     for node in list(program.graph):
         if (node.domain, node.op_type) != ("", "Transpose"):
             continue
         value = node.inputs[0]
-        recipe = recipe_of(value)
-        if recipe is None or len(value.uses()) > 1:
+        absent = absent_weight(value)
+        if absent is None or len(value.uses()) > 1:
             continue
         (output,) = node.outputs
         stored = value.const_value
         order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
-        before = recipe.order or range(len(order))
+        before = absent.order or range(len(order))
         lazy = onnx_ir.LazyTensor(
-            Recipe(recipe.source, tuple(before[axis] for axis in order)),
+            AbsentWeight(absent.source, tuple(before[axis] for axis in order)),
             dtype=stored.dtype,
             shape=onnx_ir.Shape([stored.shape[axis] for axis in order]),
             name=output.name,
