@@ -109,15 +109,13 @@ def attribute(
 
 def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) -> tuple[Receiver, ...]:
     """The routers with the share that their sums leave unexplained; raises if that is more than rounding."""
-    variances = torch.zeros(len(routers.layers), dtype=torch.float64)  # summed over tokens
-    largest = torch.zeros_like(variances)
-    missed = torch.zeros_like(variances)
+    figures = torch.zeros(3, len(routers.layers), dtype=torch.float64)
     for logits in routers.logits.values():
-        variances += logits.var(-1, correction=0).sum(0).cpu()
+        figures[0] += logits.var(-1, correction=0).sum(0).cpu()  # summed over tokens
     if projection.remainder is not None:  # at the one rank that has run the first batch
-        largest += routers.logits[0].abs().amax((0, 2)).cpu()
-        missed += projection.remainder.abs().amax((0, 2)).cpu()
-    variances, largest, missed = map(ranks().all_reduce, (variances, largest, missed))
+        figures[1] = routers.logits[0].abs().amax((0, 2)).cpu()
+        figures[2] = projection.remainder.abs().amax((0, 2)).cpu()
+    variances, largest, missed = ranks().all_reduce(figures)
     unexplained = (missed / largest.clamp(min=torch.finfo(torch.float32).tiny)).tolist()
     tolerance = FLOAT32_TOLERANCE if routers.model.partial.dtype == torch.float32 else HALF_TOLERANCE
     receivers = []
