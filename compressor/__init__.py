@@ -4,23 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.api import (
-        ReferenceSummary,
-        apply,
-        attribute,
-        compare,
-        compress,
-        evaluate,
-        gate,
-        plan,
-        reference,
-        traces,
-    )
-    from compressor.comoe.evaluating import evaluate_comoe
-    from compressor.comoe.training import train_comoe
+    from compressor.api import apply, compare, compress, evaluate, gate, plan, traces
     from compressor.errors import CompressionError
-    from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
-    from compressor.gguf_files.writing import GgufSummary, apply_gguf, compress_gguf, plan_gguf
     from compressor.model.inspection import inspect
     from compressor.model.loaded import LoadedModel
     from compressor.pipeline.dry_run import DryRun, dry_run
@@ -38,12 +23,8 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "ReferenceSummary apply attribute compare compress evaluate gate plan reference traces",
-    "comoe.evaluating": "evaluate_comoe",
-    "comoe.training": "train_comoe",
+    "api": "apply compare compress evaluate gate plan traces",
     "errors": "CompressionError",
-    "gguf_files.blocks": "GgufInspection inspect_gguf",
-    "gguf_files.writing": "GgufSummary apply_gguf compress_gguf plan_gguf",
     "model.loaded": "LoadedModel",
     "model.inspection": "inspect",
     "pipeline.dry_run": "DryRun dry_run",
@@ -58,8 +39,13 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Return the public name, loaded on first use (PEP 562)."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    """Return a public name, loaded on first use (PEP 562): one of ours, or a function that a package announces."""
+    if name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    else:
+        entry_points = import_module(f"{__name__}.entry_points")
+        if name not in entry_points.names(entry_points.FUNCTIONS):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = entry_points.load(entry_points.FUNCTIONS, name)
+    globals()[name] = value
     return value

@@ -1,48 +1,30 @@
-"""The public functions: plan, apply, compress, compare, attribute, gate, evaluate and reference."""
+"""The public functions: plan, apply, compress, compare, gate, evaluate and traces."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
 from compressor.answers.generation import PromptSet, writer_of
 from compressor.answers.options import AnswerOptions, ServerOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
-from compressor.answers.tasks import items_of
 from compressor.answers.traces import Traces, write_traces
-from compressor.attribution import measure
-from compressor.attribution.figures import Attribution
-from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
+from compressor.checkpoint.source import ModelSource, find_model, locate_tokenizer
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import check_folder, default_folder, lock_output
+from compressor.files import default_folder
 from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
-from compressor.model.opened import open_model
 from compressor.model.serving import Advice
-from compressor.pathways.options import OWN
-from compressor.pathways.reference import (
-    NAMES,
-    ReferenceFacts,
-    TaskAccuracy,
-    build_reference,
-    write_reference,
-)
 from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.resolve import (
-    Computing,
-    first_state,
-    open_run,
-    prepare,
-    read_calibration,
-)
+from compressor.pipeline.resolve import first_state, open_run, prepare
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
@@ -145,11 +127,12 @@ def make_recipe(
     **more: Any,
 ) -> Recipe:
     """Return a recipe of these steps."""
-    text = _text_options(calibration, samples=samples, sequence_length=sequence_length)
+    text = text_options(calibration, samples=samples, sequence_length=sequence_length)
     return Recipe.of({"model": model, "steps": list(steps), "calibration": text, **more}, "compress")
 
 
-def _text_options(calibration: Calibrating, **sizes: int | None) -> TextOptions:
+def text_options(calibration: Calibrating, **sizes: int | None) -> TextOptions:
+    """Return the options of a text that a caller names or passes."""
     if isinstance(calibration, TextOptions):
         return calibration
     named = {"data": sources_or_texts(calibration), **sizes}
@@ -228,33 +211,11 @@ def compare(
     `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
     """
-    grid, text = Grid(**options), _text_options(calibration)
+    grid, text = Grid(**options), text_options(calibration)
     contenders = contenders_of(grid)  # refused before a model is read
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         run_grid = compare_formats if grid.schemes else compare_strategies
         return run_grid(run, grid, contenders, text, seed)
-
-
-def attribute(
-    model: ModelLike,
-    *,
-    tokenizer: Any = None,
-    calibration: Calibrating = None,
-    keys: int = 0,
-    top: int = 10,
-    edges_kept: int = 0,
-    seed: int = 0,
-    **computing: Unpack[Computing],
-) -> Attribution:
-    """Measure how every component shapes the routing of later layers.
-
-    On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
-    `edges_kept` strongest edges to single experts' scores are kept.
-    """
-    text = _text_options(calibration)
-    with open_run(given(model, tokenizer), **computing) as run:
-        data = read_calibration(run, text, seed)
-        return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 
 def _two_sources(
@@ -399,46 +360,3 @@ def traces(
     source, served = _source(model, revision, servers_of(server or ServerOptions())[1], progress)
     writer = writer_of(source, served, batch_size, device, dtype)
     return write_traces(writer, prompts, Path(out), progress or Silent(), overwrite)
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceSummary:
-    """The content of a reference set, and its files."""
-
-    facts: ReferenceFacts
-    kept: int  # items that the model answers right
-    asked: tuple[TaskAccuracy, ...]  # for each task
-    files: tuple[Path, ...]
-
-
-def reference(
-    model: str,
-    output: str | Path,
-    *,
-    tasks: Sequence[str] = (),
-    calibration: str | Path | None = None,
-    limit: int | None = None,
-    include_path: str | Path | None = None,
-    strict: bool = False,
-    embedding: str = OWN,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> ReferenceSummary:
-    """Write the items that a model answers right, with embeddings and pathways, into the folder `output`.
-
-    Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
-    `calibration` with `prompt`, `answer` and, of multiple choice, `choices`. Those that can't be asked are left out, or
-    refused if `strict`. The whole model is read into memory. Raises `CompressionError` where no item is answered right,
-    or the model's late layers cannot be run by themselves.
-    """
-    folder = Path(output)
-    check_folder(folder, NAMES, overwrite)
-    with lock_output(folder):
-        items = items_of(tasks, calibration, limit, include_path, strict)
-        opened = open_model(locate(model, revision, progress), dtype, device)
-        reference_set, asked = build_reference(opened, items, embedding, progress or Silent(), strict=strict)
-        files = write_reference(reference_set, folder, overwrite)
-    return ReferenceSummary(reference_set.facts, len(reference_set.items), asked, tuple(files))

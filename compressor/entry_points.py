@@ -19,6 +19,10 @@ EXPORTERS = "moe_compressor.exporters"
 STEPS = "moe_compressor.steps"
 PROTECTORS = "moe_compressor.protectors"
 STATISTICS = "moe_compressor.statistics"
+ROUTER_SHIFTS = "moe_compressor.router_shifts"
+MODEL_FILES = "moe_compressor.model_files"
+COMMANDS = "moe_compressor.commands"
+FUNCTIONS = "moe_compressor.functions"
 T = TypeVar("T")
 KINDS = {
     STRATEGIES: "strategy",
@@ -26,6 +30,10 @@ KINDS = {
     STEPS: "step",
     PROTECTORS: "protector",
     STATISTICS: "statistic",
+    ROUTER_SHIFTS: "router shift",
+    MODEL_FILES: "kind of model file",
+    COMMANDS: "command",
+    FUNCTIONS: "function",
 }
 
 

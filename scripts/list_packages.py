@@ -35,7 +35,6 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "quality_gate": "statistics, conditions and verdict on what compression cost",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
     OPTIONS: "options and facts of the built-in steps, which load no torch",
-    "pathways": "C3PO: which experts a token is routed to, changed at test time",
     "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
@@ -45,17 +44,19 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
     "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as compressed-tensors",
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
-    "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
-    "comoe": "LoRA experts with a router beside linear layers",
     "strategies": "one file each; and `compressor/plugins.py`, the one import that a plugin's author needs",
     "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it; "
     "`keep_list.py`: plans as servers take them",
-    "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
     "report": "one page to look at; many plans in one table",
     "hub": "pushing to the Hub, and the model card",
     TOP: "`compressor.compress` and so on, loaded when they are first used; `api.py` has the functions",
     "cli": "the command line: one file for a group of commands, listed in `main.py`",
+    "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
+    "pathways": "C3PO: which experts a token is routed to, changed at test time",
+    "comoe": "LoRA experts with a router beside linear layers",
+    "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
 }
+OPTIONAL = ("strategies", "exporters", "attribution", "pathways", "comoe", "gguf_files")  # found by entry points alone
 PLACE = {name: place for place, name in enumerate(ORDER)}
 
 

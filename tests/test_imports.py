@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.list_packages import (
+    OPTIONAL,
     ORDER,
     PAGE,
     PLACE,
@@ -49,9 +50,14 @@ def test_no_package_reaches_itself() -> None:
     assert not left
 
 
-def test_the_core_names_no_strategy_and_no_exporter() -> None:
-    core = [entry for entry in FOUND if entry.package not in ("strategies", "exporters")]
-    assert not [entry for entry in core if entry.imported in ("strategies", "exporters")]
+def test_the_core_imports_no_optional_package() -> None:
+    """Not inside functions, nor for types: entry points announce their strategies, commands, functions and so on."""
+    assert not [entry for entry in FOUND if entry.imported in OPTIONAL and entry.package not in OPTIONAL]
+
+
+def test_optional_packages_import_the_core_alone() -> None:
+    between = [entry for entry in FOUND if {entry.package, entry.imported} <= {*OPTIONAL}]
+    assert not [entry for entry in between if entry.package != entry.imported]
 
 
 def test_files_import_each_other_in_no_circle() -> None:
@@ -88,7 +94,10 @@ def test_what_is_light_loads_neither_torch_nor_transformers(code: str) -> None:
 
 def test_public_names_are_those_of_the_package(tmp_path: Path) -> None:
     import compressor
+    from compressor.entry_points import FUNCTIONS, names
 
+    announced = {"attribute", "reference", "train_comoe", "evaluate_comoe", "compress_gguf"}
+    assert announced <= {name for name in names(FUNCTIONS) if getattr(compressor, name)}
     assert sorted(compressor.__all__) == sorted(name for name in compressor.__all__ if getattr(compressor, name))
     with pytest.raises(AttributeError, match="nothing"):
         compressor.nothing  # noqa: B018

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from compressor.recipe.hubs import RoutedExpert
 from compressor.tolerance import rounded
 
 # what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
@@ -90,27 +91,8 @@ class Sender:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPlace:
-    """One routed expert."""
-
-    module: str
-    layer: int
-    expert: int
-
-    @property
-    def place(self) -> tuple[int, str, int]:
-        """The key that sorts experts in model order, and tells them apart."""
-        return self.layer, self.module, self.expert
-
-    @property
-    def label(self) -> str:
-        """The expert's layer and number, such as 'L1 E9'."""
-        return f"L{self.layer} E{self.expert}"
-
-
-@dataclass(frozen=True, slots=True)
-class Output(ExpertPlace):
-    """How large one routed expert's outputs are, before its gate weight."""
+class Output(RoutedExpert):
+    """Size of one routed expert's outputs, before its gate weight."""
 
     tokens: int
     mean_norm: float  # L2, over its tokens
@@ -120,7 +102,7 @@ class Output(ExpertPlace):
 
 @dataclass(frozen=True, slots=True)
 class KeyInfluence:
-    """Where one head's influence on one sequence comes from; shares of the sum over all queries and keys."""
+    """One head's influence on one sequence by key token; shares of the sum over all queries and keys."""
 
     module: str
     layer: int | None
@@ -159,7 +141,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Everything that one run of the analysis measured."""
+    """All figures of one run."""
 
     model: str
     receivers: tuple[Receiver, ...]
@@ -219,7 +201,7 @@ def _unique(named: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
-    """At most `top` senders with any influence, the greatest total first, model order among equal ones."""
+    """Return at most `top` senders with any influence, the greatest total first, equal ones in model order."""
     influential = [sender for sender in senders if sender.total_influence > 0]
     return tuple(sorted(influential, key=lambda sender: -sender.total_influence)[:top])
 

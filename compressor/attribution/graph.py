@@ -1,4 +1,4 @@
-"""Who writes what into whose routing, as a networkx graph, and the communities of experts that are routed to together.
+"""The routing graph of networkx: which component steers which router, and communities of experts used together.
 
 Nodes are the token's embedding, attention heads (or the whole attention where its heads cannot be told apart), dense
 MLPs, shared experts, routed experts and routers; their id is a short label, such as `token`, `L3 head 5`, `L1 E9`,
@@ -131,8 +131,8 @@ def ranking(centrality: Centrality, measure: str) -> list[str]:
     experts = [*centrality[measure]]
     values = equal_where_tied(centrality[measure].values())
     degrees = equal_where_tied(centrality[DEGREE].values())
-    order = sorted(range(len(experts)), key=lambda place: (-values[place], -degrees[place]))
-    return [experts[place] for place in order if values[place] > 0]
+    order = sorted(range(len(experts)), key=lambda index: (-values[index], -degrees[index]))
+    return [experts[index] for index in order if values[index] > 0]
 
 
 def agreements(centrality: Centrality) -> list[dict[str, Any]]:
@@ -169,17 +169,17 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     groups = communities(experts, attribution.together, seed)
     community = {experts[expert].name: group for expert, group in groups.items()}
     for sender in senders:
-        place = {
+        attributes = {
             "kind": sender.kind,
             "layer": BEFORE if sender.layer is None else sender.layer,
             "module": sender.module,
         }
         facts = _measured(share=sender.share, number=sender.number, community=community.get(sender.name))
-        graph.add_node(labels[sender.name], label=labels[sender.name], **place, **facts)
+        graph.add_node(labels[sender.name], label=labels[sender.name], **attributes, **facts)
     for label, receiver in zip(routers, attribution.receivers, strict=True):
-        place = {"kind": "router", "layer": receiver.layer, "module": receiver.module}
+        attributes = {"kind": "router", "layer": receiver.layer, "module": receiver.module}
         facts = _measured(variance=receiver.variance, unexplained=receiver.unexplained)
-        graph.add_node(label, label=label, **place, **facts)
+        graph.add_node(label, label=label, **attributes, **facts)
     for number, router in enumerate(routers):
         reaching = [sender for sender in senders if is_measured(sender.influence[number])]
         total = math.fsum(sender.influence[number] or 0.0 for sender in reaching)

@@ -5,13 +5,13 @@ Mixture-of-Experts Large Language Models", arXiv:2507.23279. An expert can be ei
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
 
-from compressor.attribution.figures import Attribution, ExpertPlace, Output, Sender, equal_where_tied
+from compressor.attribution.figures import Attribution, Output, Sender, equal_where_tied
+from compressor.recipe.hubs import Hub, RoutedExpert
 from compressor.tolerance import exceeds
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
@@ -21,17 +21,6 @@ _MEAN_TO_DEVIATION = 0.7979  # its mean absolute deviation
 _LEAST_SPREAD = 0.05  # of the median: a layer of nearly equal experts has no outliers
 SUPER_QUANTILE = 0.995
 SUPER_SHARE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Hub(ExpertPlace):
-    """An expert whose influence and AARV are both outliers of its layer."""
-
-    influence: float  # summed over the receivers
-    aarv: float  # summed over the receivers
-    influence_score: float  # modified z-score among the layer's experts
-    aarv_score: float
-    share: float  # of the tokens, those routed to it
 
 
 def outlier_scores(values: Sequence[float]) -> list[float]:
@@ -82,13 +71,13 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
     return _strongest_first(hubs, [hub.influence for hub in hubs])
 
 
-Expert = TypeVar("Expert", bound=ExpertPlace)
+Expert = TypeVar("Expert", bound=RoutedExpert)
 
 
 def _strongest_first(experts: Sequence[Expert], strengths: Sequence[float]) -> tuple[Expert, ...]:
     """Sort experts by strength; those that differ by rounding alone come in model order."""
     keys = zip(equal_where_tied(strengths), experts, strict=True)
-    return tuple(expert for _, expert in sorted(keys, key=lambda key: (-key[0], *key[1].place)))
+    return tuple(expert for _, expert in sorted(keys, key=lambda key: (-key[0], *key[1].sort_key)))
 
 
 def super_experts(attribution: Attribution) -> tuple[Output, ...]:

@@ -22,7 +22,7 @@ from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Rec
 from compressor.attribution.graph import routed_together
 from compressor.attribution.projecting import Projection
 from compressor.attribution.routers import ObservedRouters, observe_routers
-from compressor.attribution.tracing import TracedPass, UnitTrace
+from compressor.attribution.tracing import LayerTrace, TracedPass
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
@@ -109,15 +109,13 @@ def attribute(
 
 def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) -> tuple[Receiver, ...]:
     """The routers with the share that their sums leave unexplained; raises if that is more than rounding."""
-    variances = torch.zeros(len(routers.layers), dtype=torch.float64)  # summed over tokens
-    largest = torch.zeros_like(variances)
-    missed = torch.zeros_like(variances)
+    figures = torch.zeros(3, len(routers.layers), dtype=torch.float64)
     for logits in routers.logits.values():
-        variances += logits.var(-1, correction=0).sum(0).cpu()
+        figures[0] += logits.var(-1, correction=0).sum(0).cpu()  # summed over tokens
     if projection.remainder is not None:  # at the one rank that has run the first batch
-        largest += routers.logits[0].abs().amax((0, 2)).cpu()
-        missed += projection.remainder.abs().amax((0, 2)).cpu()
-    variances, largest, missed = map(ranks().all_reduce, (variances, largest, missed))
+        figures[1] = routers.logits[0].abs().amax((0, 2)).cpu()
+        figures[2] = projection.remainder.abs().amax((0, 2)).cpu()
+    variances, largest, missed = ranks().all_reduce(figures)
     unexplained = (missed / largest.clamp(min=torch.finfo(torch.float32).tiny)).tolist()
     tolerance = FLOAT32_TOLERANCE if routers.model.partial.dtype == torch.float32 else HALF_TOLERANCE
     receivers = []
@@ -169,7 +167,7 @@ class _ByKey(TracedPass):
 
         return TracedPass.wrap_forward(self, decoder_layer, recorded)
 
-    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
         """Split the heads of a layer on one sequence."""
         tokens = self.sequences[batch][0].tolist()
         texts = [str(self.tokenizer.decode([token])) for token in tokens] if self.tokenizer is not None else ()
@@ -191,7 +189,7 @@ class _ByKey(TracedPass):
                     previous=float(influence.diagonal(-1).sum()) / total,
                 )
 
-    def _split(self, decoder_layer: str, batch: int, trace: UnitTrace, head: Sender) -> Tensor | None:
+    def _split(self, decoder_layer: str, batch: int, trace: LayerTrace, head: Sender) -> Tensor | None:
         """[L, L] influence by query and key, summed over the routers; None if no product is the projection's input."""
         heads = trace.heads[head.module]
         number = head.number or 0
@@ -207,7 +205,7 @@ class _ByKey(TracedPass):
             variances = []
             scales = []
             for view in self.routers.views(decoder_layer, batch, trace):
-                seen = self.routers.look(view, head.module)
+                seen = view.component(head.module)
                 if seen is not None:
                     scores = values[0, number].float() @ (seen.rows @ projection).T
                     scores = scores.unflatten(-1, (seen.scales.shape[1], -1))
@@ -238,4 +236,4 @@ def key_influence(
     finally:
         live.set_attn_implementation(before)
     split = dict(ChainMap(*ranks().all_gather(by_key.split)))
-    return [split[place] for place in sorted(split)]
+    return [split[key] for key in sorted(split)]

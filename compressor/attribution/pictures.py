@@ -18,7 +18,6 @@ from compressor.attribution.figures import (
     strongest,
 )
 from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of, ranking
-from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
 from compressor.document.drawing import (
     HEAT,
@@ -31,6 +30,7 @@ from compressor.document.drawing import (
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, readable
+from compressor.recipe.hubs import Hub
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -163,8 +163,8 @@ def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> F
 def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:
     """Draw the change of the chosen experts over the variance: components, and single experts."""
     components: list[Group] = []
-    for place, (kind, title) in enumerate(GROUPS.items()):
-        components.append((title, [*pairs(attribution, kind)], _style(place)))
+    for number, (kind, title) in enumerate(GROUPS.items()):
+        components.append((title, [*pairs(attribution, kind)], _style(number)))
     drawings = (
         _scatter("components on each router", components),
         _scatter("routed experts on each router", _expert_groups(attribution, hubs)),
@@ -199,10 +199,10 @@ def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
     return Drawing(title, f"{correlation}.", (5.3, 4.2), draw)
 
 
-def _style(place: int) -> dict[str, Any]:
+def _style(number: int) -> dict[str, Any]:
     return {
-        "color": colour(place),
-        "marker": MARKERS[place],
+        "color": colour(number),
+        "marker": MARKERS[number],
         "markersize": 5,
         "markeredgecolor": "white",
     }
@@ -258,15 +258,15 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
             alpha=[0.3 + 0.6 * strength for strength in strengths],
             node_size=NODE,
         )
-        for place, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
+        for number, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
             nx.draw_networkx_nodes(
                 graph,
                 at,
                 [node for node in at if nodes[node]["kind"] == kind],
                 ax=axes,
                 node_size=NODE,
-                node_color=colour(place),
-                node_shape=MARKERS[place],
+                node_color=colour(number),
+                node_shape=MARKERS[number],
                 edgecolors="#222222",
                 label=kind,
             )

@@ -9,7 +9,6 @@ T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at onc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
 from compressor.attribution.routers import ObservedRouters, View, ranks_of
-from compressor.attribution.tracing import STREAM, TracedPass, UnitTrace
+from compressor.attribution.tracing import STREAM, LayerTrace, TracedPass
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.model.moe_layer import layer_number
@@ -152,7 +151,7 @@ class Projection(TracedPass):
             self.tallies[component] = Tally(sums, reaches, outputs, largest)
         return self.tallies[component]
 
-    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
         for module, ran in trace.routed.items():
             for expert in ran:
@@ -196,7 +195,7 @@ class Projection(TracedPass):
         self.score_edges = sorted(self.score_edges, key=lambda edge: -edge.influence)[: self.edges_kept]
 
     def _sub_scores(
-        self, decoder_layer: str, trace: UnitTrace, view: View, every_token: Tensor
+        self, decoder_layer: str, trace: LayerTrace, view: View, every_token: Tensor
     ) -> Iterator[tuple[Component, Tensor, Tensor]]:
         """Sub-scores [n, r, E] of each component at the tokens [n] that it wrote to.
 
@@ -204,7 +203,7 @@ class Projection(TracedPass):
         """
         is_first = decoder_layer == self.routers.model.architecture.decoder_layers[0]
         for name, values in trace.context.leaves.items():
-            seen = self.routers.look(view, name) if name != STREAM or is_first else None
+            seen = view.component(name) if name != STREAM or is_first else None
             if seen is None:
                 continue
             kind = "token" if name == STREAM else trace.kinds.get(name, "other")
@@ -219,8 +218,10 @@ class Projection(TracedPass):
             if name not in trace.heads:
                 continue
             heads = trace.heads[name]
-            product = partial(torch.tensordot, seen.rows, heads.weight.float(), 1)
-            rows = self.routers.shared_rows(f"{name} heads", view.span, product)
+            shared = f"{name} heads"
+            if shared not in view.shared:
+                view.shared[shared] = torch.tensordot(seen.rows, heads.weight.float(), 1)
+            rows = view.shared[shared]
             for head in range(rows.shape[1]):
                 scores = replace(seen, rows=rows[:, head]).scores(heads.inputs[:, head], every_token)
                 yield Component(f"{name} head {head}", "head", decoder_layer, name, head), scores, every_token
@@ -254,10 +255,10 @@ def _expert(decoder_layer: str, module: str, expert: int) -> Component:
 
 def _edges(sender: str, by_expert: Tensor, most: int) -> list[ScoreEdge]:
     """The strongest edges to single experts' scores of one sender: [R, E] -> at most so many, none of them 0."""
-    values, places = by_expert.flatten().sort(descending=True, stable=True)
+    values, order = by_expert.flatten().sort(descending=True, stable=True)
     edges = []
-    for value, place in zip(values[:most].tolist(), places.tolist(), strict=False):
+    for value, index in zip(values[:most].tolist(), order.tolist(), strict=False):
         if value > 0:
-            receiver, expert = divmod(place, by_expert.shape[1])
+            receiver, expert = divmod(index, by_expert.shape[1])
             edges.append(ScoreEdge(sender, receiver, expert, value))
     return edges

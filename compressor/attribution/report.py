@@ -10,7 +10,6 @@ from compressor.attribution.figures import (
     UNRANKED,
     ZEROED,
     Attribution,
-    ExpertPlace,
     Output,
     kind_shares,
     pairs,
@@ -27,7 +26,7 @@ from compressor.attribution.graph import (
     measured_graph,
     ranking,
 )
-from compressor.attribution.hubs import THRESHOLD, Hub, find_hubs, super_experts
+from compressor.attribution.hubs import THRESHOLD, find_hubs, super_experts
 from compressor.attribution.pictures import NAMES as PICTURES
 from compressor.attribution.pictures import graph_figure, pictures
 from compressor.data.sources import without_folders
@@ -36,6 +35,7 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.files import whole_folder
 from compressor.formatting import counted, percent, short
+from compressor.recipe.hubs import Hub, RoutedExpert
 from compressor.records import finite, plain_json
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ class Findings:
     top: int
 
     @property
-    def overlap(self) -> dict[str, list[ExpertPlace]]:
+    def overlap(self) -> dict[str, list[RoutedExpert]]:
         """Experts that are hub and super expert, and those that are one of them alone; the strongest first."""
-        massive = {output.place for output in self.supers}
-        steering = {hub.place for hub in self.hubs}
+        massive = {output.sort_key for output in self.supers}
+        steering = {hub.sort_key for hub in self.hubs}
         return {
-            "both": [hub for hub in self.hubs if hub.place in massive],
-            "only_hubs": [hub for hub in self.hubs if hub.place not in massive],
-            "only_super_experts": [output for output in self.supers if output.place not in steering],
+            "both": [hub for hub in self.hubs if hub.sort_key in massive],
+            "only_hubs": [hub for hub in self.hubs if hub.sort_key not in massive],
+            "only_super_experts": [output for output in self.supers if output.sort_key not in steering],
         }
 
     @property
@@ -122,12 +122,12 @@ def brief_content(findings: Findings) -> dict[str, Any]:
     return plain
 
 
-def _content(expert: ExpertPlace, *figures: str) -> dict[str, Any]:
+def _content(expert: RoutedExpert, *figures: str) -> dict[str, Any]:
     return {name: getattr(expert, name) for name in ("module", "layer", "expert", *figures)}
 
 
 def full_content(findings: Findings) -> dict[str, Any]:
-    """Everything but the graph, as plain JSON types; calibration sources without folders."""
+    """Return all facts but the graph's, as plain JSON types; calibration sources without folders."""
     attribution = findings.attribution
     senders = []
     for sender in attribution.senders:

@@ -3,9 +3,8 @@
 n or T tokens, H hidden, E experts, R routers, r of them at once, K top-k.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from compressor.attribution.tracing import (
     STREAM,
     Chain,
+    LayerTrace,
     Logits,
     Term,
     TracedPass,
-    UnitTrace,
     pull_sum,
     router_width,
 )
@@ -31,6 +30,7 @@ from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # of each batch, by which the routers' way to rank experts is found
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
+OUTPUT = "output"  # a layer's own, among its components
 
 
 def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -120,6 +120,16 @@ class View:
     span: slice
     rows: Tensor
     scales: Tensor
+    shared: dict[str, Tensor] = field(default_factory=dict)  # by component, rows that all batches share
+
+    def component(self, leaf: str) -> "View | None":
+        """Return the view of one component of the layer; None if the routers do not see it."""
+        entering = leaf_map(self.terms, leaf)
+        if entering is None:
+            return None
+        if leaf not in self.shared:
+            self.shared[leaf] = pull_sum(self.rows, entering.chains)
+        return View((), self.span, self.shared[leaf], self.scales * entering.token)
 
     def scores(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Sub-scores [n, r, E] of values [n, H'] at these tokens [n]."""
@@ -137,7 +147,7 @@ def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
 
 @dataclass(slots=True)
 class ObservedRouters(TracedPass):
-    """Keeps of every router its logits, choices and view of the stream, and of every layer how it maps the stream.
+    """Every router's logits, choices and view of the stream, and every layer's map of the stream.
 
     A rank keeps them of its own batches; all have the same routers, slots and way to rank experts.
     """
@@ -156,8 +166,8 @@ class ObservedRouters(TracedPass):
     # of the stream's tokens, [T, 1] by experts module or decoder layer, and batch
     _factors: dict[tuple[str, int], Tensor | float] = field(default_factory=dict)
     _biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # [E] by name, then experts module
-    _unit: str = ""  # the decoder layer of these rows
-    _shared_rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    _cached_layer: str = ""  # the decoder layer of these rows
+    _shared_rows: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)  # by routers, then component
 
     def __post_init__(self) -> None:
         self.layers = self.model.architecture.layers
@@ -170,7 +180,7 @@ class ObservedRouters(TracedPass):
             self.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)
         self.valid = torch.zeros((len(self.layers), top_k), dtype=torch.bool, device=device)
 
-    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
         """Keep what a layer does to the stream of one batch, and what its routers make of it."""
         stream = leaf_map(trace.terms, STREAM)
         if stream is None:
@@ -243,39 +253,28 @@ class ObservedRouters(TracedPass):
 
     def first_after(self, decoder_layer: str) -> int:
         """Number of the first router in the layers after this one."""
-        place = self.model.architecture.decoder_layers.index
-        return sum(place(layer.decoder_layer) <= place(decoder_layer) for layer in self.layers)
+        index = self.model.architecture.decoder_layers.index
+        return sum(index(layer.decoder_layer) <= index(decoder_layer) for layer in self.layers)
 
-    def views(self, decoder_layer: str, batch: int, trace: UnitTrace) -> Iterator[View]:
+    def views(self, decoder_layer: str, batch: int, trace: LayerTrace) -> Iterator[View]:
         """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
-        if decoder_layer != self._unit:
-            self._unit = decoder_layer
+        if decoder_layer != self._cached_layer:
+            self._cached_layer = decoder_layer
             self._shared_rows.clear()
+        tokens = trace.context.tokens
         for number, layer in enumerate(self.layers):
             if layer.name in trace.logits:
                 rows = self._expert_rows(layer)
-                scales = torch.ones(trace.context.tokens, 1, device=rows.device)
-                yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales)
-        at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
+                scales = torch.ones(tokens, 1, device=rows.device)
+                shared = self._shared_rows.setdefault((number, number + 1), {})
+                yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales, shared)
+        at_once = max(1, SCORES_AT_ONCE // (tokens * self.model.architecture.experts))
         for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans
-            rows = self.shared_rows("", span, partial(self._rows_after, decoder_layer, span))
-            yield View(trace.terms, span, rows, self._scales_after(decoder_layer, span, batch))
-
-    def look(self, view: View, leaf: str) -> View | None:
-        """The view of one component of the layer; None if the routers do not see it."""
-        entering = leaf_map(view.terms, leaf)
-        if entering is None:
-            return None
-        rows = self.shared_rows(leaf, view.span, partial(pull_sum, view.rows, entering.chains))
-        return View((), view.span, rows, view.scales * entering.token)
-
-    def shared_rows(self, what: str, span: slice, make: Callable[[], Tensor]) -> Tensor:
-        """Rows of these routers that all batches of a layer share, made with the first."""
-        key = what, span.start, span.stop
-        if key not in self._shared_rows:
-            self._shared_rows[key] = make()
-        return self._shared_rows[key]
+            shared = self._shared_rows.setdefault((span.start, span.stop), {})
+            if OUTPUT not in shared:
+                shared[OUTPUT] = self._rows_after(decoder_layer, span)
+            yield View(trace.terms, span, shared[OUTPUT], self._scales_after(decoder_layer, span, batch), shared)
 
     def _between(self, decoder_layer: str, layer: MoeLayer) -> Sequence[str]:
         """Decoder layers after `decoder_layer` and before the one of an MoE layer, the last one first."""

@@ -286,7 +286,7 @@ OPERATIONS: dict[str, Callable[..., Terms | None]] = {
 # --- one decoder layer -----------------------------------------------------------------------------------------------
 
 
-class RanExpert(NamedTuple):
+class RoutedOutputs(NamedTuple):
     """One expert's outputs [n, H] before its gate weights [n], for its tokens: rows [n]."""
 
     expert: int
@@ -313,14 +313,14 @@ class Heads:
 
 
 @dataclass(slots=True)
-class UnitTrace:
+class LayerTrace:
     """One batch's pass through a decoder layer. Leaves are named by module; the input's is `STREAM`."""
 
     context: Context
     kinds: dict[str, str]  # of components by module
     terms: Terms = ()  # of the layer's output
     logits: dict[str, Logits] = field(default_factory=dict)  # by experts module; without terms: no product as wide
-    routed: dict[str, list[RanExpert]] = field(default_factory=dict)
+    routed: dict[str, list[RoutedOutputs]] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
 
@@ -373,7 +373,7 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _watch_part(part: str, module: nn.Module, trace: UnitTrace, stack: ExitStack) -> None:
+def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStack) -> None:
     """Give a component plain tensors and let its output begin a term, until the stack closes."""
     context = trace.context
     mixes: list[tuple[Heads, Tensor]] = []  # of linear modules that mix heads, with their output
@@ -404,7 +404,7 @@ def _watch_part(part: str, module: nn.Module, trace: UnitTrace, stack: ExitStack
                 stack.enter_context(child.register_forward_hook(mix))
 
 
-def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: ExitStack) -> None:
+def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: ExitStack) -> None:
     """Keep the experts' outputs, the router's first matrix product with a column for each, and its choices."""
     width = router_width(layer)
     products = trace.context.products
@@ -418,14 +418,14 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: Exi
     router = model.get_submodule(layer.router)
     stack.enter_context(router.register_forward_pre_hook(lambda *_: products.clear()))
     routed = trace.routed.setdefault(layer.name, [])
-    watch = MoeHooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
+    watch = MoeHooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RoutedOutputs(*seen)))
     stack.enter_context(watch)
 
 
 class TracedPass(LayerVisitor):
     """Traces every layer on every batch, and passes each trace to `visit`."""
 
-    def visit(self, decoder_layer: str, batch: int, trace: UnitTrace) -> None:
+    def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
         """Look at a layer's trace on a batch; may raise `CompressionError`."""
         raise NotImplementedError
 
@@ -437,7 +437,7 @@ class TracedPass(LayerVisitor):
             layers = self.at.moe_layers
             hidden = args[0] if args else kwargs["hidden_states"]
             context = Context(hidden.shape[:-1].numel())
-            trace = UnitTrace(context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers))
+            trace = LayerTrace(context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers))
             start = context.start(STREAM, hidden)
             with ExitStack() as stack:
                 for part in trace.kinds:

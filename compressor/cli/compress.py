@@ -8,7 +8,7 @@ import typer
 
 import compressor
 from compressor.cli.gate import print_power, summarise
-from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
+from compressor.cli.model_files import Imatrix, package_of
 from compressor.cli.options import (
     STEP,
     TEXT,
@@ -27,7 +27,7 @@ from compressor.cli.outputs import show_hub_bars
 from compressor.cli.settings import Settings, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
-from compressor.distributed import held, ranks, refuse_several
+from compressor.distributed import held, ranks
 from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.extras import require
@@ -61,8 +61,8 @@ def plan(
     dry_run: DryRun = False,
 ) -> None:
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
-    is_gguf = takes_gguf(context, model, imatrix, CHOOSING)
-    if not is_gguf:
+    package = package_of(context, model, imatrix)
+    if package is None:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs
         require(*recipe.packages)
@@ -70,15 +70,15 @@ def plan(
     from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_file, write_plan
 
-    if dry_run and not is_gguf:
+    if dry_run and package is None:
         return show_dry_run(compressor.dry_run(recipe), running.as_json)
     ranks().broadcast(lambda: check_file(output, running.overwrite))
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
-        if is_gguf:
-            made = compressor.plan_gguf(model, **choosing(flags, imatrix))
-        else:
+        if package is None:
             made = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
+        else:
+            made = package.plan(model, flags, imatrix)
         if ranks().is_first:
             check_file(output, running.overwrite)  # planning takes a while
             write_plan(output, made)
@@ -87,6 +87,7 @@ def plan(
 
 
 def apply(
+    context: typer.Context,
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
     running: Writing,
@@ -94,20 +95,13 @@ def apply(
     model: Annotated[str | None, flag("Source model, if it has moved, or its GGUF file.")] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
-    from compressor.gguf_files.header import is_gguf
-
-    of_gguf = is_gguf(model)
-    if of_gguf:
-        require("gguf")
+    package = package_of(context, model)
+    if package is not None:
+        package.apply(plan_file, model, output, running)
+        return
     from compressor.cli import rendering
 
     with progress_bars(running.as_json) as progress:
-        if of_gguf:
-            refuse_several("a GGUF file")
-            written = compressor.apply_gguf(
-                plan_file, str(model), output, overwrite=running.overwrite, progress=progress
-            )
-            return show_gguf_summary(written, running.as_json)
         outcome = compressor.apply(plan_file, output, model=model, **comparing, **running.making(progress))
     rendering.show_outcome(outcome, running.as_json)
 
@@ -127,12 +121,10 @@ def compress(
     """Make a model smaller by a recipe's steps, or by split, prune and correct."""
     if output is None and not dry_run:
         raise CompressionError("Missing option '--output' / '-o'; see moe-compress compress --help")
-    if takes_gguf(context, model, imatrix, CHOOSING):
-        with progress_bars(running.as_json) as progress:
-            chosen = {**choosing(flags, imatrix), "overwrite": running.overwrite, "progress": progress}
-            assert output is not None  # --dry-run is no option for it
-            summary = compressor.compress_gguf(model, output, **chosen)
-        return show_gguf_summary(summary, running.as_json)
+    package = package_of(context, model, imatrix)
+    if package is not None:
+        package.compress(model, output, flags, imatrix, running)
+        return
     recipe = recipe_of(model, flags, settings)
     require(*recipe.packages)
     from compressor.cli.rendering import show_dry_run, show_gated, show_outcome

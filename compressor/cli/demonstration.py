@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from compressor.answers.asking import ask
 from compressor.answers.items import Item
 from compressor.api import compress
 from compressor.checkpoint.reader import Checkpoint, Size
-from compressor.comoe.evaluating import ask
 from compressor.data.demo import Item as Question
 from compressor.data.demo import demo_checkpoint, load_documents, load_items
 from compressor.errors import CompressionError

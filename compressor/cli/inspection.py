@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.gguf_files import takes_gguf
+from compressor.cli.model_files import package_of
 from compressor.cli.options import RUNNING, Model, Running, flag, options_of
 from compressor.cli.terminal import print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.formatting import human_bytes, human_count, ranges, share
+from compressor.formatting import human_bytes, human_count, share
 from compressor.model.serving import Breach
 
 if TYPE_CHECKING:
-    from compressor.gguf_files.blocks import GgufInspection
     from compressor.model.inspection import Inspection
 
 
@@ -25,8 +24,10 @@ def inspect(
     experts: Annotated[int | None, flag("Show the sizes with this many experts left.")] = None,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
-    if takes_gguf(context, model, None, ("experts",)):
-        return show_gguf_inspection(compressor.inspect_gguf(model, experts), running.as_json)
+    package = package_of(context, model)
+    if package is not None:
+        package.inspect(model, experts, running.as_json)
+        return
     show_inspection(compressor.inspect(model, running.revision, experts), running.as_json)
 
 
@@ -66,27 +67,7 @@ def show_inspection(report: "Inspection", as_json: bool) -> None:
     print_report(as_json, asdict(report), blocks)
 
 
-def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
-    """The report of `inspect` on a GGUF file."""
-    facts = {
-        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
-        "files": str(report.files),
-        "MoE layers": f"{report.moe_layers} of {report.layers}",
-        "experts": f"{report.experts} in each, top-{report.top_k}",
-        "routing": report.routing,
-        "shared experts": str(report.shared_experts or "none"),
-        **report.quantization,
-        "parameters": human_count(report.parameters),
-        "bytes": human_bytes(report.bytes),
-        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
-        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
-    }
-    print_report(
-        as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
-    )
-
-
-def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table]:
+def inspected_sizes(report: Any) -> tuple[Table, Table]:
     """Sizes of the parts of a model, and of what would be left with fewer experts."""
 
     def row(name: object, size: Any) -> tuple[str, ...]:

@@ -10,12 +10,12 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli import behaviour, compress, gate, inspection, items, measure, outputs, text
+from compressor.cli import behaviour, compress, gate, inspection, measure, outputs, text
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed import ranks
-from compressor.entry_points import packages
+from compressor.entry_points import COMMANDS, load, packages, working
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.formatting import one_line
@@ -132,12 +132,10 @@ for command in (
     on_ranks(compress.calibrate_router),
     on_ranks(compress.distill),
     on_ranks(measure.compare),
-    on_ranks(measure.attribute),
     on_ranks(gate.gate),
     alone(text.text),
     alone(behaviour.evaluate),
     alone(behaviour.traces),
-    alone(items.reference),
     alone(outputs.export),
     alone(outputs.generate),
     alone(outputs.report),
@@ -148,4 +146,8 @@ for command in (
     brief = command.__name__ in ("compress", "plan")
     name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
     app.command(name, epilog=REST if brief else None)(spread(command, SHOWN if brief else ()))
-app.add_typer(items.app, name="comoe")
+for name, plugin in working(COMMANDS, lambda name: (name, load(COMMANDS, name))):
+    if isinstance(plugin, typer.Typer):
+        app.add_typer(plugin, name=name)
+    else:
+        app.command(name)(plugin)

@@ -1,4 +1,4 @@
-"""The commands that change no model: `compare`, `attribute`, `list` and `demo`."""
+"""The commands that change no model: `compare`, `list` and `demo`."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from compressor.cli.options import (
     Printing,
     Seed,
     Text,
-    Unweighted,
     described,
     flag,
     listed,
@@ -112,45 +111,6 @@ def compare(
         comparison = compressor.compare(model, **options, **running.reading(progress))
         written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []
     show_comparison(comparison, running.as_json, written)
-
-
-def attribute(
-    model: Model,
-    text: Unweighted,
-    running: Computing,
-    output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
-    top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
-    threshold: Annotated[float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)] = 3.5,
-    keys: Annotated[int, flag("Sequences on which to split the strongest heads by key token.", min=0)] = 0,
-    edges: Annotated[
-        str, flag("Targets of the graph's edges: routers, or experts (every later expert's score, too).")
-    ] = "routers",
-    edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
-    seed: Seed = 0,
-) -> None:
-    """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
-    if output is not None:
-        require("matplotlib", "networkx")
-    from compressor.attribution.report import NAMES, findings, write_attribution
-    from compressor.cli.rendering import show_attribution
-
-    if edges not in ("routers", "experts"):
-        raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
-    with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        attribution = compressor.attribute(
-            model,
-            keys=keys,
-            top=top,
-            edges_kept=edges_kept if edges == "experts" else 0,
-            calibration=text,
-            seed=seed,
-            resident=running.resident,
-            **running.reading(progress),
-        )
-        results, written = findings(attribution, threshold, top), list[Path]()
-        if output is not None and ranks().is_first:
-            written = write_attribution(results, output, running.overwrite)
-    show_attribution(results, running.as_json, written)
 
 
 def installed(

@@ -21,8 +21,7 @@ from compressor.recipe.steps_plan import QUANTIZE
 from compressor.report.comparison_report import Comparison
 from compressor.run_record import read_record
 
-if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
-    from compressor.attribution.report import Findings
+if TYPE_CHECKING:  # what compresses or publishes is loaded only to do so
     from compressor.hub.push import PushSummary
     from compressor.pipeline.dry_run import DryRun
     from compressor.pipeline.outcome import Attempt, Outcome
@@ -211,11 +210,3 @@ def show_gated(
 def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
     """Print all models; random drops share a line."""
     print_report(as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)])
-
-
-def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
-    """Print hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
-    from compressor.attribution.report import brief_blocks, brief_content
-
-    content = {**brief_content(findings), "written": [str(path) for path in written]}
-    print_report(as_json, content, (*brief_blocks(findings), *written_line(written)))

@@ -1,4 +1,13 @@
-"""CoMoE: LoRA experts with a top-k router beside linear layers, and a contrastive loss that keeps them distinct."""
+"""CoMoE: LoRA experts with a top-k router beside linear layers, and a contrastive loss that keeps them distinct.
+
+"CoMoE: Contrastive Representation for Mixture-of-Experts in Parameter-Efficient Fine-tuning" (Feng et al., 2025).
+
+- `layer.py`: the experts and their router (equations 1 to 3), put into a model, saved and loaded;
+- `contrastive.py`: Algorithm 1 (equations 10 to 12), and the bound of the information gap (theorem 1);
+- `training.py`: cross entropy with the contrastive loss (equation 13);
+- `evaluating.py` and `report.py`: scores, workload and similarity by task (figures 4 and 5);
+- `options.py` has the options, `command.py` the commands.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -30,14 +30,14 @@ TENSORS = "adapters.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LayerCall:
     """The inputs and choices of one call of a layer, for the contrastive loss and for counting."""
 
     inner: Tensor  # [T, E, r], A_i x of every expert
     chosen: Tensor  # [T, K], the activated ones, the most important first
 
-    def places(self, mask: Tensor | None) -> Tensor:
-        """The tokens that count by a batch's mask [B, S]; all of a layer that sees other tokens than the batch's."""
+    def counted(self, mask: Tensor | None) -> Tensor:
+        """Return the indices of the tokens in a batch's mask [B, S]; all for a layer that sees other tokens."""
         if mask is None or mask.numel() != len(self.inner):
             return torch.arange(len(self.inner))
         return mask.reshape(-1).cpu().nonzero().squeeze(1)
@@ -66,7 +66,7 @@ class LoraExperts(nn.Module):
         self.down = nn.Parameter(down.to(device))  # A, [E, r, D_in]
         up = torch.zeros(config.experts, base.out_features, config.rank, device=device)
         self.up = nn.Parameter(up)  # B, [E, D_out, r]
-        self.watched: list[Seen] | None = None  # grows by a `Seen` with each call while somebody watches
+        self.watched: list[LayerCall] | None = None  # grows with each call inside `watching`
 
     @property
     def weight(self) -> Tensor:
@@ -93,7 +93,7 @@ class LoraExperts(nn.Module):
         weights, chosen = self.gates(tokens)
         inner = torch.einsum("ti,eri->ter", self.dropout(tokens), self.down)
         if self.watched is not None:
-            self.watched.append(Seen(inner, chosen))
+            self.watched.append(LayerCall(inner, chosen))
         added = torch.einsum("ter,eor->to", inner * weights.unsqueeze(-1), self.up) * self.scaling
         return straight + added.to(straight.dtype).reshape(straight.shape)
 
@@ -109,7 +109,7 @@ def comoe_layers(model: nn.Module) -> dict[str, LoraExperts]:
 
 @contextmanager
 def watching(layers: Mapping[str, LoraExperts]) -> Iterator[None]:
-    """Meanwhile every call of these layers is kept in their `watched`; take it away before the next forward."""
+    """Keep every call of these layers in their `watched` while the block runs; use it before the next forward."""
     for layer in layers.values():
         layer.watched = []
     try:
@@ -129,21 +129,21 @@ def model_contrast(
     """The loss of the tokens that watched layers have just seen: the mean over layers, and over the tokens of each.
 
     `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens than the batch's
-    (an expert's own layer) uses all of its own. Of more than `tokens` as many are drawn in each layer (0: all count).
+    (an expert's own layer) uses all of its own. In each layer at most `tokens` of them are drawn (0: all count).
     For each token one of its activated experts is drawn as the anchor.
     """
     losses = []
     for layer in layers:
-        for seen in layer.watched or ():
-            if not len(seen.inner):
+        for call in layer.watched or ():
+            if not len(call.inner):
                 continue
-            places = seen.places(mask)
-            if tokens and len(places) > tokens:
-                places = places[torch.randperm(len(places), generator=generator)[:tokens].sort().values]
-            anchors = torch.randint(seen.chosen.shape[1], (len(places),), generator=generator)
-            places = places.to(seen.chosen.device)
-            outputs = layer.outputs(seen.inner[places])  # [T, E, D_out]
-            parts = apart(outputs, seen.chosen[places], anchors.to(places.device))
+            indices = call.counted(mask)
+            if tokens and len(indices) > tokens:
+                indices = indices[torch.randperm(len(indices), generator=generator)[:tokens].sort().values]
+            anchors = torch.randint(call.chosen.shape[1], (len(indices),), generator=generator)
+            indices = indices.to(call.chosen.device)
+            outputs = layer.outputs(call.inner[indices])  # [T, E, D_out]
+            parts = apart(outputs, call.chosen[indices], anchors.to(indices.device))
             losses.append(contrastive_loss(*parts, temperature))
     return torch.stack(losses).mean()
 
@@ -230,7 +230,7 @@ def write_adapters(
     label: str = "",
     training: Mapping[str, Any] | None = None,
 ) -> None:
-    """Both files into a folder that exists; raises `CompressionError` for a model without experts."""
+    """Write both files into a folder that exists; raises `CompressionError` for a model without experts."""
     experts = comoe_layers(model)
     if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")

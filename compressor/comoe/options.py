@@ -21,14 +21,14 @@ Positive = Annotated[FiniteFloat, Field(gt=0)]
 class ComoeConfig:
     """The LoRA experts and the layers that they stand beside; the paper's values by default."""
 
-    rank: PositiveInt = option(16, "Of each expert.")
-    experts: Annotated[int, Field(ge=1, le=1024)] = option(4, "Beside each layer.")
+    rank: PositiveInt = option(16, "Rank of each expert.")
+    experts: Annotated[int, Field(ge=1, le=1024)] = option(4, "LoRA experts beside each layer.")
     top_k: PositiveInt = option(2, "Experts that a token activates.")
     targets: Targets = TARGETS  # how the names of the linear layers end
     alpha: Annotated[float, Field(ge=-1e6, le=1e6)] | None = option(
-        None, "What experts add is multiplied by alpha / rank (default: twice the rank)."
+        None, "The experts' sum is multiplied by alpha / rank (default: twice the rank)."
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = option(0.05, "Of what experts get.")  # in training
+    dropout: Annotated[float, Field(ge=0, lt=1)] = option(0.05, "Dropout of the experts' inputs.")  # in training
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of how A and the router begin
 
     def __post_init__(self) -> None:
@@ -50,19 +50,19 @@ class TuningOptions:
 
     config: ComoeConfig = ComoeConfig()
     contrastive: NotNegative = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
-    temperature: Positive = option(0.07, "Of the contrastive loss.")
+    temperature: Positive = option(0.07, "Temperature of the contrastive loss.")
     contrastive_tokens: Annotated[int, Field(ge=0)] = option(
-        512, "Tokens of a batch that it is computed on in each layer; 0: all."
+        512, "Tokens of a batch on which each layer computes the contrastive loss; 0: all."
     )
-    steps: PositiveInt | None = option(None, "Instead of epochs.")
+    steps: PositiveInt | None = option(None, "Training steps, instead of epochs.")
     epochs: Positive = option(2.0, "Times that all items are seen.")
     batch_size: PositiveInt = option(16, "Items of a batch.")
     accumulation: PositiveInt = option(1, "Batches of a step.")
-    learning_rate: NotNegative = option(2e-4, "Of AdamW; it falls to 0 in a line.")
-    warmup: Annotated[float, Field(ge=0, le=1)] = option(0.0, "Share of the steps in which the rate rises.")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = option(0, "For everything that is drawn.")
-    log_every: PositiveInt = option(10, "Steps of a line in the log.")
-    save_every: PositiveInt = option(100, "Steps after which a killed run can go on.")
+    learning_rate: NotNegative = option(2e-4, "Learning rate of AdamW; it falls linearly to 0.")
+    warmup: Annotated[float, Field(ge=0, le=1)] = option(0.0, "Share of the steps in which the learning rate rises.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = option(0, "Seed of everything that is drawn.")
+    log_every: PositiveInt = option(10, "Steps between lines of the log.")
+    save_every: PositiveInt = option(100, "Steps between checkpoints, from which a killed run goes on.")
 
     def __post_init__(self) -> None:
         check_fields(self)

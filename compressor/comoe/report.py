@@ -35,21 +35,21 @@ MOST_NUMBERED = 12  # experts whose cosines are written into their cells
 DIVERGING = "RdBu_r"  # white at 0
 
 
-def training_blocks(made: Trained) -> tuple[Block, ...]:
+def training_blocks(trained: Trained) -> tuple[Block, ...]:
     """The blocks that a terminal shows of a training: its size, and the last figures of the log."""
-    last = made.log[-1]
+    last = trained.log[-1]
     parts = ("cross_entropy", "contrastive", "information_gap")
     figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
     size = (
-        f"{human_count(made.parameters)} parameters of {counted(made.config.experts, 'LoRA expert')} a layer were "
-        f"trained on {counted(made.items, 'item')} for {counted(made.steps, 'step')}."
+        f"{human_count(trained.parameters)} parameters of {counted(trained.config.experts, 'LoRA expert')} a layer "
+        f"were trained on {counted(trained.items, 'item')} for {counted(trained.steps, 'step')}."
     )
     return Text(size), Facts(figures)
 
 
 def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
     """The blocks that a terminal shows: the scores, and the workload of the experts in numbers."""
-    return _scores(evaluation), _workload(evaluation), Text(_said(evaluation))
+    return _scores(evaluation), _workload(evaluation), Text(_summary(evaluation))
 
 
 def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -58,13 +58,13 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     workload = workload_figure(tasks)
     similarity = similarity_figure(tasks)
     title = f"{evaluation.model} with {evaluation.adapters}"
-    said = _said(evaluation)
+    summary = _summary(evaluation)
     cosines = tuple((result.task or "-", f"{result.mean_cosine:.3f}") for result in tasks)
     items = sum(result.items for result in tasks)
     blocks: tuple[Block, ...] = (
         Heading("Scores", 2, "scores"),
         _scores(evaluation),
-        Text(said),
+        Text(summary),
         Heading("Workload", 2, "workload"),
         workload,
         _workload(evaluation),
@@ -83,17 +83,18 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     texts = (
         json.dumps(plain_json(evaluation), indent=2) + "\n",
         markdown((Heading(title, 1), *blocks), images),
-        html.page(title, "CoMoE evaluation", said, Facts(tiles), blocks, footer),
+        html.page(title, "CoMoE evaluation", summary, Facts(tiles), blocks, footer),
     )
-    with whole_folder(folder, NAMES, overwrite) as made:
+    with whole_folder(folder, NAMES, overwrite) as work_folder:
         for name, text in zip(NAMES, texts, strict=False):
-            (made / name).write_text(text, encoding="utf-8")
+            (work_folder / name).write_text(text, encoding="utf-8")
         for figure in (workload, similarity):
-            (made / images[figure.name]).write_bytes(png(figure.title, figure.drawings))
+            (work_folder / images[figure.name]).write_bytes(png(figure.title, figure.drawings))
     return [folder / name for name in NAMES]
 
 
-def _said(evaluation: ComoeEvaluation) -> str:
+def _summary(evaluation: ComoeEvaluation) -> str:
+    """Return a sentence on the experts, and the unit of losses."""
     return (
         f"{counted(len(evaluation.layers), 'linear layer')} with {counted(evaluation.experts, 'LoRA expert')} each, "
         f"of which {evaluation.top_k} are activated. Loss is in nats per token of the right answers."
@@ -154,8 +155,8 @@ def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
         def draw(canvas: "FigureBase") -> None:
             axes = canvas.add_subplot()
             draw_bars(axes, shares, ["after"] * len(shares), even=1 / len(shares))
-            places = range(0, len(shares), max(1, len(shares) // 8))
-            axes.set_xticks(places, labels=[str(place + 1) for place in places])
+            ticks = range(0, len(shares), max(1, len(shares) // 8))
+            axes.set_xticks(ticks, labels=[str(tick + 1) for tick in ticks])
             axes.set_ylim(0, 1.05 * top)
             axes.set_title(name, loc="left", fontsize=FONT)
             axes.set(xlabel="expert", ylabel="share of activations")
@@ -183,9 +184,9 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
 
             axes = canvas.add_subplot()
             image = draw_heat(axes, cosines, -1.0, 1.0, cmap=DIVERGING, aspect="equal")
-            places = range(0, count, max(1, count // 12))
+            ticks = range(0, count, max(1, count // 12))
             for set_ticks in (axes.set_xticks, axes.set_yticks):
-                set_ticks(places, labels=[str(place + 1) for place in places])
+                set_ticks(ticks, labels=[str(tick + 1) for tick in ticks])
             for row, column in product(range(count), repeat=2) if count <= MOST_NUMBERED else ():
                 value = cosines[row][column]
                 shade = ink_on(to_hex(image.cmap(image.norm(value))))

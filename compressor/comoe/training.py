@@ -23,12 +23,13 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from compressor.answers.asking import pad_token, with_rows
 from compressor.answers.items import Item, item_lines
 from compressor.answers.lm_eval_run import identity as identity_of
 from compressor.answers.tasks import items_of
 from compressor.checkpoint.source import locate
 from compressor.comoe.contrastive import information_gap
-from compressor.comoe.evaluating import Example, collate, examples, load, pad_token, with_rows
+from compressor.comoe.evaluating import Example, collate, examples, load
 from compressor.comoe.layer import (
     FACTS,
     TENSORS,

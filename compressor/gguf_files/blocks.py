@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.formatting import counted, joined
-from compressor.gguf_files.header import Gguf, Tensor, open_gguf, type_name
+from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf, type_name
 from compressor.model.inspection import PARTS, Outcome, Part, candidates
 from compressor.model.moe_layer import MoeLayer, check_count
 
@@ -28,15 +28,20 @@ PLANS = "moe_compressor.plans"  # the key of the metadata with the plans that a 
 class Blocks:
     """The MoE blocks of a GGUF model. A layer is called blk.N, and N is its number."""
 
+    model: Gguf
     arch: str
     layers: tuple[MoeLayer, ...]
     heads: frozenset[int]  # blocks that predict further tokens; llama.cpp runs them for speculative decoding alone
-    homes: Mapping[str, int]  # for each tensor with the expert as outermost dimension, its block
+    block_of: Mapping[str, int]  # for each tensor with the expert as outermost dimension, its block
     fingerprint: str  # of the routers, which quantising leaves as they are
 
     @property
     def experts(self) -> int:
         return self.layers[0].experts
+
+    def cut(self, tensor: GgufTensor, experts: int) -> GgufTensor:
+        """Return a tensor with so many experts; one that isn't split by expert as it is."""
+        return tensor.with_experts(experts) if tensor.name in self.block_of else tensor
 
 
 def find_blocks(model: Gguf) -> Blocks:
@@ -47,25 +52,25 @@ def find_blocks(model: Gguf) -> Blocks:
     if first.text("general.type") not in ("", "model"):
         raise CompressionError(f"{where} is of the type {first.text('general.type')!r}; name the GGUF file of a model")
     experts = first.number(f"{arch}.expert_count")
-    homes = dict[str, int]()
+    block_of = dict[str, int]()
     for name in model.tensors:
         match = EXPERTS.fullmatch(name) or ROUTER.fullmatch(name)
         if match:
-            homes[name] = int(match[1])
+            block_of[name] = int(match[1])
         elif STRANGE.search(name) and not WHOLE.fullmatch(name):
             remedy = "compress the checkpoint that the file was made of and convert the result"
             raise CompressionError(f"{where}: the tensor {name} belongs to experts in an unknown way; {remedy}")
-    if experts < 1 or not homes:
+    if experts < 1 or not block_of:
         raise CompressionError(f"{where} ({arch or 'no architecture'}) has no routed experts; name a model that has")
-    numbers = sorted(set(homes.values()))
+    numbers = sorted(set(block_of.values()))
     tensors = model.tensors
-    for name in homes:
+    for name in block_of:
         if tensors[name].shape[:1] != (experts,):
             shape = f"the shape {list(tensors[name].shape)}, which does not begin with the {experts} experts"
             raise CompressionError(f"{where}: {name} has {shape}; convert the model with a newer llama.cpp")
     for number in numbers:
         for name in (GATE.format(number), DOWN.format(number)):
-            if name not in homes:
+            if name not in block_of:
                 raise CompressionError(f"{where}: blk.{number} has experts but no {name}; it is not supported")
     layers = tuple(_layer(model, arch, number) for number in numbers)
     last = first.number(f"{arch}.block_count")
@@ -73,7 +78,7 @@ def find_blocks(model: Gguf) -> Blocks:
     digest = hashlib.sha256(arch.encode())
     for number in numbers:
         digest.update(f"blk.{number}".encode() + tensors[GATE.format(number)].read())
-    return Blocks(arch, layers, heads, homes, FINGERPRINT + digest.hexdigest())
+    return Blocks(model, arch, layers, heads, block_of, FINGERPRINT + digest.hexdigest())
 
 
 def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
@@ -95,10 +100,6 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
     )
     check_count(layer, layer.experts, f"{first.path.name}: {name}")
     return layer
-
-
-def cut(tensor: Tensor, blocks: Blocks, count: int) -> Tensor:
-    return tensor.with_experts(count) if tensor.name in blocks.homes else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
             parts.append(Part(part, size.parameters, size.bytes))
     outcomes = []
     for count in candidates(blocks.layers, experts):
-        size = Size.of(cut(tensor, blocks, count) for tensor in tensors)
+        size = Size.of(blocks.cut(tensor, count) for tensor in tensors)
         outcomes.append(Outcome(count, size.parameters, size.bytes))
     return GgufInspection(
         model=path,
@@ -167,7 +168,7 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     )
 
 
-def _quantization(tensors: Iterable[Tensor]) -> dict[str, str]:
+def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, str]:
     """The quantisation of each kind of expert weights, such as 'Q6_K in 12 blocks and Q4_K in 12 blocks'."""
     kinds: dict[str, Counter[str]] = {}
     for tensor in tensors:
@@ -181,7 +182,7 @@ def _quantization(tensors: Iterable[Tensor]) -> dict[str, str]:
 
 
 def _part_of(name: str, blocks: Blocks) -> str:
-    if name in blocks.homes:
+    if name in blocks.block_of:
         return "routed experts" if EXPERTS.fullmatch(name) else "routers"
     if name.startswith(("token_embd.", "output.")):
         return "embeddings"

@@ -19,7 +19,7 @@ from compressor.errors import CompressionError
 from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
-from compressor.gguf_files.header import Gguf, Tensor, read_header, type_name, type_sizes
+from compressor.gguf_files.header import Gguf, GgufTensor, read_header, type_name, type_sizes
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model
 from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
@@ -55,7 +55,7 @@ class Imatrix:
     """An importance matrix on disk."""
 
     path: Path
-    tensors: Mapping[str, Tensor]  # W.in_sum2 and W.counts
+    tensors: Mapping[str, GgufTensor]  # W.in_sum2 and W.counts
 
     def read(self, name: str, experts: int, width: int) -> Numbers:
         """The numbers of a tensor as [E, width]."""
@@ -115,7 +115,7 @@ def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
     return norms
 
 
-def dequantised(tensor: Tensor, begin: int = 0, nbytes: int | None = None) -> npt.NDArray[np.float32]:
+def dequantised(tensor: GgufTensor, begin: int = 0, nbytes: int | None = None) -> npt.NDArray[np.float32]:
     """Rows of a tensor, from the byte `begin` on, in float32: [rows, in]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -133,7 +133,6 @@ def dequantised(tensor: Tensor, begin: int = 0, nbytes: int | None = None) -> np
 
 
 def imatrix_plan(
-    model: Gguf,
     blocks: Blocks,
     matrix: str | Path | None,
     experts: int | None,
@@ -151,25 +150,27 @@ def imatrix_plan(
     if matrix is None:
         raise CompressionError(
             "a GGUF file is compressed by an importance matrix; give --imatrix FILE of llama-imatrix, or apply a plan "
-            f"that was made on the checkpoint: moe-compress apply plan.json --model {model.first.path.name}"
+            f"that was made on the checkpoint: moe-compress apply plan.json --model {blocks.model.first.path.name}"
         )
     imatrix = read_imatrix(Path(matrix))
     keep = resolve_count(blocks.layers, experts, ratio)
-    check_llama_cpp(model, blocks, keep)
+    check_llama_cpp(blocks, keep)
     if protector_of(protect) is not None:
         raise CompressionError(f"--protect {protect} needs a checkpoint and text; name a JSON list of experts")
-    entries = [{**each, "module": None} if isinstance(each, dict) else each for each in with_list(protect) or ()]
+    entries = list[Any]()
+    for entry in with_list(protect) or ():
+        entries.append({**entry, "module": None} if isinstance(entry, dict) else entry)
     protected = given_protected(entries, blocks.layers, keep)
     layers = list[LayerPlan]()
     for layer in blocks.layers:
         kept_whole = protected.get(layer.name, frozenset())
         if layer.index in blocks.heads and f"{DOWN.format(layer.index)}.in_sum2" not in imatrix.tensors:
-            layers.append(head_plan(model, layer, keep, kept_whole))
+            layers.append(head_plan(blocks.model, layer, keep, kept_whole))
             continue
-        scores = SCORES[name](model, layer, imatrix)
-        made = keep_best(LayerStatistics(layer), scores, keep, kept_whole, decided_by=name)
-        layers.append(replace(made, figures={"kept_share": kept_share(made, scores)}))
-    source = Source(model.first.path.name, None, blocks.fingerprint)
+        scores = SCORES[name](blocks.model, layer, imatrix)
+        plan = keep_best(LayerStatistics(layer), scores, keep, kept_whole, decided_by=name)
+        layers.append(replace(plan, figures={"kept_share": kept_share(plan, scores)}))
+    source = Source(blocks.model.first.path.name, None, blocks.fingerprint)
     data = {"source": imatrix.path.name, "sha256": file_digest(imatrix.path)}
     decision = ExpertPlan(keep, tuple(layers), listed(protected))
     step = PlannedStep(PRUNE, {"strategy": name, "experts": keep}, decision)
@@ -187,15 +188,15 @@ def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int]
     return keep_best(LayerStatistics(layer), norms, keep, protected, decided_by=HEAD)
 
 
-def check_llama_cpp(model: Gguf, blocks: Blocks, keep: int) -> None:
+def check_llama_cpp(blocks: Blocks, keep: int) -> None:
     """Refuse a number of experts at which llama.cpp stops: no more than one for each of the groups it reads."""
-    if keep <= model.first.number(f"{blocks.arch}.expert_group_count"):
+    if keep <= blocks.model.first.number(f"{blocks.arch}.expert_group_count"):
         raise CompressionError(
             f"llama.cpp runs {blocks.arch} with at least 2 experts in a group; keep more than {keep}"
         )
 
 
-def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
+def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
     """A plan of one step, with the blocks of a GGUF file in place of its layers, matched by number.
 
     Several steps that prune become one. Raises `CompressionError` for a plan that does more than drop, or that names
@@ -209,10 +210,10 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
     if len(by_number) != len(expert_plan.layers):
         raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
     known = {layer.index for layer in blocks.layers}
-    file = model.first.path.name
+    file = blocks.model.first.path.name
     for number in by_number.keys() - known:
         raise CompressionError(f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}")
-    check_llama_cpp(model, blocks, expert_plan.experts)
+    check_llama_cpp(blocks, expert_plan.experts)
     layers = list[LayerPlan]()
     protected = dict[str, tuple[int, ...]]()
     for layer in blocks.layers:
@@ -220,7 +221,7 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
         if planned is None:
             if layer.index not in blocks.heads:
                 raise CompressionError(f"the plan has no entry for {layer.name} of {file}; {MATCH}")
-            layers.append(head_plan(model, layer, expert_plan.experts))
+            layers.append(head_plan(blocks.model, layer, expert_plan.experts))
             continue
         for fact in ("experts", "top_k"):
             stated = getattr(planned, fact)
@@ -255,7 +256,7 @@ def refuse_more_than_drop(plan: Plan) -> None:
         raise CompressionError("the plan does not say which experts stay; make it by moe-compress plan")
 
 
-def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
+def compare_routers(planned: Source, model: Gguf) -> str:
     """Return a note on the match; empty for a plan that was made on a GGUF file, and is checked already.
 
     Where the plan's source is an unchanged folder of this machine, its routers [E, hidden] are compared. A difference

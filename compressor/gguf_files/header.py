@@ -47,8 +47,8 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """Where one tensor lies. `shape` is outermost first, the reverse of the file's order: [E, out, in] of experts."""
+class GgufTensor:
+    """One tensor's place in its file. `shape` is outermost first, the reverse of the file: [E, out, in] of experts."""
 
     path: Path
     name: str
@@ -67,7 +67,7 @@ class Tensor:
             stream.seek(self.begin + begin)
             return stream.read(self.nbytes - begin if nbytes is None else nbytes)
 
-    def with_experts(self, count: int) -> "Tensor":
+    def with_experts(self, count: int) -> "GgufTensor":
         """The same with another outermost dimension; its place is not changed."""
         return replace(self, shape=(count, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * count)
 
@@ -80,7 +80,7 @@ class Header:
     version: int
     alignment: int
     values: Mapping[str, Value]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[GgufTensor, ...]
 
     def content(self, key: str) -> int | str | tuple[int, ...] | None:
         """A value of the metadata; None where there is none."""
@@ -108,7 +108,7 @@ class Gguf:
         return self.parts[0]
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, GgufTensor]:
         return {tensor.name: tensor for part in self.parts for tensor in part.tensors}
 
 
@@ -123,7 +123,7 @@ def padded(position: int, alignment: int) -> int:
 
 
 def type_sizes() -> Mapping[int, tuple[int, int]]:
-    """For each quantisation: elements of a block, and its bytes."""
+    """Return the elements and the bytes of a block, by quantisation."""
     require("gguf")
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -179,7 +179,7 @@ class _Parser:
         length = self.take(8)
         return length + self.take(int.from_bytes(length, "little"))
 
-    def tensor(self) -> Tensor:
+    def tensor(self) -> GgufTensor:
         """The next entry; `begin` is still the offset in the file's data."""
         name = self.name()
         dimensions = self.number("I")
@@ -190,7 +190,7 @@ class _Parser:
             unknown = "which the installed package gguf does not know; upgrade it, or convert the file again"
             raise CompressionError(f"{self.path}: tensor {name!r} has the type {kind}, {unknown}")
         block, nbytes = self.sizes[kind]
-        return Tensor(self.path, name, kind, shape, offset, math.prod(shape) // block * nbytes)
+        return GgufTensor(self.path, name, kind, shape, offset, math.prod(shape) // block * nbytes)
 
     def header(self) -> Header:
         if self.take(4) != MAGIC:

@@ -15,12 +15,8 @@ from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.files import check_parent, lock_output, wrap_full_disk
 from compressor.formatting import runs
-from compressor.gguf_files.blocks import PLANS, Blocks, cut, find_blocks
-from compressor.gguf_files.choosing import (
-    compare_routers,
-    fit_plan,
-    imatrix_plan,
-)
+from compressor.gguf_files.blocks import PLANS, Blocks, find_blocks
+from compressor.gguf_files.choosing import compare_routers, fit_plan, imatrix_plan
 from compressor.gguf_files.header import (
     ARRAY,
     MAGIC,
@@ -60,14 +56,15 @@ class GgufSummary:
     plan: Plan = field(repr=False)
 
 
-def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
+def new_values(blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
     """The metadata that changes: the number of experts, the label that repeats it, and the plans, the latest last."""
-    values = model.first.values
+    first = blocks.model.first
+    values = first.values
     experts = plan.expert_plan.experts
     key = f"{blocks.arch}.expert_count"
     kind = values[key].kind
     changed = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
-    label = model.first.text(LABEL)
+    label = first.text(LABEL)
     begins = f"{blocks.experts}x"
     if label.startswith(begins):
         changed[LABEL] = Value(STRING, packed(f"{experts}x{label.removeprefix(begins)}"))
@@ -95,26 +92,28 @@ def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
 
 
 def carry_out(
-    model: Gguf, blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress, note: str = ""
+    blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress | None, note: str = ""
 ) -> GgufSummary:
     """Write the model with the experts that a plan for its blocks keeps, into as many files as it has; all or none.
 
     The first file, without which the others cannot be loaded, is put in place last.
     """
     start = time.monotonic()
+    listener = progress or Silent()
+    model = blocks.model
     expert_plan = plan.expert_plan
     groups = {layer.layer: layer.groups for layer in expert_plan.layers}
     kept = {}
-    for name, number in blocks.homes.items():
+    for name, number in blocks.block_of.items():
         kept[name] = [group.members[0] for group in groups[number]]
-    added = new_values(model, blocks, plan)
+    added = new_values(blocks, plan)
     paths = check_output(out, model, overwrite)
     with wrap_full_disk(out.parent), lock_output(out) as work:
         fresh = [work / path.name for path in paths]
         try:
-            progress.start("writing", len(model.tensors))
+            listener.start("writing", len(model.tensors))
             for part, path in zip(model.parts, fresh, strict=True):
-                _write(part, kept, added if part is model.first else {}, path, progress)
+                _write(part, kept, added if part is model.first else {}, path, listener)
             check_output(out, model, overwrite)
             if len(paths) > 1:
                 paths[0].unlink(missing_ok=True)  # so that old and new parts are never loaded together
@@ -131,7 +130,7 @@ def carry_out(
         experts_before=blocks.experts,
         experts_after=expert_plan.experts,
         before=Size.of(tensors),
-        after=Size.of(cut(tensor, blocks, expert_plan.experts) for tensor in tensors),
+        after=Size.of(blocks.cut(tensor, expert_plan.experts) for tensor in tensors),
         seconds=time.monotonic() - start,
         note=note,
         plan=plan,
@@ -139,6 +138,7 @@ def carry_out(
 
 
 def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, progress: Progress) -> None:
+    """Write one file: its header with the `added` values, then the bytes of the experts that are `kept`."""
     values = {**part.values, **added}
     entries = [MAGIC + struct.pack("<IQQ", part.version, len(part.tensors), len(values))]
     entries += [packed(key) + struct.pack("<I", value.kind) + value.raw for key, value in values.items()]
@@ -175,8 +175,7 @@ def plan_gguf(
 
     `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
     """
-    opened = open_gguf(model)
-    return imatrix_plan(opened, find_blocks(opened), imatrix, experts, ratio, strategy, protect)
+    return imatrix_plan(find_blocks(open_gguf(model)), imatrix, experts, ratio, strategy, protect)
 
 
 def compress_gguf(
@@ -199,8 +198,8 @@ def compress_gguf(
     check_output(Path(out), opened, overwrite)
     with lock_output(Path(out)):
         blocks = find_blocks(opened)
-        plan = imatrix_plan(opened, blocks, imatrix, experts, ratio, strategy, protect)
-        return carry_out(opened, blocks, plan, Path(out), overwrite, progress or Silent())
+        plan = imatrix_plan(blocks, imatrix, experts, ratio, strategy, protect)
+        return carry_out(blocks, plan, Path(out), overwrite, progress)
 
 
 def apply_gguf(
@@ -220,7 +219,7 @@ def apply_gguf(
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
     blocks = find_blocks(opened)
-    fitted = fit_plan(loaded, opened, blocks)
+    fitted = fit_plan(loaded, blocks)
     with lock_output(Path(out)):
-        note = compare_routers(loaded.source, opened, blocks)
-        return carry_out(opened, blocks, fitted, Path(out), overwrite, progress or Silent(), note)
+        note = compare_routers(loaded.source, opened)
+        return carry_out(blocks, fitted, Path(out), overwrite, progress, note)

@@ -68,7 +68,7 @@ class PathwayModel:
         return self.layers[-self.late :]
 
     @property
-    def early_units(self) -> tuple[str, ...]:
+    def early_layers(self) -> tuple[str, ...]:
         """Decoder layers before the first late MoE layer's."""
         layer_names = self.opened.architecture.decoder_layers
         return layer_names[: layer_names.index(self.late_layers[0].decoder_layer)]
@@ -135,7 +135,7 @@ class PathwayModel:
                 stack.enter_context(watched(self.model, layer, partial(keep_logits, layer.name)))
                 if not self.scores:
                     stack.enter_context(MoeHooks(self.model, layer, on_experts=partial(keep_choice, layer.name)))
-            for decoder_layer in self.early_units:
+            for decoder_layer in self.early_layers:
                 hook = self.model.get_submodule(decoder_layer).register_forward_hook(
                     partial(keep_output, decoder_layer)
                 )
@@ -177,7 +177,7 @@ class PathwayModel:
                 module.forward = lambda *args, output=output, **kwargs: tree_map(_copy, output)
                 stack.callback(module.__dict__.pop, "forward", None)
             logits = self._forward(plain.tokens)
-        layers = len(self.opened.architecture.decoder_layers) - len(self.early_units)
+        layers = len(self.opened.architecture.decoder_layers) - len(self.early_layers)
         self.work += layers * plain.tokens.numel() * (3 if logits.requires_grad else 1)
         return logits
 

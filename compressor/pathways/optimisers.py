@@ -108,7 +108,7 @@ def optimised(
 
     def shift_to(target: Tensor) -> Tensor:
         """Return another pathway's logits of the movable experts less this one's; exact zeros where both agree."""
-        return (_logits(model, target) - _logits(model, pathway)) * movable
+        return (pathway_logits(model, target) - pathway_logits(model, pathway)) * movable
 
     if options.optimizer == "mode":
         share = 0.5 if options.share is None else options.share
@@ -145,10 +145,11 @@ def _losses(model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Seq
     """Return each neighbour's loss on another item's pathway: its routers get that item's logits, moved by `shift`."""
     for neighbour in neighbours:
         assert neighbour.plain is not None
-        added = _logits(model, pathway) - _logits(model, neighbour.pathway) + shift
+        added = pathway_logits(model, pathway) - pathway_logits(model, neighbour.pathway) + shift
         yield -likelihoods(model.again(neighbour.plain, added), neighbour.plain.rows)[0]
 
 
-def _logits(model: PathwayModel, pathway: Tensor) -> Tensor:
+def pathway_logits(model: PathwayModel, pathway: Tensor) -> Tensor:
+    """Return the late routers' logits of which these weights are made: [L, E] -> [L, E]."""
     late = zip(pathway, model.scores[-model.late :], strict=True)
     return torch.stack([logits_of(weights, score) for weights, score in late])

@@ -25,16 +25,18 @@ from compressor.answers.items import (
     read_items,
     tokenised,
 )
+from compressor.answers.tasks import items_of
+from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
-from compressor.files import whole_folder
+from compressor.files import check_folder, lock_output, whole_folder
 from compressor.formatting import counted, share
-from compressor.model.opened import OpenModel
+from compressor.model.opened import OpenModel, open_model
 from compressor.model.router_logits import Score
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import OWN
-from compressor.progress import Progress
+from compressor.progress import Progress, Silent
 from compressor.records import plain_json, read_as, read_json
 
 NAMES = ("reference.json", "reference.safetensors", "items.jsonl")
@@ -170,6 +172,16 @@ class TaskAccuracy:
     right: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceSummary:
+    """The content of a reference set, and its files."""
+
+    facts: ReferenceFacts
+    kept: int  # items that the model answers right
+    asked: tuple[TaskAccuracy, ...]  # for each task
+    files: tuple[Path, ...]
+
+
 def answers_right(item: Item, plain: PlainForward) -> bool:
     """Return True if the right answer is the most probable choice; without choices, if it is greedy."""
     if not item.choices:
@@ -227,6 +239,39 @@ def build_reference(
     )
     reference = ReferenceSet(facts, tuple(right_items), torch.stack(embeddings), torch.stack(pathways))
     return reference, tuple(TaskAccuracy(task, len(right), sum(right)) for task, right in results.items())
+
+
+def reference(
+    model: str,
+    output: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    calibration: str | Path | None = None,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+    strict: bool = False,
+    embedding: str = OWN,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ReferenceSummary:
+    """Write the items that a model answers right, with embeddings and pathways, into the folder `output`.
+
+    Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
+    `calibration` with `prompt`, `answer` and, of multiple choice, `choices`. Those that can't be asked are left out, or
+    refused if `strict`. The whole model is read into memory. Raises `CompressionError` where no item is answered right,
+    or the model's late layers cannot be run by themselves.
+    """
+    folder = Path(output)
+    check_folder(folder, NAMES, overwrite)
+    with lock_output(folder):
+        items = items_of(tasks, calibration, limit, include_path, strict)
+        opened = open_model(locate(model, revision, progress), dtype, device)
+        reference_set, asked = build_reference(opened, items, embedding, progress or Silent(), strict=strict)
+        files = write_reference(reference_set, folder, overwrite)
+    return ReferenceSummary(reference_set.facts, len(reference_set.items), asked, tuple(files))
 
 
 def reference_blocks(facts: ReferenceFacts, asked: Sequence[TaskAccuracy]) -> tuple[Block, ...]:

@@ -13,15 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Table
-from compressor.errors import CompressionError
 from compressor.formatting import counted, joined, one_line, ranges
 from compressor.pipeline.outcome import Outcome, read_outcome
 from compressor.quality_gate.verdict import GateResult, gate_content
+from compressor.recipe.hubs import Hub, read_hubs
 from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.records import plain_json, read_json, value_as
+from compressor.records import plain_json
 
 FORMAT = "moe-compressor-report/3"
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
@@ -152,21 +151,11 @@ def report_data(
     return Report(
         **vars(outcome),
         layers=named(layers),
-        hubs=() if hubs is None else _read_hubs(hubs),
+        hubs=() if hubs is None else read_hubs(hubs),
         missing=measured.missing if outcome.seconds else (*measured.missing, NO_RECORD),
         measured_tokens=measured.tokens,
         measured_text=measured.text,
     )
-
-
-def _read_hubs(path: Path) -> tuple[Hub, ...]:
-    remedy = "name a hubs.json that moe-compress attribute has written"
-    content = read_json(path, remedy, remedy)
-    try:
-        hubs: tuple[Hub, ...] = value_as(content, tuple[Hub, ...], "the list of hubs")
-    except CompressionError as error:
-        raise CompressionError(f"{path}: {error}; {remedy}") from error
-    return hubs
 
 
 def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:

@@ -40,7 +40,7 @@ from compressor.steps.workdir import check_space, check_target, put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS, Reference, observe
-from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, traced_model
+from exporters.onnx.trace import AbsentWeight, absent_weight, export_graph, trace_inputs, traced_model
 from exporters.onnx.verify import (
     EXACT,
     HALF,
@@ -139,7 +139,7 @@ class ExportSummary:
         }
 
     def describe(self) -> tuple[Block, ...]:
-        """Which MoE layers of a graph are a single node, and how well it agrees with the stock model."""
+        """Return the MoE layers of the graph that are a single node, and how well it agrees with the stock model."""
         checked = self.verification
         cost = self.rounding
         facts = {
@@ -172,34 +172,34 @@ class GraphFile:
         self.program = program
         self.folder = folder
         self.values = dict(program.graph.initializers)
-        self.recipes: dict[str, dict[str, Recipe]] = {}  # by the tensor of the model, then by the initialiser
+        self.absent: dict[str, dict[str, AbsentWeight]] = {}  # by the tensor of the model, then by the initialiser
         for key, value in self.values.items():
-            recipe = recipe_of(value)
-            if recipe is not None:
-                self.recipes.setdefault(recipe.source, {})[key] = recipe
+            absent = absent_weight(value)
+            if absent is not None:
+                self.absent.setdefault(absent.source, {})[key] = absent
         sizes = {key: value.const_value.nbytes for key, value in self.values.items()}
-        self.places: dict[str, int] = {}  # in the file of weights
+        self.offsets: dict[str, int] = {}  # in the file of weights
         if sum(sizes.values()) > external_bytes:
             end = 0
             for key, nbytes in sizes.items():
                 if nbytes > INLINE_BYTES:
-                    self.places[key] = end
+                    self.offsets[key] = end
                     end += nbytes
             (folder / WEIGHTS).touch()
             os.truncate(folder / WEIGHTS, end)
-            for key in self.places:
-                if recipe_of(self.values[key]) is None:
+            for key in self.offsets:
+                if absent_weight(self.values[key]) is None:
                     self._write(key, self.values[key].const_value.tobytes())
 
     def put(self, source: str, value: Tensor) -> None:
         """Take a tensor of the model, of the shape and dtype that was traced."""
         import onnx_ir
 
-        for key, recipe in self.recipes[source].items():
-            content = recipe.made_of(value.detach())
+        for key, absent in self.absent[source].items():
+            content = absent.made_of(value.detach())
             traced = self.values[key].const_value
             assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
-            if key in self.places:
+            if key in self.offsets:
                 self._write(key, content.reshape(-1).view(torch.uint8).numpy().data)
             else:
                 self.values[key].const_value = onnx_ir.tensor(content, name=key)
@@ -209,12 +209,12 @@ class GraphFile:
         import onnx
         import onnx_ir
 
-        for key, place in self.places.items():
+        for key, offset in self.offsets.items():
             value = self.values[key]
             stored = value.const_value
             value.const_value = onnx_ir.ExternalTensor(
                 WEIGHTS,
-                place,
+                offset,
                 stored.nbytes,
                 stored.dtype,
                 shape=stored.shape,
@@ -229,7 +229,7 @@ class GraphFile:
 
     def _write(self, key: str, content: Any) -> None:
         with (self.folder / WEIGHTS).open("r+b") as file:
-            put(content, file.fileno(), self.places[key])
+            put(content, file.fileno(), self.offsets[key])
 
 
 def require_packages() -> None:
@@ -311,7 +311,7 @@ def write_graph(
     graph = GraphFile(program, folder, options.external_bytes)
     progress.advance("graph")
     by_decoder_layer: dict[str, list[str]] = {}
-    for source in graph.recipes:
+    for source in graph.absent:
         by_decoder_layer.setdefault(decoder_layer_of(source, opened.architecture.decoder_layers), []).append(source)
     nodes = {route.layer for route in routes if route.reason is None}
 

@@ -90,7 +90,7 @@ def activation(experts: Any) -> Attributes | None:
 
 
 def supported(experts: Any) -> str | None:
-    """Why the MoE node cannot express a stock experts module; None if it can."""
+    """Return the reason why the MoE node cannot express a stock experts module; None if it can."""
     if getattr(experts, "has_post_expert_norm", False):
         return "it normalises every expert's output, for which the MoE node has no place"
     if activation(experts) is None:
@@ -121,11 +121,11 @@ def first_rows(experts: Any, value: Tensor) -> Tensor:
 def node_tensors(experts: Any) -> dict[str, Tensor]:
     """The module's tensors as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the biases if any."""
     names = parameter_names(experts)  # two weights, then two biases or none
-    found = {name: getattr(experts, name).detach() for name in names}
+    tensors = {name: getattr(experts, name).detach() for name in names}
     if experts.is_transposed:
-        found |= {name: found[name].transpose(1, 2) for name in names[:2]}
-    found |= {name: first_rows(experts, found[name]) for name in names[::2]}
-    return {name: value.contiguous() for name, value in found.items()}
+        tensors |= {name: tensors[name].transpose(1, 2) for name in names[:2]}
+    tensors |= {name: first_rows(experts, tensors[name]) for name in names[::2]}
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
@@ -191,16 +191,16 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
         # new memory: a loaded tensor may lie in a file that is only read
         new = torch.empty_like(old)
         scales = []
-        for expert, (weight, place) in enumerate(zip(old, new, strict=True)):
-            rows, filled = (weight.T, place.T) if experts.is_transposed else (weight, place)  # [outputs, inputs]
+        for expert, (weight, target) in enumerate(zip(old, new, strict=True)):
+            rows, filled = (weight.T, target.T) if experts.is_transposed else (weight, target)  # [outputs, inputs]
             if not bool(torch.isfinite(rows).all()):
                 raise CompressionError(
                     f"{name} of expert {expert} holds a value that is not finite, so it has no scale; "
                     "export the checkpoint with --quantize none"
                 )
-            value, found = rounded(rows, scheme)
+            value, expert_scales = rounded(rows, scheme)
             filled.copy_(value)
-            scales.append(found)
+            scales.append(expert_scales)
         experts._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
         kept[name] = torch.stack(scales)
     setattr(experts, SCALES, kept)
@@ -239,7 +239,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 @dataclass(frozen=True, slots=True)
 class LayerRoute:
-    """How one MoE layer is written: one node, or a stock implementation and why."""
+    """The form of one MoE layer: one node, or a stock implementation and why."""
 
     layer: str
     route: str  # MoE, QMoE or batched_mm

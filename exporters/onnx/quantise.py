@@ -16,7 +16,7 @@ RATIOS = tuple(1 - step / 40 for step in range(17))  # of the scale at which not
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How many bits a code has, and how many inputs share a scale: all of a row without a block."""
+    """The bits of a code, and the number of inputs that share a scale: all of a row without a block."""
 
     bits: int
     block: int | None = None

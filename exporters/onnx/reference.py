@@ -103,7 +103,7 @@ def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
-    """Everything that stock model and graph compute; of a model that generates, also so many tokens after a prompt.
+    """Return all cases that stock model and graph compute; for a model that generates, also `tokens` after a prompt.
 
     With `past` some come in chunks, with the cache of one handed to the next.
     """
@@ -196,7 +196,7 @@ class _Observer(LayerVisitor):
 
 
 def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, shown: Shown | None = None) -> Reference:
-    """Everything that a graph of this model is compared with, computed in float32.
+    """Compute all logits that a graph of this model is compared with, in float32.
 
     Every layer is `shown` when it is loaded, in its own dtype, before anything passes it.
     """

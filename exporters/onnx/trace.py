@@ -1,6 +1,6 @@
 """The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs.
 
-Large weights are absent while the graph is traced: an initialiser made of one has a `Recipe` in place of its values.
+Large weights are absent while the graph is traced: their initialisers have an `AbsentWeight` in place of values.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ SMALL = 8192  # elements: with larger constants the optimiser computes nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """How an initialiser is made of a tensor of the traced model: its name, and the order of its axes if changed.
+class AbsentWeight:
+    """The source of an initialiser in the traced model: a tensor's name, and the order of its axes if changed.
 
     Called, it stands in for the absent values before the optimiser, which looks for equal small tensors.
     """
@@ -66,10 +66,10 @@ class Recipe:
         return onnx_ir.tensor(np.frombuffer(repr(self).encode(), np.uint8))
 
 
-def recipe_of(value: Any) -> Recipe | None:
-    """The recipe of an initialiser whose values are absent; None for any other value."""
+def absent_weight(value: Any) -> AbsentWeight | None:
+    """Return the weight that an initialiser lacks; None for any other value."""
     raw = getattr(getattr(value, "const_value", None), "raw", None)
-    return raw if isinstance(raw, Recipe) else None
+    return raw if isinstance(raw, AbsentWeight) else None
 
 
 def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, FakeTensorMode]:
@@ -112,12 +112,12 @@ def fresh_cache(model: Any) -> Any:
     from transformers import cache_utils as stock
 
     cache = stock.DynamicCache(config=model.config.get_text_config(decoder=True))
-    for place, layer in enumerate(cache.layers):
+    for index, layer in enumerate(cache.layers):
         if type(layer) is stock.DynamicSlidingWindowLayer:
-            cache.layers[place] = stock.DynamicLayer()
+            cache.layers[index] = stock.DynamicLayer()
         elif type(layer) is stock.LinearAttentionAndSlidingWindowAttentionLayer:
             states = layer.number_of_states
-            cache.layers[place] = stock.LinearAttentionAndFullAttentionLayer(number_of_states=states)
+            cache.layers[index] = stock.LinearAttentionAndFullAttentionLayer(number_of_states=states)
     return cache
 
 
@@ -148,7 +148,7 @@ def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
 
 
 def sample_length(config: Any) -> int:
-    """How many tokens to trace with: a few, or enough for several chunks of recurrent layers."""
+    """Return the number of tokens to trace with: a few, or enough for several chunks of recurrent layers."""
     fields = vars(config.get_text_config(decoder=True)).items()
     chunks = [value for name, value in fields if name.endswith("chunk_size") and isinstance(value, int)]
     return max([SAMPLE_LENGTH, *(int(CHUNKS * size) for size in chunks if size <= LARGEST_CHUNK)])
@@ -196,7 +196,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
     tensors = {graph_name(path): _axes(path, value, two[path]) for path, value in one.items()}
     for layer in caches[0].layers:
         for name, value in vars(layer).items():
-            filled = tree_map_only(FakeTensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), value)
+            filled = tree_map_only(FakeTensor, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype), value)
             setattr(layer, name, filled)
     return TraceInputs({**samples[0], argument: caches[0]}, tensors)
 
@@ -267,35 +267,35 @@ def optimise(program: Any) -> None:
         stored = value.const_value
         if isinstance(getattr(stored, "raw", None), FakeTensor):
             value.const_value = onnx_ir.LazyTensor(
-                Recipe(stored.name), dtype=stored.dtype, shape=stored.shape, name=stored.name
+                AbsentWeight(stored.name), dtype=stored.dtype, shape=stored.shape, name=stored.name
             )
     InlinePass()(program)
     turn_absent(program)
     with quick_matching():
         optimize_ir(
             program,
-            should_fold=lambda node: False if any(map(recipe_of, node.inputs)) else None,
+            should_fold=lambda node: False if any(map(absent_weight, node.inputs)) else None,
         )
         fuse(program)
 
 
 def turn_absent(program: Any) -> None:
-    """Fold every transposition of an absent weight that nothing else reads into its recipe."""
+    """Fold every transposition of an absent weight that nothing else reads into the order of its axes."""
     import onnx_ir
 
     for node in list(program.graph):
         if (node.domain, node.op_type) != ("", "Transpose"):
             continue
         value = node.inputs[0]
-        recipe = recipe_of(value)
-        if recipe is None or len(value.uses()) > 1:
+        absent = absent_weight(value)
+        if absent is None or len(value.uses()) > 1:
             continue
         (output,) = node.outputs
         stored = value.const_value
         order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
-        before = recipe.order or range(len(order))
+        before = absent.order or range(len(order))
         lazy = onnx_ir.LazyTensor(
-            Recipe(recipe.source, tuple(before[axis] for axis in order)),
+            AbsentWeight(absent.source, tuple(before[axis] for axis in order)),
             dtype=stored.dtype,
             shape=onnx_ir.Shape([stored.shape[axis] for axis in order]),
             name=output.name,
@@ -404,11 +404,11 @@ def _rename_axes(value: Any, symbols: Mapping[str, str]) -> None:
     if value.shape is None:
         return
     dims = list(value.shape)
-    for place, dim in enumerate(dims):
+    for axis, dim in enumerate(dims):
         if isinstance(dim, int) or dim.value is None:
             continue
         unknown = not symbols.keys() >= {*SYMBOL.findall(dim.value)}
         text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), dim.value)
         total = text in ("past + sequence", "sequence + past")
-        dims[place] = onnx_ir.SymbolicDim(None if unknown else "total" if total else text)
+        dims[axis] = onnx_ir.SymbolicDim(None if unknown else "total" if total else text)
     value.shape = onnx_ir.Shape(dims)

@@ -22,7 +22,7 @@ MAPPED = "the whole graph with its weights mapped from their file, the likeliest
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far logits may be off: `absolute`, or `relative` times the largest logit if that is more.
+    """The error that logits may have: `absolute`, or `relative` times the largest logit if that is more.
 
     A model that amplifies rounding is as far from itself in another order of adding: a graph may be off by `units`
     times what one unit in the last place of the layers' inputs moves the logits, up to a thousandth of the largest. A
@@ -52,7 +52,7 @@ HALF = Tolerance(1e-2, 1e-2, share=0.02)
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """How well a graph agreed with the stock model."""
+    """A graph's agreement with the stock model."""
 
     largest_difference: float  # of any logit in any case, but for the ties
     tolerance: float
@@ -132,11 +132,11 @@ def rounding_cost(before: Reference, after: Reference) -> RoundingCost:
     """Compare the cases that both references hold, at real tokens only."""
     later = {case.name: case for case in after.cases}
     pairs = [(case.real, later[case.name].real) for case in before.cases if case.name in later]
-    one, two = (torch.cat(logits) for logits in zip(*pairs, strict=True))  # [T, V]
+    first, second = (torch.cat(logits) for logits in zip(*pairs, strict=True))  # [T, V]
     return RoundingCost(
-        largest_difference=float((one - two).abs().max()),
-        largest_logit=float(one.abs().max()),
-        same_choice=float((one.argmax(-1) == two.argmax(-1)).float().mean()),
+        largest_difference=float((first - second).abs().max()),
+        largest_logit=float(first.abs().max()),
+        same_choice=float((first.argmax(-1) == second.argmax(-1)).float().mean()),
     )
 
 

@@ -211,7 +211,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
     model = open_gguf(gguf_models.from_checkpoint(checkpoint, tmp_path / "model.gguf", Kind.F16))
     blocks = find_blocks(model)
     plan = drop_plan(checkpoint, {layer.index: [0, 2, 3] for layer in blocks.layers})
-    fitted = fit_plan(by_hand(replace(plan, protected={plan.layers[0].module: (2,)})), model, blocks).expert_plan
+    fitted = fit_plan(by_hand(replace(plan, protected={plan.layers[0].module: (2,)})), blocks).expert_plan
     assert fitted.protected == {"blk.0": (2,)} and fitted.layers[1].module == "blk.1"
     first, *rest = plan.layers
     pair = Group((0, 1), (0.5, 0.5), (0.5, 0.5))
@@ -232,7 +232,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
     }  # fmt: skip
     for message, changed in wrong.items():
         with pytest.raises(CompressionError, match=message):
-            fit_plan(changed if isinstance(changed, Plan) else by_hand(changed), model, blocks)
+            fit_plan(changed if isinstance(changed, Plan) else by_hand(changed), blocks)
 
 
 def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
         layers = tuple(LayerPlan.keep(layer, kept) for layer in facts)
         plan = Decided(Source("a", None, blocks.fingerprint), len(kept), "x", {}, None, layers)
         with pytest.raises(CompressionError, match=message):
-            fit_plan(by_hand(plan), model, blocks)
+            fit_plan(by_hand(plan), blocks)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -10,21 +10,28 @@ from torch import Tensor
 from compressor.distributed import ranks, refuse_several
 from compressor.divergence.evaluator import Evaluator, require_enough
 from compressor.document.blocks import Block, Table, Text
+from compressor.entry_points import ROUTER_SHIFTS, load
 from compressor.errors import CompressionError
 from compressor.formatting import short
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
-from compressor.pathways.answering import average_pathway, checked_reference, text_reference
-from compressor.pathways.reference import ReferenceSet
 from compressor.recipe.document import changed, divergence
 from compressor.recipe.step import Requirements, Result, Step, StepOptions, TextPart
 from compressor.steps.routers.options import Routers
-from compressor.steps.routers.weights import Answered, Calibrated, bias_places, calibrate_bias, calibrate_weights
+from compressor.steps.routers.weights import (
+    Answered,
+    Calibrated,
+    RouterShift,
+    bias_places,
+    calibrate_bias,
+    calibrate_weights,
+)
 from compressor.steps.state import State
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 logger = logging.getLogger(__name__)
 
+SHIFT = "c3po"  # the plugin that measures how a bias should move logits
 PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
 ROUNDS = ("round", "ridge", "step", "gain", "± standard error")
 FIGURES = ("ridge", "step", "gain", "standard_error")
@@ -77,7 +84,9 @@ class RoutersStep(Step[Routers]):
         """
         model = state.model
         method = self.options.method
-        reference = None if self.options.reference is None else checked_reference(self.options.reference, model)
+        shift = None
+        if method != "router":
+            shift = load(ROUTER_SHIFTS, SHIFT)(model, self.options.reference, self.options.optimizer)
         batches, answers, evaluator = state.teacher_outputs()
         require_enough(evaluator.sequences, "routers")
         text = list(zip(batches, answers, strict=True))
@@ -88,7 +97,7 @@ class RoutersStep(Step[Routers]):
                 if name == "router":
                     tried[name] = self._by_weights(state, text, evaluator)
                 else:
-                    tried[name] = self._by_bias(state, text[:PLACED], evaluator, reference)
+                    tried[name] = self._by_bias(state, text[:PLACED], evaluator, shift)
             except CompressionError as error:
                 if name == methods[-1] and not tried:
                     raise
@@ -114,19 +123,10 @@ class RoutersStep(Step[Routers]):
         given = evaluator, state.progress, state.text.emphasis
         return calibrate_weights(state.model, stored_weights(state.model), fit, *given)
 
-    def _by_bias(
-        self, state: State, text: Answered, evaluator: Evaluator, reference: ReferenceSet | None
-    ) -> Calibrated:
-        """Return routers with the average optimised pathway as a bias; this loads the smaller model whole.
-
-        The pathways are those of the `reference` set, or of the text.
-        """
+    def _by_bias(self, state: State, text: Answered, evaluator: Evaluator, shift: Any) -> Calibrated:
+        """Return routers with the average optimised pathway as a bias; this loads the smaller model whole."""
         model = state.model
-        try:
-            reference = reference or text_reference(model, text, state.progress)
-            average = average_pathway(model, reference, self.options.optimizer, state.progress)
-        finally:
-            model.partial.release("")
+        average: RouterShift = shift.measure(text, state.progress)
         late = model.architecture.layers[-len(average.logits) :]
         places = bias_places(model, late, [tokens for tokens, _ in text])
         stored = stored_weights(model, [place.key for place in places])

@@ -28,7 +28,6 @@ from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
 from compressor.model.substitution import Substitution
-from compressor.pathways.answering import Average
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
@@ -280,6 +279,19 @@ def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterShift:
+    """Mean change of the late layers' router logits and of their scores, over all items (both [L, E]).
+
+    `agreement` is the root mean square of the mean change of a logit over that of the changes of single items.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    items: int
+    agreement: float
+
+
+@dataclass(frozen=True, slots=True)
 class BiasPlace:
     """The tensor of a layer's router that takes a bias.
 
@@ -361,7 +373,7 @@ def calibrate_bias(
     model: OpenModel,
     stored: Weights,
     places: Sequence[BiasPlace],
-    average: Average,
+    average: RouterShift,
     evaluator: Evaluator,
     progress: Progress,
 ) -> Calibrated:

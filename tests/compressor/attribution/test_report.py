@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.attribution import report as attribution_report
+from compressor.attribution.command import show_attribution
 from compressor.attribution.figures import (
     COMPONENTS,
     Attribution,
@@ -24,7 +25,6 @@ from compressor.attribution.figures import (
 from compressor.attribution.graph import measured_graph
 from compressor.attribution.hubs import Hub
 from compressor.attribution.report import Findings, findings, rounded, whole_blocks, write_attribution
-from compressor.cli.rendering import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from compressor.cli import main as cli
+from compressor.entry_points import COMMANDS as COMMANDS_GROUP
 from tests.support import small
 from tests.support.command_line import Run, refused
 from tests.support.doc_pages import options, parse
@@ -120,6 +121,19 @@ def test_a_command_loads_only_what_it_needs(command: str, unwanted: set[str]) ->
         cwd=Path(cli.__file__).parents[2], capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert not unwanted & {*done.stdout.splitlines()[-1].split()}
+
+
+def test_a_package_may_bring_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    greet = 'def greet(name: str) -> None:\n    """Greet somebody."""\n    print("Hello", name)\n'
+    install(tmp_path, monkeypatch, "greet", greet, group=COMMANDS_GROUP, value=":greet")
+    install(tmp_path, monkeypatch, "broken", "import nothing_of_this_name", group=COMMANDS_GROUP)
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from compressor.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), "greet", "Ada"],
+        cwd=Path(cli.__file__).parents[2], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "Hello Ada\n"
+    assert "command 'broken' (broken_plugin) cannot be imported" in done.stderr and "left out" in done.stderr
 
 
 @pytest.mark.usefixtures("offline")

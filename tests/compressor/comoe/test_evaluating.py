@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from compressor.answers.items import Item, rows_of
 from compressor.comoe import comoe_layers
-from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, ask
+from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, evaluate
 from compressor.comoe.layer import inject_config
 from compressor.comoe.report import (
     NAMES,
@@ -43,7 +43,7 @@ def likelihood(model: Any, prompt: str, answer: str) -> float:
 
 def test_scores_are_those_of_a_row_at_a_time() -> None:
     model, items = tuned(), questions(7)
-    found = {each.task: each for each in ask(model, small.tokenizer(), items, batch_size=3)}
+    found = {each.task: each for each in evaluate(model, small.tokenizer(), items, batch_size=3)}
     choices = [item for item in items if item.choices]
     right = sum(
         max(item.choices, key=lambda choice: likelihood(model, item.prompt, choice)) == item.answer for item in choices
@@ -63,12 +63,12 @@ def test_an_answer_without_choices_must_be_what_the_model_writes() -> None:
         written = tokenizer.decode(int(model(torch.tensor([tokenizer.encode("after a comes")])).logits[0, -1].argmax()))
     assert written.isalpha()
     items = [Item("after a comes", written, task="its own"), Item("after a comes", written.upper(), task="other")]
-    assert [each.right for each in ask(model, tokenizer, items)] == [1, 0]
+    assert [each.right for each in evaluate(model, tokenizer, items)] == [1, 0]
 
 
 def test_workload_and_similarity_are_counted_over_the_tokens_of_right_answers() -> None:
     model, items = tuned(), [item for item in questions(5) if item.task == "digits"]
-    (found,) = ask(model, small.tokenizer(), items, batch_size=2)
+    (found,) = evaluate(model, small.tokenizer(), items, batch_size=2)
     layers = comoe_layers(model)
     counts = {name: torch.zeros(CONFIG.experts) for name in layers}
     cosines, tokens = torch.zeros(CONFIG.experts, CONFIG.experts, dtype=torch.float64), 0
@@ -94,7 +94,7 @@ def test_workload_and_similarity_are_counted_over_the_tokens_of_right_answers() 
 
 
 def test_a_model_without_experts_has_scores_alone() -> None:
-    found = ask(dense(), small.tokenizer(), questions(3))
+    found = evaluate(dense(), small.tokenizer(), questions(3))
     assert [each.task for each in found] == ["letters", "digits"]
     assert all(each.workload == each.similarity == () for each in found)
 

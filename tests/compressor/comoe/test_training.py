@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
+from compressor.answers.asking import with_rows
 from compressor.comoe import comoe_layers, load_adapters, training
-from compressor.comoe.evaluating import IGNORED, collate, examples, with_rows
+from compressor.comoe.evaluating import IGNORED, collate, examples
 from compressor.comoe.layer import adapter_tensors, inject_config
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.training import Trained, train

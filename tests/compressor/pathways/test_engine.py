@@ -156,7 +156,7 @@ def test_work_counts_layers_and_tokens() -> None:
     assert model.work == layer_names * tokens == plain.work
     unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
     model.again(plain, unmoved)
-    late = layer_names - len(model.early_units)
+    late = layer_names - len(model.early_layers)
     assert 0 < late < layer_names and model.work == (layer_names + late) * tokens
     model.again(plain, unmoved.requires_grad_())
     assert model.work == (layer_names + 4 * late) * tokens

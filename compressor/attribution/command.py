@@ -1,0 +1,65 @@
+"""The command `attribute`, which is announced by an entry point and loads torch only when it runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import compressor
+from compressor.cli.options import Computing, Model, Seed, Unweighted, flag, spread
+from compressor.cli.terminal import on_ranks, print_report, reporting
+from compressor.distributed import ranks
+from compressor.errors import CompressionError
+from compressor.extras import require
+
+if TYPE_CHECKING:
+    from compressor.attribution.report import Findings
+
+
+@spread
+@on_ranks
+def attribute(
+    model: Model,
+    text: Unweighted,
+    running: Computing,
+    output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
+    top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
+    threshold: Annotated[float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)] = 3.5,
+    keys: Annotated[int, flag("Sequences on which to split the strongest heads by key token.", min=0)] = 0,
+    edges: Annotated[
+        str, flag("Targets of the graph's edges: routers, or experts (every later expert's score, too).")
+    ] = "routers",
+    edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
+    seed: Seed = 0,
+) -> None:
+    """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
+    if output is not None:
+        require("matplotlib", "networkx")
+    from compressor.attribution.report import NAMES, findings, write_attribution
+
+    if edges not in ("routers", "experts"):
+        raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
+    with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
+        attribution = compressor.attribute(
+            model,
+            keys=keys,
+            top=top,
+            edges_kept=edges_kept if edges == "experts" else 0,
+            calibration=text,
+            seed=seed,
+            resident=running.resident,
+            **running.reading(progress),
+        )
+        results = findings(attribution, threshold, top)
+        written = list[Path]()
+        if output is not None and ranks().is_first:
+            written = write_attribution(results, output, running.overwrite)
+    show_attribution(results, running.as_json, written)
+
+
+def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
+    """Print hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
+    from compressor.attribution.report import brief_blocks, brief_content
+    from compressor.cli.rendering import written_line
+
+    content = {**brief_content(findings), "written": [str(path) for path in written]}
+    print_report(as_json, content, (*brief_blocks(findings), *written_line(written)))

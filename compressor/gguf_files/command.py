@@ -1,0 +1,124 @@
+"""The commands `inspect`, `plan`, `compress` and `apply` on a GGUF file, as an entry point announces them."""
+
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import compressor
+from compressor.cli.inspection import inspected_sizes
+from compressor.cli.options import Running
+from compressor.cli.terminal import print_report, progress_bars
+from compressor.distributed import refuse_several
+from compressor.document.blocks import Facts, Heading, Text
+from compressor.errors import CompressionError
+from compressor.extras import require
+from compressor.formatting import counted, human_bytes, human_count, ranges
+from compressor.gguf_files.header import is_gguf
+
+if TYPE_CHECKING:  # loaded only where there is a GGUF file
+    from compressor.gguf_files.blocks import GgufInspection
+    from compressor.gguf_files.writing import GgufSummary
+    from compressor.recipe.steps_plan import Plan
+
+CHOOSING = ("experts", "ratio", "strategy", "protect")  # options of `prune` that cutting a file has, too
+ACCEPTED = {*CHOOSING, "imatrix", "plan_file", "model", "output", "json", "overwrite"}
+
+recognises = is_gguf
+
+
+def check_options(flags: Mapping[str, str], given: Collection[str]) -> None:
+    """Refuse, by name, an option that needs numbers to compute with; `flags` are all options by parameter."""
+    require("gguf")
+    refuse_several("a GGUF file")
+    other = sorted(flags[name] for name in given if name not in ACCEPTED)
+    if other:
+        raise CompressionError(
+            f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or compress the checkpoint and "
+            "convert the result"
+        )
+
+
+def inspect(model: str, experts: int | None, as_json: bool) -> None:
+    """Print the parts and sizes of a file."""
+    show_inspection(compressor.inspect_gguf(model, experts), as_json)
+
+
+def plan(model: str, flags: Mapping[str, Any], imatrix: Path | None) -> "Plan":
+    """Return a plan for a file."""
+    made: Plan = compressor.plan_gguf(model, **_choices(flags, imatrix))
+    return made
+
+
+def compress(model: str, output: Path, flags: Mapping[str, Any], imatrix: Path | None, running: Running) -> None:
+    """Write a file with fewer experts."""
+    with progress_bars(running.as_json) as progress:
+        summary = compressor.compress_gguf(
+            model, output, **_choices(flags, imatrix), overwrite=running.overwrite, progress=progress
+        )
+    _show_summary(summary, running.as_json)
+
+
+def apply(plan_file: Path, model: str, output: Path, running: Running) -> None:
+    """Write a file with the experts that a plan keeps."""
+    with progress_bars(running.as_json) as progress:
+        summary = compressor.apply_gguf(plan_file, model, output, overwrite=running.overwrite, progress=progress)
+    _show_summary(summary, running.as_json)
+
+
+def _choices(flags: Mapping[str, Any], imatrix: Path | None) -> dict[str, Any]:
+    chosen = {name: flags.get(f"prune.{name}") for name in CHOOSING}
+    return {**chosen, "strategy": chosen["strategy"] or "auto", "imatrix": imatrix}
+
+
+def _show_summary(summary: "GgufSummary", as_json: bool) -> None:
+    """Sizes before and after, what could not be checked, and where the files are."""
+    from compressor.cli.rendering import next_blocks
+    from compressor.pipeline.outcome import size_rows, size_table
+    from compressor.recipe.document import protected_blocks_of
+
+    before, after = summary.before, summary.after
+    content = {
+        "output": list(summary.out),
+        "architecture": summary.architecture,
+        "strategy": summary.strategy,
+        "experts": [summary.experts_before, summary.experts_after],
+        "before": asdict(before),
+        "after": asdict(after),
+        "seconds": summary.seconds,
+        "note": summary.note,
+    }
+    rows = size_rows((summary.experts_before, summary.experts_after), before, after)
+    files = f" and {counted(len(summary.out) - 1, 'further part')}" if len(summary.out) > 1 else ""
+    print_report(
+        as_json,
+        content,
+        (
+            size_table(f"Compressed by {summary.strategy}", rows),
+            *protected_blocks_of(summary.plan.expert_plan.protected),
+            *([Text(f"{summary.note}.")] if summary.note else []),
+            Text(f"Written to {summary.out[0]}{files}"),
+            *next_blocks([f"llama-server -m {shlex.quote(summary.out[0])}"]),
+        ),
+    )
+
+
+def show_inspection(report: "GgufInspection", as_json: bool) -> None:
+    """Print the report of `inspect` on a GGUF file."""
+    facts = {
+        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
+        "files": str(report.files),
+        "MoE layers": f"{report.moe_layers} of {report.layers}",
+        "experts": f"{report.experts} in each, top-{report.top_k}",
+        "routing": report.routing,
+        "shared experts": str(report.shared_experts or "none"),
+        **report.quantization,
+        "parameters": human_count(report.parameters),
+        "bytes": human_bytes(report.bytes),
+        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
+        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
+    }
+    print_report(
+        as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
+    )
