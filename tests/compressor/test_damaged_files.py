@@ -157,7 +157,6 @@ def gate() -> dict[str, Any]:
 
 
 def shown(blocks: Any) -> None:
-    """In every medium that takes blocks."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         show(blocks)
     for text in (printed.getvalue(), markdown(blocks)):
@@ -166,7 +165,6 @@ def shown(blocks: Any) -> None:
 
 
 def pruned_otherwise(**changes: Any) -> dict[str, Any]:
-    """The plan with other decisions of its prune step."""
     content = copy.deepcopy(plan())
     pruned(content).update(changes)
     return content
@@ -213,13 +211,11 @@ def test_item(raw: bytes) -> None:
 
 
 def one_layer() -> nn.Module:
-    """What stands for a model to put experts into."""
     return nn.ModuleDict({"q_proj": nn.Linear(4, 3)})
 
 
 @cache
 def adapters() -> tuple[dict[str, Any], bytes]:
-    """comoe.json and the tensors beside it."""
     with tempfile.TemporaryDirectory() as place:
         save_adapters(inject(one_layer(), 2, 3, targets=("q_proj",)), Path(place) / "made")
         return json.loads((Path(place) / "made" / FACTS).read_text()), (Path(place) / "made" / TENSORS).read_bytes()

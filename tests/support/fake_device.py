@@ -131,12 +131,7 @@ def main(model: str, text: str, out: str, lacking: str = "") -> None:
     """Compress a model on the device, which may be `lacking` float64."""
     import compressor
     from compressor.attribution.projecting import covariance, signs, spread
-    from compressor.steps.correct import refit
-    from compressor.steps.correct.tuning import tune
-    from compressor.steps.prune import selection
 
-    selection.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
-    refit.tune = lambda layer, rows, router, steps, *more: tune(layer, rows, router, 2, *more)
     with pretended_device():
         there = torch.ones(2, device=NAME)
         try:
