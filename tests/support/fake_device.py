@@ -118,7 +118,7 @@ def pretended_device() -> Iterator[None]:
 ROUTERS = {"method": "router", "rounds": 1, "sequences": 8, "sequence_length": 32}
 DISTILL = {"train": "router", "steps": 2, "tokens_per_step": 64, "sequence_length": 32}
 REQUESTS: dict[str, dict[str, Any]] = {  # of `compress`, that compute in many ways
-    "auto": {"strategy": "auto", "correct": "tune"},
+    "auto": {"strategy": "auto", "correct": {"method": "tune", "steps": 2}},
     "split": {"strategy": "hc-smoe", "split": 2, "correct": "ridge"},
     "ream": {"strategy": "ream", "correct": "none", "routers": ROUTERS},
     "enumerate": {"strategy": "enumerate", "correct": "none", "distill": DISTILL},

@@ -12,7 +12,7 @@ import torch
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.opened import fits, memory_budget, open_model
+from compressor.model.opened import fits, memory_budget, open_alike, open_model
 from compressor.model.streaming import Pass
 from compressor.recipe.recipe import Recipe, read_recipe
 from tests.support import small, zoo
@@ -66,7 +66,7 @@ def test_a_model_stays_where_it_fits(tmp_path: Path) -> None:
     source = locate(str(small.save(tmp_path)))
     for resident, stays in (("auto", True), ("yes", True), ("no", False)):
         model = open_model(source, resident=resident)
-        assert model.partial.resident is stays
+        assert model.partial.resident is stays and open_alike(source, model).partial.resident is stays
     budget = int(memory_budget(model.partial.device) or 0)
     assert fits(model) and fits(model, budget // 2) and not fits(model, 2 * budget)
     with pytest.raises(CompressionError, match="'maybe' is not known; give auto, yes or no"):
