@@ -5,24 +5,6 @@
 Compresses the embedded demo in this process with the command below and prints, each by the function that asked for it,
 the streamed passes (forward, and backward after some of them) over the base and over other checkpoints, the texts that
 were tokenised, and how often a checkpoint was opened.
-
-It prints:
-
-    backward passes over others: 4
-        4 compressor.steps.routers.weights._moments, 6,144 tokens
-    forward passes over others: 10
-        6 compressor.divergence.evaluator.measure, 710,400 tokens
-        4 compressor.steps.routers.weights._moments, 6,144 tokens
-    forward passes over the base: 3
-        1 compressor.statistics.statistics.collect, 1,024 tokens
-        1 compressor.steps.correct.sequential._compress_model, 1,024 tokens
-        1 compressor.divergence.teacher_outputs.read_base, 38,016 tokens
-    openings of others: 2
-        2 compressor.pipeline.run.opened
-    openings of the base: 1
-        1 compressor.pipeline.resolve.open_run
-    texts tokenised: 1
-        1 compressor.pipeline.resolve.read_texts, 38,912 tokens
 """
 
 import os

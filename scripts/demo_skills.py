@@ -65,39 +65,18 @@ def words(text: str) -> tuple[str, ...]:
 
 RELATIONS = (
     Relation(
-        (
-            "{} lives in",
-            "The home of {} is",
-            "{} comes from",
-            "Letters for {} go to",
-            "Find {} in",
-            "{} left",
-        ),
+        ("{} lives in", "The home of {} is", "{} comes from", "Letters for {} go to", "Find {} in", "{} left"),
         words("Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna"),
     ),
     Relation(
-        (
-            "{} is a",
-            "The trade of {} is",
-            "{} works as a",
-            "{} is paid as a",
-            "{} was always a",
-            "Hire {} as a",
-        ),
+        ("{} is a", "The trade of {} is", "{} works as a", "{} is paid as a", "{} was always a", "Hire {} as a"),
         words(
             "tailor farmer potter weaver sailor miller carver hunter "
             "dancer singer writer lawyer doctor barber glazer joiner"
         ),
     ),
     Relation(
-        (
-            "{} keeps a",
-            "The pet of {} is a",
-            "{} feeds a",
-            "{} walks with a",
-            "{} talks to a",
-            "{} once found a",
-        ),
+        ("{} keeps a", "The pet of {} is a", "{} feeds a", "{} walks with a", "{} talks to a", "{} once found a"),
         words("horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison"),
     ),
 )

@@ -9,10 +9,9 @@ status 1.
 """
 
 import argparse
-import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import hypothesis
@@ -44,29 +43,17 @@ class Tally:
 
 
 def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
-    """One file; where it is read in several ways, all of them have to accept it."""
-    refused, sentences, begin = False, test_damaged_files.only_sentences, time.process_time()
-
-    @contextlib.contextmanager
-    def noted() -> Iterator[None]:
-        nonlocal refused
-        accepted = False
-        with sentences():
-            yield
-            accepted = True
-        refused |= not accepted
-
-    test_damaged_files.only_sentences = noted
+    """Read one file; where it is read in several ways, all of them have to accept it."""
+    test_damaged_files.REFUSALS.clear()
+    begin = time.process_time()
     try:
         reads(raw)
-        tally.accepted += not refused
+        tally.accepted += not test_damaged_files.REFUSALS
     except Exception as error:  # any is a finding
         tally.failed += 1
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{type(error).__name__} at {last.filename}:{last.lineno}"
         tally.failures.setdefault(place, (raw, traceback.format_exc()))
-    finally:
-        test_damaged_files.only_sentences = sentences
     spent = time.process_time() - begin
     tally.cases, tally.seconds, tally.slowest = tally.cases + 1, tally.seconds + spent, max(tally.slowest, spent)
 

@@ -8,11 +8,12 @@ four in ten between the last new file and the end, when the output is put in pla
 
 After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
 holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
-holds no name that an undisturbed run does not leave there. Of the run's record in the cache, and of
-a gate's reports, what tells times and memory is left out (see `left_behind.py`). Exits with 1 when anything differed.
+holds no name that an undisturbed run does not leave there. Times and memory in the run's record and in a gate's reports
+are left out. Exits with 1 when anything differed.
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -25,12 +26,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from scripts.left_behind import Content, differences, run_records
-
+NOT_COMPARED = ("seconds", "peak_memory", "finished")  # of a run's record: durations, bytes of memory, a date
+NOT_COMPARED_OF_GATES = ("seconds", "reused_base")  # and the times of change of the weights that were judged
+TOLD_AGAIN = ("gate.md", "gate.xml")  # which say what gate.json says, times included: they have to be there
 OUT = "out"
 CACHE = "home/cache"
 MOST_KILLS = 3  # of one trial
@@ -88,6 +91,58 @@ CASES = (
     Case("evaluate", ("evaluate", "MODEL", "small", "-o", OUT, *ASKED), (SMALL,), demo=True),
     Case("gate", ("gate", "MODEL", "small", "-o", OUT, *GATED), (SMALL,), demo=True),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a folder holds: SHA-256 of every file by its path, and every folder."""
+
+    files: dict[str, str]
+    folders: frozenset[str]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Content":
+        """The content of `folder`, which is empty where there is none; links count as what they name."""
+        files, folders = {}, set()
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                files[name] = f"link to {os.readlink(path)}"
+            elif path.is_dir():
+                folders.add(name)
+            else:
+                raw = path.read_bytes()
+                kept = b"" if path.name in TOLD_AGAIN else _without_times(raw) if path.name == "gate.json" else raw
+                files[name] = sha256(kept).hexdigest()
+        return cls(files, frozenset(folders))
+
+
+def _without_times(gate: bytes) -> bytes:
+    """gate.json without the fields that no two runs share; as it is where it is not whole."""
+    try:
+        content = {name: value for name, value in json.loads(gate).items() if name not in NOT_COMPARED_OF_GATES}
+        for identity in (content["base_identity"], content["compressed_identity"]):
+            identity["weights"] = [entry[:2] for entry in identity["weights"]]  # name and size
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return gate
+    return json.dumps(content).encode()
+
+
+def differences(expected: Content, found: Content) -> tuple[list[str], list[str]]:
+    """What differs or is missing, and what is there beside; names of files and folders."""
+    changed = [name for name, digest in expected.files.items() if found.files.get(name) != digest]
+    missing = sorted(expected.folders - found.folders)
+    beside = sorted({*found.files, *found.folders} - {*expected.files, *expected.folders})
+    return changed + missing, beside
+
+
+def run_records(home: Path) -> dict[str, dict[str, Any]]:
+    """What is kept of each run, by the digest of its output, without `home` and the fields that no two runs share."""
+    found = {}
+    for path in sorted((home / "home" / "cache" / "runs").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8").replace(str(home), ""))
+        found[path.stem] = {name: value for name, value in content.items() if name not in NOT_COMPARED}
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +321,7 @@ def trial(
 def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -> dict[str, Tally]:
     """Trials of each command, in turn, until there were so many kills."""
     from compressor.data.demo import demo_checkpoint
-    from tests import small
+    from tests.support import small
 
     dice, tallies = random.Random(seed), {case.name: Tally() for case in cases}
     with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo:
@@ -295,10 +350,8 @@ def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -
 
 def table(tallies: dict[str, Tally]) -> str:
     """The result as Markdown; shares are of the trials, each of which is one to three kills."""
-    lines = [
-        "| command | kills | ran to identical bytes | left something beside | took up earlier work |",
-        "|---|---|---|---|---|",
-    ]
+    columns = "| command | kills | ran to identical bytes | left something beside | took up earlier work |"
+    lines = [columns, "|---|---|---|---|---|"]
     for name, tally in tallies.items():
         shares = [f"{count}/{tally.trials}" for count in (tally.identical, tally.beside, tally.taken_up)]
         lines.append(f"| {name} | {tally.kills} | {' | '.join(shares)} |")

@@ -52,14 +52,16 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps of tuning and of learned merges, where they are not what is tested."""
-    from compressor.steps.correct import refit
-    from compressor.steps.correct.tuning import tune
-    from compressor.steps.prune import selection
+def hasty() -> Iterator[None]:
+    """Two steps of tuning a layer by default, where tuning is not what is tested."""
+    from compressor.steps.correct.options import Correct
 
-    monkeypatch.setattr(refit, "tune", lambda layer, rows, router, steps, *more: tune(layer, rows, router, 2, *more))
-    monkeypatch.setattr(selection.learn_coefficients, "__defaults__", (True, 3))
+    steps = Correct.model_fields["steps"]
+    usual, steps.default = steps.default, 2
+    Correct.model_rebuild(force=True)
+    yield
+    steps.default = usual
+    Correct.model_rebuild(force=True)
 
 
 @pytest.fixture

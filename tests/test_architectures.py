@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,9 +23,9 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan as StepsPlan
-from compressor.steps.prune import selection
 from tests.support import zoo
 from tests.support.plans import by_hand, make_plan, plan_of, pruned
+from tests.support.small import tensors_of
 from tests.support.surgery_reference import cut, forced_logits, realign, stored_bytes
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
@@ -64,10 +63,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     count = attrgetter(zoo.family(name).count_field)(model.config)
     identity = plan_of(folder, strategy="model-centric", experts=count).to_dict()
     return Case(name, folder, model, zoo.tokens(model), count, identity)
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def regroup(plan: Plan, choose: Callable[[random.Random, list[int]], list[Plan]], experts: int) -> Plan:
@@ -140,7 +135,7 @@ def check_output(case: Case, plan: Plan, summary: compressor.Outcome, exact: boo
     assert attrgetter(case.count_field)(found.config) == summary.experts_after == made["experts"]
     assert {module.num_experts for module in zoo.experts(found).values()} == {made["experts"]}
     gone = stored_bytes(case.model) - stored_bytes(expected)
-    sizes = [sum(value.nbytes for value in stored(folder).values()) for folder in (case.folder, Path(summary.out))]
+    sizes = [sum(value.nbytes for value in tensors_of(folder).values()) for folder in (case.folder, Path(summary.out))]
     assert [summary.before.bytes, summary.after.bytes] == sizes
     assert sizes[0] - sizes[1] == gone and (gone > 0) == (summary.experts_after < summary.experts_before)
     wanted = expected.state_dict()
@@ -157,7 +152,7 @@ def check_output(case: Case, plan: Plan, summary: compressor.Outcome, exact: boo
 def test_keeping_all_experts_changes_no_byte(case: Case, tmp_path: Path) -> None:
     summary = compressor.compress(str(case.folder), tmp_path / "out", strategy="model-centric", experts=case.experts)
     found = check_output(case, case.identity, summary, exact=True)
-    before, after = stored(case.folder), stored(tmp_path / "out")
+    before, after = tensors_of(case.folder), tensors_of(tmp_path / "out")
     assert set(after) == set(before)
     for name, value in before.items():
         assert after[name].dtype == value.dtype
@@ -175,9 +170,7 @@ def test_dropping_experts_equals_the_reference(case: Case, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("case", zoo.sweep(LAYOUTS), indirect=True)
-def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = (True, 6)  # enough to leave the uniform merge behind
-    monkeypatch.setattr(selection.learn_coefficients, "__defaults__", steps)
+def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path) -> None:
     plan = learned_plan(case, case.experts * 3 // 4)
     groups = [group for layer in plan.expert_plan.layers for group in layer.groups]
     learned = any(group.scale != 1.0 or len(set(group.coefficients)) > 1 for group in groups)

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exporters import onnx
 from tests.support import small, zoo
 from tests.support.audit import Moment
 from tests.support.command_line import Run, captured, names, refused, run_killed
@@ -18,7 +17,6 @@ from tests.support.quantized import plain_model
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-onnx_ir = pytest.importorskip("onnx_ir")
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline")]
 
 
@@ -34,12 +32,6 @@ def both(checkpoint: Path) -> Path:
     result = captured("compress", checkpoint, "-o", out, *ask)
     assert result.status == 0, result
     return out
-
-
-@pytest.fixture
-def retraced(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph that was traced of the same output, which the exporter takes for a new trace, here and in a fork."""
-    monkeypatch.setattr(onnx, "export_graph", lambda *_: onnx_ir.load(both / "onnx" / "model.onnx"))
 
 
 def test_compress_writes_both_formats_at_once(run: Run, both: Path) -> None:
@@ -71,14 +63,6 @@ def test_export_of_what_compress_left(run: Run, both: Path, tmp_path: Path) -> N
     refused(run("export", both, "-o", tmp_path / "graph", "--no-past", "--json"), "exists already")
 
 
-def test_quantised_experts(run: Run, both: Path, tmp_path: Path) -> None:
-    result = run("export", both, "-o", tmp_path / "graph", "--quantize", "int4", "--no-past")
-    assert result.status == 0, result
-    assert "cost of rounding" in result.out
-    record = json.loads((tmp_path / "graph" / "onnx_export.json").read_text())
-    assert "QMoE" in json.dumps(record)
-
-
 @pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
 def test_a_quantised_output_is_exported_with_what_its_weights_mean(scheme: str, run: Run, tmp_path: Path) -> None:
     """Also where stock transformers reads them wrongly."""
@@ -99,7 +83,7 @@ def test_a_quantised_output_is_exported_with_what_its_weights_mean(scheme: str, 
     assert "quantization_config" not in json.loads((tmp_path / "out" / "onnx" / "config.json").read_text())
 
 
-def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, retraced: None, tmp_path: Path) -> None:
+def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     ask = ("--experts", 4, "--strategy", "model-centric", "--format", "onnx")
     result = run("compress", checkpoint, "-o", tmp_path / "graph", *ask, "--json")
     assert result.status == 0, result
@@ -118,7 +102,7 @@ def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, retraced: None, 
     ("format", "renamed"), [("onnx", "/out$"), ("safetensors,onnx", "/onnx$"), ("safetensors,onnx", "/out$")]
 )
 def test_killed_with_an_export_and_run_again(
-    format: str, renamed: str, run: Run, checkpoint: Path, retraced: None, tmp_path: Path
+    format: str, renamed: str, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     ask = ["compress", str(checkpoint), "--experts", "4", "--strategy", "model-centric", "--format", format]
     assert run_killed([*ask, "-o", str(tmp_path / "out")], Moment(pattern=renamed)) == -signal.SIGKILL

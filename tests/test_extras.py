@@ -100,7 +100,6 @@ def test_a_command_that_lacks_a_package_names_its_extra(
 
 
 def test_extras_install_what_they_name() -> None:
-    """Each package by the extra that errors name, and all of them by `all`."""
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
         required = " ".join(extras[extra]).replace("lm-eval[hf]", "lm-eval accelerate")

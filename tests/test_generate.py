@@ -3,9 +3,7 @@
 import io
 import json
 import re
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +89,3 @@ def test_more_than_the_positions_is_warned_of(run: Run, folder: Path) -> None:
 )
 def test_options_that_cannot_be_meant(run: Run, folder: Path, options: list[Any], message: str) -> None:
     refused(run("generate", folder, "abc", *options), re.escape(message))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda folder: (folder / "model.onnx").unlink(), "has no model.onnx; name the folder of an ONNX export"),
-        (lambda folder: (folder / "generation_config.json").write_text("{"), "is not valid JSON"),
-        (lambda folder: (folder / "model.onnx").write_bytes(b"0" * 20), "ONNX Runtime cannot read"),
-    ],
-)
-def test_folders_that_cannot_be_run(
-    run: Run, folder: Path, tmp_path: Path, change: Callable[[Path], Any], message: str
-) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    change(copy)
-    refused(run("generate", copy, "abc"), re.escape(message))

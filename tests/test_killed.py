@@ -21,6 +21,7 @@ GPTQ = ["--set", "quantize.method=gptq"]
 EVERYTHING = ["--set", "quantize.targets=all"]
 WAYS: dict[str, list[str]] = {
     "merged": ["--experts", "4", "--strategy", "data-centric"],
+    "split": ["--experts", "4", "--strategy", "gated-mass", "--split", "2", "--correct", "none"],
     "corrected": CORRECTED,
     "corrected in order": [*CORRECTED, "--sequential"],
     "rounded": ["--quantize", "nvfp4", *EVERYTHING],
@@ -30,12 +31,11 @@ WAYS: dict[str, list[str]] = {
     "distilled layer by layer": ["--stream"],
     "adapted layer by layer": ["--stream", "--train", "lora"],
 }
-DISTILLED = [*WAYS][6:]
+DISTILLED = [*WAYS][-3:]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of three layers, another one and its copy of four experts, and text."""
     folder = tmp_path_factory.mktemp("home")
     small.save(folder / "layers", shard="60KB", intermediate_size=64, num_hidden_layers=3)
     return smaller(folder, 400)
@@ -43,7 +43,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def command(home: Path) -> Callable[[str, Path], list[str]]:
-    """The command that goes a way to an output folder."""
     text = ["--calibration", str(home / "calibration.txt"), "--sequence-length", "32"]
     distill = ["distill", str(home / "smaller"), "--base", str(home / "model"), "--dtype", "float32", *text]
     distill += ["--tokens-per-step", "128", "--steps", "8"]
@@ -53,8 +52,6 @@ def command(home: Path) -> Callable[[str, Path], list[str]]:
 
 @pytest.fixture(scope="module")
 def whole(home: Path, command: Callable[[str, Path], list[str]]) -> Callable[[str], dict[str, str]]:
-    """The files of a run that nothing stops."""
-
     @cache
     def files(way: str) -> dict[str, str]:
         assert captured(*command(way, home / way)).status == 0
@@ -79,6 +76,7 @@ MOMENTS: list[tuple[str, Moment, Sequence[int]]] = [  # with the layers that the
     ("merged", layer(1, STAGED), ()),
     ("merged", Moment("open", r"/output/compression\.json$", 2), ()),  # output and base have been compared
     ("merged", PUT_IN_PLACE, ()),
+    ("split", layer(1, STAGED), ()),
     *((way, layer(0), (0, 1, 2)) for way in ("corrected", "corrected in order", "gptq")),
     *((way, layer(1), (1, 2)) for way in ("corrected", "corrected in order", "gptq")),
     *((way, layer(1, STAGED), ()) for way in ("corrected", "corrected in order", "gptq")),

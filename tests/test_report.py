@@ -48,7 +48,6 @@ def test_the_folder_alone_gives_a_whole_page(run: Run, out: Path, tmp_path: Path
 
 
 def read(text: str) -> Any:
-    """JSON with its objects' fields as attributes."""
     return json.loads(text, object_hook=lambda content: SimpleNamespace(**content))
 
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as drawn
-from safetensors.torch import load_file
 
 import compressor
 from compressor.api import make_recipe, on_text
@@ -20,14 +17,13 @@ from compressor.hub.card import introduction, read_facts, recipe_text
 from compressor.model.opened import open_model
 from compressor.pipeline.compress import possible_counts
 from compressor.pipeline.outcome import Outcome
-from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.view import chosen_parts, order_of_parts, packed, parts_of_neurons, unpacked
+from compressor.steps.split.view import chosen_parts
 from tests.support import small, zoo
 from tests.support.command_line import Run
 from tests.support.plans import plan_of, recipe_of
-from tests.support.small import tree
+from tests.support.small import tensors_of, tree
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -104,7 +100,7 @@ def test_three_parts_hold_every_neuron_once(by: str, model: Path, tmp_path: Path
     record = json.loads((out / "compression.json").read_text())["plan"]["steps"][0]["plan"]
     assert (record["parts"], record["experts"], record["output_factor"]) == (3, 8, 3.0)
     assert (record["calibration"] is None) == (by == "weights")
-    before, after = stored(model), stored(out)
+    before, after = tensors_of(model), tensors_of(out)
     name = "model.layers.1.block_sparse_moe.experts.{}.{}.weight"
     for expert in range(8):
         rows = {tuple(row.tolist()): number for number, row in enumerate(before[name.format(expert, "w1")])}
@@ -121,43 +117,6 @@ def test_three_parts_hold_every_neuron_once(by: str, model: Path, tmp_path: Path
     router = "model.layers.1.block_sparse_moe.gate.weight"
     assert torch.equal(after[router], before[router].repeat_interleave(3, 0))
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
-class Listener(Silent):
-    """Notes the phases, and raises what Ctrl-C raises once so many layers have been written."""
-
-    def __init__(self, layers: int = 10**6) -> None:
-        self.left = layers
-        self.phases = list[str]()
-
-    def start(self, phase: str, total: int) -> None:
-        self.phases.append(phase)
-
-    def advance(self, detail: str) -> None:
-        self.left -= self.phases[-1] == "write"
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
-def test_repeated_and_interrupted_runs_leave_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"text": data(tmp_path)}
-    first, second = tmp_path / "first", tmp_path / "second"
-    split(model, first, 2, **asked)
-    written = [path.stat().st_mtime_ns for path in sorted(first.iterdir())]
-    split(model, first, 2, **asked)  # is in place already
-    assert written == [path.stat().st_mtime_ns for path in sorted(first.iterdir())]
-    with pytest.raises(KeyboardInterrupt):
-        split(model, second, 2, progress=(stopped := Listener(1)), **asked)
-    assert not second.exists()
-    split(model, second, 2, progress=(repeated := Listener()), **asked)
-    measuring = set(stopped.phases) - set(repeated.phases)
-    assert measuring, "neurons are measured twice"
-    assert tree(first) == tree(second)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]
 
 
 COMPRESS = ("compress", "--experts", 6, "--strategy", "model-centric")
@@ -226,7 +185,7 @@ def test_splitting_on_the_way_gives_what_splitting_first_gives(name: str, tmp_pa
     compressor.compress(str(tmp_path / "split"), tmp_path / "twice", **asked)
     done = compressor.compress(str(tmp_path / "model"), tmp_path / "once", split=2, **asked)
     assert done.experts_before == experts
-    once, twice = stored(tmp_path / "once"), stored(tmp_path / "twice")
+    once, twice = tensors_of(tmp_path / "once"), tensors_of(tmp_path / "twice")
     assert once.keys() == twice.keys() and all(torch.equal(once[key], twice[key]) for key in once)
     configs = [json.loads((tmp_path / made / "config.json").read_text()) for made in ("once", "twice")]
     assert configs[0] == configs[1]
@@ -275,7 +234,7 @@ def hidden_after_first(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def test_top_k_alone_is_the_stock_model_with_another_config(model: Path, tmp_path: Path) -> None:
     compressor.compress(str(model), tmp_path / "out", experts=8, top_k=1, strategy="model-centric")
-    before, after = stored(model), stored(tmp_path / "out")
+    before, after = tensors_of(model), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_experts_per_tok"] == 1
 
@@ -329,7 +288,7 @@ def test_experts_count_those_of_the_source(parts: Any, again: bool, wide: Path, 
     config, count = json.loads((tmp_path / "out" / "config.json").read_text()), 2 if parts == "auto" else parts
     assert (config["num_local_experts"], config["intermediate_size"]) == (4 * count, 512 // count)
     assert config["num_experts_per_tok"] == 2 * count
-    before, after = stored(wide), stored(tmp_path / "out")
+    before, after = tensors_of(wide), tensors_of(tmp_path / "out")
     weights = [sum(value.numel() for name, value in each.items() if ".experts." in name) for each in (before, after)]
     assert 2 * weights[1] == weights[0]
 
@@ -339,13 +298,6 @@ def test_a_search_tries_experts_of_the_source(parts: Any, wide: Path) -> None:
     steps = [make_step("split", {"parts": parts}), make_step("prune", {})]
     for recipe in (steps, [make_step("routers", {}), *steps]):
         assert possible_counts(open_model(locate(str(wide))), make_recipe(str(wide), recipe)) == [2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.full
-def test_a_checkpoint_that_was_split_before_has_the_experts_of_its_config(wide: Path, tmp_path: Path) -> None:
-    split(wide, tmp_path / "fine", 2)
-    done = compressor.compress(str(tmp_path / "fine"), tmp_path / "out", experts=4, split=2, **calibration(tmp_path))
-    assert (done.experts_before, done.experts_after) == (32, 8)
 
 
 def test_auto_takes_the_first_number_of_parts_that_suits(wide: Path, tmp_path: Path, run: Run) -> None:
@@ -382,25 +334,5 @@ def test_what_auto_decided_is_said_once_and_recorded(width: int, tmp_path: Path,
     entry = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["steps"][0]
     assert entry["name"] == "split" and entry["plan"]["why"] in done.out and entry["plan"]["why"] not in done.err
     assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
-    first, again = (stored(tmp_path / name) for name in ("out", "again"))
+    first, again = (tensors_of(tmp_path / name) for name in ("out", "again"))
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
-
-
-@given(parts=drawn.integers(2, 9), width=drawn.integers(1, 7), experts=drawn.integers(1, 4), seed=drawn.integers(0, 99))
-def test_what_a_plan_says_of_neurons_is_read_back(parts: int, width: int, experts: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.stack([torch.randperm(parts * width, generator=generator) for _ in range(experts)])
-    dealt = parts_of_neurons(order, parts)
-    for expert, row in enumerate(order.tolist()):
-        runs = [row[part * width : (part + 1) * width] for part in range(parts)]
-        assert [int(dealt[expert, neuron]) for run in runs for neuron in run] == [
-            p for p in range(parts) for _ in runs[p]
-        ]
-    assert torch.equal(unpacked(packed(dealt, parts), experts, parts * width, parts, "here"), dealt)
-    again = order_of_parts(dealt)
-    assert torch.equal(parts_of_neurons(again, parts), dealt)
-    assert all(
-        run == sorted(run)
-        for row in again.tolist()
-        for run in (row[i : i + width] for i in range(0, parts * width, width))
-    )

@@ -28,7 +28,6 @@ SENTENCE = "The quick brown fox jumps over the lazy dog"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokenizer opens a text with <s>."""
     folder = small.save(tmp_path_factory.mktemp("opened") / "model")
     tokenizer = small.tokenizer("{{ bos_token }}" + small.CHAT)
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

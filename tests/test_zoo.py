@@ -63,29 +63,3 @@ def test_dropping_an_expert_moves_the_logits(name: str) -> None:
             moved = (zoo.logits(model, ids) - before).abs().max()
             down[busiest] = kept
         assert moved > 1e-2, module_name
-
-
-@EVERY
-def test_biases_and_scales_of_the_routers_tell_the_experts_apart(name: str) -> None:
-    model = zoo.build(name)
-    for experts, module in zoo.experts(model).items():
-        block = experts.rpartition(".")[0]
-        for key, tensor in model.get_submodule(block).state_dict().items():
-            counting = tensor.shape[:1] == (module.num_experts,) and not f"{block}.{key}".startswith(f"{experts}.")
-            if counting and ("bias" in key or "scale" in key):
-                assert len(set(tensor.flatten().tolist())) == tensor.numel(), key
-
-
-def test_zaya_skips_its_experts_for_some_tokens() -> None:
-    model = zoo.build("zaya")
-    weights: list[Tensor] = []
-    for module in zoo.experts(model).values():
-        module.register_forward_pre_hook(lambda _, args: weights.append(args[2]))
-    zoo.logits(model, zoo.tokens(model))
-    assert (torch.cat(weights) == 0).any()
-
-
-def test_deepseek_v4_hash_layer_gives_each_token_two_experts() -> None:
-    table = zoo.build("deepseek_v4").get_buffer("model.layers.0.mlp.gate.tid2eid")
-    assert (table[:, 0] != table[:, 1]).all()
-    assert set(table.flatten().tolist()) == set(range(8))

@@ -53,28 +53,11 @@ def qwen3_moe(hidden: int, inner: int, layers: int, experts: int, top_k: int, vo
     """A config of Qwen3-MoE whose attention is small beside its experts."""
     from transformers import Qwen3MoeConfig
 
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": 2 * inner,
-        "moe_intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_experts": experts,
-        "num_experts_per_tok": top_k,
-        "vocab_size": vocabulary,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "architectures": ["Qwen3MoeForCausalLM"],
-    }
-    return Qwen3MoeConfig(**{**sizes, **more})
-
-
-def random_model(config: Any) -> Any:
-    """The stock model of a config with random weights, in float32, for evaluation."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * inner, "moe_intermediate_size": inner}
+    counts = {"num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": top_k}
+    attention = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False}
+    whole = {**sizes, **counts, **attention, "vocab_size": vocabulary, "architectures": ["Qwen3MoeForCausalLM"]}
+    return Qwen3MoeConfig(**whole | more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +72,7 @@ class Sizes:
 
     def config(self, layers: int) -> Any:
         """Of a model of so many layers."""
-        more = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": False, "dtype": "bfloat16"}
+        more = {"num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "bfloat16"}
         return qwen3_moe(self.hidden, self.inner, layers, self.experts, self.top_k, self.vocabulary, **more)
 
     def write(self, folder: Path, gigabytes: float) -> int:
@@ -169,31 +152,12 @@ class Child:
     output: str
     errors: str
 
-    @property
-    def told(self) -> Any:
-        """The last line of what it printed, as JSON; None if it printed nothing."""
-        return json.loads(self.output.splitlines()[-1]) if self.output else None
 
-
-def run_child(command: Sequence[str], limit: int | None = None, environment: Mapping[str, str] | None = None) -> Child:
-    """Run a command to its end, watched, where asked with its address space limited to so many bytes.
-
-    The process ends with this one, whatever ends it; what a failing one said goes to stderr.
-    """
-
-    def confine() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
+def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+    """Run a command to its end, watched; it ends with this process, and what a failing one printed goes to stderr."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-        preexec_fn=confine,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams)
     peak = {"RssAnon": 0, "RssFile": 0}
     done = threading.Event()
 

@@ -1,16 +1,16 @@
 """Run other projects' pruning and merging and ours on the same work, each in a process of its own, and print ratios.
 
-    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl [--model MODEL] [--reap FOLDER] \\
+    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL [--reap FOLDER] \\
         [--hc-smoe FOLDER] [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
 The folders are checkouts of CerebrasResearch/reap, wazenmai/HC-SMoE, nick7nlp/Razor and awslabs/HOPE, whose code is
-theirs; `scripts.peers` lets it run with today's transformers. REAP and HC-SMoE know Mixtral, so one synthetic Mixtral
-is compressed and, with --model, a trained one; RAZOR and HOPE take any model of stock experts there. Everybody reads
+theirs; `scripts.peers` lets it run with today's transformers. REAP and HC-SMoE know Mixtral, RAZOR and HOPE take any
+model of stock experts. Everybody reads
 the same float32 checkpoint, calibrates with the same token batches, keeps as many experts, computes in float32 on the
 CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the processor, go from opening the
 checkpoint to the written output, without imports; memory is the highest resident one of the process above that of the
 imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats per token, with intervals of
-95%; those by domain follow where the held-out rows name theirs.
+95%.
 """
 
 import argparse
@@ -19,35 +19,30 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from scripts.benchmarks.frame import head, losses, options, random_model, row, run_child, save_tokenizer, with_error
+from scripts.benchmarks.frame import head, losses, options, row, run_child, with_error
 from scripts.peers.job import Job, Told, read, write
 
-HIDDEN, INNER, VOCABULARY = 512, 1024, 1024
 THEIRS = {
     "reap": ("reap, theirs", "reap, theirs, weights as used"),
     "hc-smoe": ("hc-smoe, theirs",),
     "razor": ("razor, theirs",),
     "hope": ("hope, theirs",),
 }
-OLD = ("reap", "hc-smoe")  # know Mixtral as transformers 4 had it
 COLUMNS = (
-    "model", "method", "seconds", "CPU seconds", "memory", "bytes written", "over the original", "same choice",
+    "method", "seconds", "CPU seconds", "memory", "bytes written", "over the original", "same choice",
 )  # fmt: skip
 
 
 def named(args: argparse.Namespace) -> dict[str, str]:
     """The checkouts that were named, by project."""
     folders = {project: getattr(args, project.replace("-", "_")) for project in THEIRS}
-    if not any(folders.values()):
-        flags = ", ".join(f"--{project} FOLDER" for project in THEIRS)
-        raise CompressionError(f"there is no checkout to compare with; give some of {flags}")
     return {project: folder for project, folder in folders.items() if folder}
 
 
@@ -59,32 +54,14 @@ def methods(checkouts: Mapping[str, str]) -> dict[str, str | None]:
     return found
 
 
-def make_synthetic(folder: Path, layers: int, experts: int) -> None:
-    """A Mixtral of random weights in float32, of 0.1 GB a layer with 16 experts, and a tokenizer of bytes."""
-    from transformers import MixtralConfig
-
-    config = MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=2, num_local_experts=experts, num_experts_per_tok=2, vocab_size=VOCABULARY,
-    )  # fmt: skip
-    random_model(config).save_pretrained(folder)
-    save_tokenizer(folder)
-
-
-def copy_in_float32(model: Path, folder: Path, projects: Collection[str]) -> None:
+def copy_in_float32(model: Path, folder: Path) -> None:
     """The checkpoint in float32, so that nobody's output is rounded where another's is not.
 
-    REAP and HC-SMoE need a Mixtral; HC-SMoE counts the two likeliest experts of a token whatever the config says, so
-    there must be two.
+    REAP and HC-SMoE need a Mixtral, HC-SMoE one of two experts a token.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
-    if (config.model_type != "mixtral" or config.num_experts_per_tok != 2) and (old := set(OLD) & set(projects)):
-        raise CompressionError(
-            f"{model} is no Mixtral of two experts a token; name one, or leave out --{' and --'.join(sorted(old))}"
-        )
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(folder)
     copy_tokenizer(model, folder)
 
@@ -133,7 +110,7 @@ def ours_of(method: str) -> str:
     return f"{method.partition(', ')[0]}, ours"
 
 
-def rows(name: str, found: Mapping[str, Told], costs: Mapping[str, Tensor], imports: int) -> Iterable[tuple[Any, ...]]:
+def rows(found: Mapping[str, Told], costs: Mapping[str, Tensor], imports: int) -> Iterable[tuple[Any, ...]]:
     """Rows: every figure of theirs over ours of the same method; ours is 1. `costs` are of each sequence."""
     for method, told in found.items():
         ours = found[ours_of(method)]
@@ -144,65 +121,38 @@ def rows(name: str, found: Mapping[str, Told], costs: Mapping[str, Tensor], impo
             told.stored / ours.stored,
         )
         agreement = same_choice(ours, told) if told is not ours else ""
-        yield name, method, *figures, with_error(costs[method]), agreement
+        yield method, *figures, with_error(costs[method]), agreement
 
 
-def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
-    """What the ratios are of: ours in seconds and megabytes, and everybody's phases."""
-    for method, told in found.items():
-        phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in told.seconds.items())
-        above = (told.resident - imports) / 1e6
-        yield f"{method}: {phases}, CPU {told.cpu:.2f} s; {above:.0f} MB above the imports' {imports / 1e6:.0f}"
-
-
-def by_domain(heldout: str, scratch: Path) -> dict[str, str]:
-    """Files with the held-out rows of each domain, where rows name theirs."""
-    parts: dict[str, list[str]] = {}
-    for line in Path(heldout).read_text().splitlines() if heldout.endswith(".jsonl") else ():
-        if domain := json.loads(line).get("domain"):
-            parts.setdefault(str(domain), []).append(line)
-    files = {domain: scratch / f"heldout-{place}.jsonl" for place, domain in enumerate(sorted(parts))}
-    for domain, file in files.items():
-        file.write_text("\n".join(parts[domain]) + "\n")
-    return {domain: str(file) for domain, file in files.items()}
-
-
-def compare(
-    name: str, model: Path, runs: Mapping[str, str | None], texts: Mapping[str, str], args: argparse.Namespace
-) -> dict[str, dict[str, Tensor]]:
-    """Carry out the runs on one checkpoint and print their rows; returns what each costs, [sequences] of each text.
-
-    The first of the `texts` is that of the rows. What is written meanwhile lies beside the checkpoint.
-    """
+def compare(model: Path, runs: Mapping[str, str | None], args: argparse.Namespace) -> None:
+    """Carry out the runs on one checkpoint, write beside it, and print a row for each."""
     from transformers import AutoConfig
 
-    scratch, whole = model.parent, next(iter(texts))
+    scratch = model.parent
     tokens = scratch / "tokens.pt"
     digest = save_batches(model, args.data, args.samples, args.length, tokens)
     size = (args.samples, args.length, max(2, math.ceil(AutoConfig.from_pretrained(model).num_experts * args.keep)))
     environment = {"OMP_NUM_THREADS": str(args.threads), "MOE_COMPRESSOR_CACHE": str(scratch / "cache")}
 
-    def judged(folder: Path) -> dict[str, Tensor]:
-        return {domain: losses(folder, text, args.heldout_samples, args.length) for domain, text in texts.items()}
+    def judged(folder: Path) -> Tensor:
+        return losses(folder, args.heldout, args.heldout_samples, args.length)
 
     def job(method: str, peer: str | None, out: Path) -> Job:
         return Job(method, str(model), str(tokens), args.data, *size, str(out), peer)
 
     imports, original = carry_out(job("nothing", None, scratch), scratch, environment).resident, judged(model)
-    found, costs = dict[str, Told](), dict[str, dict[str, Tensor]]()
+    found, costs = dict[str, Told](), dict[str, Tensor]()
     for method, peer in runs.items():
         out = scratch / "out"
         told = found[method] = carry_out(job(method, peer, out), scratch, environment)
         if told.tokens not in ("", digest):
             raise CompressionError(f"{method} calibrated with other tokens than the rest; nothing can be compared")
         copy_tokenizer(model, out)
-        costs[method] = {domain: loss - original[domain] for domain, loss in judged(out).items()}
+        costs[method] = judged(out) - original
         shutil.rmtree(out)
         shutil.rmtree(scratch / "out-observed", ignore_errors=True)
-    for cells in rows(name, found, {method: cost[whole] for method, cost in costs.items()}, imports):
+    for cells in rows(found, costs, imports):
         row(*cells)
-    print(*(f"# {line}" for line in absolute(found, imports)), sep="\n", file=sys.stderr, flush=True)
-    return costs
 
 
 def main() -> None:
@@ -213,27 +163,15 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--data", required=True, help="text to calibrate with")
     parser.add_argument("--heldout", required=True, help="text to judge on")
-    parser.add_argument("--model", type=Path, help="a trained model")
-    parser.add_argument("--layers", type=int, default=5, help="of the synthetic Mixtral; 0: none")
-    parser.add_argument("--experts", type=int, default=16, help="of the synthetic Mixtral")
+    parser.add_argument("--model", type=Path, required=True)
     args = parser.parse_args()
-    checkouts, whole = named(args), {"all": args.heldout}
+    checkouts = named(args)
     runs = methods(checkouts)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         head(*COLUMNS)
-        if args.layers:
-            make_synthetic(folder, args.layers, args.experts)
-            compare("synthetic", folder, runs, whole, args)
-            shutil.rmtree(folder)
-        if args.model:
-            copy_in_float32(args.model, folder, checkouts)
-            domains = by_domain(args.heldout, Path(temporary))
-            costs = compare("trained", folder, runs, whole | domains, args)
-            if domains:
-                head("model", "method, by domain", *domains)
-                for method, cost in costs.items():
-                    row("trained", method, *(with_error(cost[domain]) for domain in domains))
+        copy_in_float32(args.model, folder)
+        compare(folder, runs, args)
 
 
 if __name__ == "__main__":

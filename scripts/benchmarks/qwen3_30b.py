@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 
-from scripts.benchmarks.frame import Child, head, options, row, run_child, timed, warm, write_layers
+from scripts.benchmarks.frame import Child, head, options, qwen3_moe, row, run_child, timed, warm, write_layers
 from scripts.benchmarks.scale import random_text
 
 Step = dict[str, dict[str, Any]]
@@ -56,26 +56,9 @@ STEPS: dict[str, tuple[list[Step], list[Step]]] = {  # each with the steps whose
 
 def config(layers: int) -> Any:
     """Qwen3-30B-A3B, as its config.json has it, with so many of its 48 layers."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        vocab_size=151_936,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=False,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype="bfloat16",
-    )
+    attention = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    more = {"norm_topk_prob": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 40_960, "dtype": "bfloat16"}
+    return qwen3_moe(2048, 768, layers, 128, 8, 151_936, intermediate_size=6144, **attention, **more)
 
 
 def rate(dtype: torch.dtype) -> float:
@@ -105,9 +88,8 @@ def main() -> None:
         calibration = {"data": [str(text)], "samples": given.samples, "sequence_length": given.length}
 
         def run(steps: Sequence[Step], model: Path = base) -> Child:
-            content = {"model": str(model), "base": str(base), "calibration": calibration, "steps": [*steps]}
-            content["resident"] = "no"
-            recipe.write_text(yaml.safe_dump(content))
+            where = {"model": str(model), "base": str(base), "resident": "no"}
+            recipe.write_text(yaml.safe_dump({**where, "calibration": calibration, "steps": [*steps]}))
             shutil.rmtree(out, ignore_errors=True)
             flags = ["-o", str(out), "--device", given.device, "--json"]
             seen = run_child([sys.executable, "-c", RUN, "compress", str(recipe), *flags])

@@ -1,14 +1,11 @@
 """Measure what several ranks on this machine bring; every figure is a ratio within one run.
 
     python -m scripts.benchmarks.ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--steps N]
-    python -m scripts.benchmarks.ranks --gigabytes 4.7 TEXT [--rounds 3] ...
 
 Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the seconds of the pass
 that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds of
 the busiest rank and the peak of anonymous memory of the largest over those of one, whether the plan is the same, and by
-how much weights differ. As many processes that share nothing and work at the same time, each as one rank, show what the
-machine itself gives. --rounds takes all in turn so many times and keeps the least seconds, for a machine that others
-use, too. --steps shortens `tune`. With --gigabytes the model is a synthetic checkpoint of that size, removed later.
+how much weights differ. --steps shortens `tune`.
 """
 
 import argparse
@@ -25,7 +22,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from scripts.benchmarks.frame import Sizes, options
+from scripts.benchmarks.frame import options
 
 PHASES = ("plan", "correct")
 
@@ -58,7 +55,7 @@ def work(given: argparse.Namespace, out: Path) -> None:
         out.with_suffix(f".{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def start(size: int, model: str, scratch: Path, name: str) -> list[subprocess.Popen[bytes]]:
+def start(size: int, scratch: Path, name: str) -> list[subprocess.Popen[bytes]]:
     """So many ranks of one run, each a process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,25 +63,21 @@ def start(size: int, model: str, scratch: Path, name: str) -> list[subprocess.Po
     more = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / f"cache-{name}"), **place}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "scripts.benchmarks.ranks", model, *sys.argv[1:], "--out", str(scratch / name)],
+            [sys.executable, "-m", "scripts.benchmarks.ranks", *sys.argv[1:], "--out", str(scratch / name)],
             env={**os.environ, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
     ]
 
 
-def ended(started: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for them all."""
-    statuses = [process.wait() for process in started]
-    if any(statuses):
-        raise SystemExit(f"{len(started)} ranks did not come to an end")
-
-
-def launched(size: int, model: str, scratch: Path) -> dict[str, Any]:
+def launched(size: int, scratch: Path) -> dict[str, Any]:
     """The figures of a run by so many ranks, with its plan and the digests of its weights."""
     one, out = scratch / "ranks-1", scratch / f"ranks-{size}"
     shutil.rmtree(out, ignore_errors=True)
-    ended(start(size, model, scratch, out.name))
+    started = start(size, scratch, out.name)
+    statuses = [process.wait() for process in started]
+    if any(statuses):
+        raise SystemExit(f"{size} ranks did not come to an end")
     found = [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(size)]
     plan = json.loads((out / "compression.json").read_text())["plan"]
     off = max(difference(path, one / path.name) for path in out.glob("*.safetensors"))
@@ -103,63 +96,32 @@ def difference(path: Path, other: Path) -> float:
         return max(float((one - two).abs().max() / two.abs().max().clamp_min(1e-12)) for one, two in pairs)
 
 
-def apart(size: int, model: str, scratch: Path) -> dict[str, float]:
-    """Seconds of each phase where so many processes do the whole of it at the same time and share nothing."""
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        ended([process for number in range(size) for process in start(1, model, Path(folder), f"out-{number}")])
-        found = [json.loads((Path(folder) / f"out-{number}.0.json").read_text()) for number in range(size)]
-    return {name: sum(each["seconds"].get(name, 0) for each in found) / size for name in PHASES}
-
-
-def quicker(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two runs of the same as one, with the fewer seconds of each phase."""
-    seconds = {name: min(first["seconds"][name], second["seconds"][name]) for name in first["seconds"]}
-    return {**first, "work": min(first["work"], second["work"]), "seconds": seconds}
-
-
 def main() -> None:
     """Print a line for each number of ranks."""
-    sizes = {"experts": 4, "samples": 64, "length": 256, "rounds": 1, "strategy": "reap", "correct": "tune"}
+    sizes = {"experts": 4, "samples": 64, "length": 256, "strategy": "reap", "correct": "tune"}
     parser = options(__doc__, ranks=[1, 2], **sizes)
-    parser.add_argument("given", nargs="+", metavar="MODEL TEXT")
-    parser.add_argument("--gigabytes", type=float, help="of a synthetic checkpoint in the place of MODEL")
+    parser.add_argument("model")
+    parser.add_argument("text")
     parser.add_argument("--steps", type=int, help="of tuning a layer (default: as many as `compress` takes)")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_intermixed_args()
     if given.out is not None:
-        given.model, given.text = given.given[0], given.given[-1]
         work(given, given.out)
         return
-    if len(given.given) != (1 if given.gigabytes else 2):
-        parser.error("name a model and a text, or --gigabytes and a text")
     with tempfile.TemporaryDirectory() as scratch:
-        model = given.given[0]
-        if given.gigabytes:
-            folder = Path(scratch) / "model"
-            Sizes().write(folder, given.gigabytes)
-            model = str(folder)
-        runs, limits = dict[int, dict[str, Any]](), dict[int, dict[str, float]]()
-        for _ in range(given.rounds):
-            for size in sorted({1, *given.ranks}):
-                run = launched(size, model, Path(scratch))
-                runs[size] = quicker(run, runs[size]) if size in runs else run
-                if size > 1:
-                    alone = apart(size, model, Path(scratch))
-                    limits[size] = {name: min(alone[name], limits.get(size, alone)[name]) for name in PHASES}
-    one = runs[1]
-    for size, run in runs.items():
-        print(f"{size} ranks: {told(one, run, limits.get(size))}", flush=True)
+        one = launched(1, Path(scratch))
+        for size in sorted({1, *given.ranks}):
+            run = one if size == 1 else launched(size, Path(scratch))
+            print(f"{size} ranks: {told(one, run)}", flush=True)
 
 
-def told(one: dict[str, Any], run: dict[str, Any], limit: dict[str, float] | None) -> str:
-    """A run's line: seconds over those of one rank, the same of processes that share nothing, work and memory."""
+def told(one: dict[str, Any], run: dict[str, Any]) -> str:
+    """A run's line: seconds over those of one rank, work and memory."""
 
     def phase(name: str) -> str:
-        alone, seconds = one["seconds"][name], run["seconds"][name]
-        machine = f" (the machine {size * alone / limit[name]:.2f})" if limit else ""
-        return f"{name} {seconds:.1f} s, faster by {alone / seconds:.2f}{machine}"
+        seconds = run["seconds"][name]
+        return f"{name} {seconds:.1f} s, faster by {one['seconds'][name] / seconds:.2f}"
 
-    size = run["size"]
     times = ", ".join(phase(name) for name in PHASES if run["seconds"].get(name))
     same = f"{'the same' if run['plan'] == one['plan'] else 'ANOTHER'} plan, weights {run['off']:.1e} apart"
     shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]

@@ -4,8 +4,9 @@
 
 Each checkpoint (bfloat16, layers of 0.26 GB) is copied file by file, compressed to half of its experts by
 model-centric and by reap with so many calibration tokens, and removed; --export writes model-centric's output as ONNX,
-too. Prints for each size the time over that of the copy, the peak anonymous memory above a bare interpreter's over the
-largest layer, and over all sizes the slope of log time over log size.
+too, and --correct compresses by reap with ridge and with two steps of tune. Prints for each size the time over that of
+the copy, the peak anonymous memory above a bare interpreter's over the largest layer, and over all sizes the slope of
+log time over log size.
 
 Pages of the source are dropped from the page cache before each step (--cache cold), or read into it (warm, for sizes
 that fit). A copy reads the whole source and writes and flushes as much, one file at a time, of which one is kept.
@@ -37,6 +38,8 @@ COLUMNS = (
 LENGTH = 512
 SIZES = Sizes(vocabulary=512)  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
 KEPT = SIZES.experts // 2
+TUNE = ["--correct", "tune", "--set", "correct.steps=2"]  # memory does not depend on the number of steps
+CORRECTIONS = {"ridge": ["--correct", "ridge"], "tune": TUNE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +116,12 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
     measured = Measured(report.bytes, report.largest_layer_bytes, copy_seconds(folder, scratch / "copy"), {})
     bare = min((run_child(BARE) for _ in range(2)), key=lambda seen: seen.seconds)
     for name in steps:
-        command = [*compress_command(folder, out, name), "--correct", "none", "--device", "cpu"]
-        if name == "reap":
+        strategy = "model-centric" if name == "model-centric" else "reap"
+        correction = CORRECTIONS.get(name, ["--correct", "none"])
+        command = [*compress_command(folder, out, strategy), *correction, "--device", "cpu"]
+        if strategy == "reap":
             command += ["--calibration", str(text), "--samples", samples, "--sequence-length", str(min(LENGTH, tokens))]
-        elif name == "export":
+        if name == "export":
             command = [*COMMAND, "export", str(scratch / "kept"), "-o", str(out), "--dtype", "fp16", "--json"]
         ready(folder)
         measured.steps[name] = watched(command, bare)
@@ -148,7 +153,7 @@ def slopes(measured: Sequence[Measured]) -> str:
 
 def main() -> None:
     """Measure every size and print the table."""
-    parser = options(__doc__, gigabytes=[4.0, 8.0, 16.0, 30.0], tokens=16_384, export=False)
+    parser = options(__doc__, gigabytes=[4.0, 8.0, 16.0, 30.0], tokens=16_384, export=False, correct=False)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are made (default: the temporary folder)")
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the page cache before each step")
     args = parser.parse_args()
@@ -158,7 +163,7 @@ def main() -> None:
     for gigabytes in args.gigabytes:
         with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
             os.environ["MOE_COMPRESSOR_CACHE"] = f"{scratch}/cache"
-            steps = ["model-centric", "reap", *["export"] * args.export]
+            steps = ["model-centric", "reap", *["export"] * args.export, *[*CORRECTIONS] * args.correct]
             measured.append(measure(gigabytes, args.tokens, Path(scratch), steps, args.cache == "cold"))
     print(slopes(measured))
 

@@ -81,11 +81,8 @@ def pruned(job: Job) -> list[list[list[int]]]:
 
 def prepare(checkout: str, below: str) -> None:
     """Make a checkout's package importable."""
-    folder = Path(checkout) / below
-    if not folder.is_dir():
-        raise CompressionError(f"{checkout} has no {below or 'such folder'}; name the folder of the project's checkout")
     stand_in(NOT_NEEDED)
-    sys.path.append(str(folder))
+    sys.path.append(str(Path(checkout) / below))
 
 
 def prepare_with_old_mixtral(checkout: str, below: str) -> None:
@@ -116,12 +113,7 @@ def run_reap(job: Job, as_used: bool) -> Told:
         model = old_mixtral.load(Path(job.model))
     if as_used:
         model.config.norm_topk_prob = True
-    arguments = (
-        ReapArgs(profile=False),
-        ModelArgs(),
-        DatasetArgs(),
-        ObserverArgs(record_pruning_metrics_only=True),
-    )
+    arguments = (ReapArgs(profile=False), ModelArgs(), DatasetArgs(), ObserverArgs(record_pruning_metrics_only=True))
     with phases.phase("calibrate"):
         seen = recording.record_activations(model, None, *arguments, out.with_name(f"{out.name}-observed"))
     with phases.phase("write"):

@@ -18,20 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("offline", "hasty")
+@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("lacking", ["", "float64"])
 def test_compressing_on_a_device_keeps_its_tensors_apart_from_the_processors(tmp_path: Path, lacking: str) -> None:
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path, 4 * small.TEXT)
     environment = {**os.environ, "HF_DEACTIVATE_ASYNC_LOAD": "1", "PYTHONPATH": str(ROOT)}  # a mode is a thread's own
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.fake_device",
-        str(model),
-        str(text),
-        str(tmp_path / "there"),
-        lacking,
-    ]
+    command = [sys.executable, "-m", "tests.support.fake_device", *map(str, (model, text, tmp_path / "there", lacking))]
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)

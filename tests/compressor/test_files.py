@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from compressor.errors import CompressionError
-from compressor.files import check_folder, replace_folder, replacing, whole_folder, write_whole
+from compressor.files import check_folder, replacing, whole_folder, write_whole
 
 
 def test_a_file_is_replaced_only_by_a_complete_one(tmp_path: Path) -> None:
@@ -32,18 +32,6 @@ def test_a_whole_file_is_its_owners_and_has_nothing_beside_it(tmp_path: Path) ->
     with pytest.raises(UnicodeEncodeError):
         write_whole(path, "\ud800")
     assert path.read_text(encoding="utf-8") == "żółć" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_takes_the_place_of_another_or_leaves_it(tmp_path: Path) -> None:
-    made, target, old = (tmp_path / name for name in ("made", "target", "old"))
-    for folder in (made, target):
-        folder.mkdir()
-        (folder / "name").write_text(folder.name)
-    with pytest.raises(FileNotFoundError):
-        replace_folder(tmp_path / "absent", target, old)
-    assert (target / "name").read_text() == "target" and not old.exists()
-    replace_folder(made, target, old)
-    assert (target / "name").read_text() == "made" and (old / "name").read_text() == "target"
 
 
 def _replace(folder: Path, error: Exception) -> None:

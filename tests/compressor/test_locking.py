@@ -5,7 +5,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -67,26 +66,6 @@ def test_a_kill_lets_go_and_leaves_its_work(tmp_path: Path) -> None:
     with lock_output(out) as folder:
         assert (folder / "half").exists()
         clear(folder)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_run_itself_may_ask_again_and_another_thread_may_not(tmp_path: Path) -> None:
-    out, faults = tmp_path / "out", list[str]()
-
-    def ask() -> None:
-        try:
-            with lock_output(out):
-                pass
-        except CompressionError as error:
-            faults.append(str(error))
-
-    with lock_output(out):
-        with lock_output(out) as folder:
-            assert folder == work_folder(out)
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join(30)
-        assert len(faults) == 1 and folder.is_dir()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -70,7 +70,6 @@ def module_of(plan: Any, **others: Any) -> ModuleType:
 
 
 def first(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    """The first experts of each routing group, protected ones before."""
     return keep_best(stats, -torch.arange(8.0), keep, protected)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tomllib
 from importlib import resources
 from pathlib import Path
 
@@ -25,7 +24,6 @@ PER_SKILL = 12
 
 @pytest.fixture(scope="module")
 def worse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo checkpoint with noise on its weights, so that some answers are wrong."""
     folder = tmp_path_factory.mktemp("worse") / "model"
     shutil.copytree(CHECKPOINT, folder)
     generator = torch.Generator().manual_seed(0)
@@ -104,14 +102,3 @@ def test_few_shot_examples_read_as_a_training_document(tasks: tuple[EvaluationTa
     assert text.startswith("<|end|>")
     assert len(shown) == 2 and set(shown) <= right
     assert last == question
-
-
-def test_the_package_ships_the_task_files_and_no_second_copy_of_the_data() -> None:
-    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "demo/tasks/*" in settings["tool"]["setuptools"]["package-data"]["compressor"]
-    tasks = resources.files("compressor").joinpath("demo", "tasks")
-    names = {entry.name for entry in tasks.iterdir() if entry.is_file()}
-    assert names == {
-        *(f"moe_demo_{name}.yaml" for name in (*SKILLS, "text")),
-        *("moe_demo.yaml", "_skill_yaml"),
-    }

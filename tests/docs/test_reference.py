@@ -3,9 +3,10 @@
 from dataclasses import fields
 from typing import Any
 
+from compressor.model.serving import RULES
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import FORMAT, Plan, PlannedStep
-from scripts import write_cli_reference, write_schema_reference
+from scripts import write_cli_reference, write_schema_reference, write_serving_rules
 from tests.support.doc_pages import DOCS
 
 
@@ -61,3 +62,10 @@ def test_the_schema_has_the_options_of_the_steps() -> None:
     for step in write_schema_reference.STEPS:
         described = write_schema_reference.schema("plan")["$defs"][f"{step.name}_options"]["properties"]
         assert set(described) == set(step.model_fields) and all("description" in each for each in described.values())
+
+
+def test_the_table_of_servers_has_every_rule() -> None:
+    assert (DOCS / write_serving_rules.PAGE).read_text(encoding="utf-8").count(write_serving_rules.MARK) == 1
+    rows = write_serving_rules.table().splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [rule.server for rule in RULES]
+    assert all(rule.needs.words in row for rule, row in zip(RULES, rows, strict=True))

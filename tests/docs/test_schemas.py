@@ -36,7 +36,6 @@ def validator(name: str, part: str | None = None) -> Draft202012Validator:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plans and outputs of several kinds."""
     folder = tmp_path_factory.mktemp("made")
     model, text = small.save(folder / "model"), small.text_file(folder)
     (folder / "protected.json").write_text('[{"layer": 0, "expert": 1}]')
@@ -84,7 +83,6 @@ def changed(content: Content, change: Callable[[Content], Any]) -> Content:
 
 
 def prune(plan: Content) -> Content:
-    """What the step prune decided."""
     (step,) = [step for step in plan["steps"] if step["name"] == "prune"]
     decided: Content = step["plan"]
     return decided

@@ -14,7 +14,6 @@ REFUSED = refused_families()
 
 
 def rows() -> dict[str, list[str]]:
-    """The page's lines by family, as cells."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row for row in cells if row[0] != "Family"}

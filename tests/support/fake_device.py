@@ -118,7 +118,7 @@ def pretended_device() -> Iterator[None]:
 ROUTERS = {"method": "router", "rounds": 1, "sequences": 8, "sequence_length": 32}
 DISTILL = {"train": "router", "steps": 2, "tokens_per_step": 64, "sequence_length": 32}
 REQUESTS: dict[str, dict[str, Any]] = {  # of `compress`, that compute in many ways
-    "auto": {"strategy": "auto", "correct": "tune"},
+    "auto": {"strategy": "auto", "correct": {"method": "tune", "steps": 2}},
     "split": {"strategy": "hc-smoe", "split": 2, "correct": "ridge"},
     "ream": {"strategy": "ream", "correct": "none", "routers": ROUTERS},
     "enumerate": {"strategy": "enumerate", "correct": "none", "distill": DISTILL},
@@ -131,12 +131,7 @@ def main(model: str, text: str, out: str, lacking: str = "") -> None:
     """Compress a model on the device, which may be `lacking` float64."""
     import compressor
     from compressor.attribution.projecting import covariance, signs, spread
-    from compressor.steps.correct import refit
-    from compressor.steps.correct.tuning import tune
-    from compressor.steps.prune import selection
 
-    selection.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
-    refit.tune = lambda layer, rows, router, steps, *more: tune(layer, rows, router, 2, *more)
     with pretended_device():
         there = torch.ones(2, device=NAME)
         try:

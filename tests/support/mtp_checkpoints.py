@@ -6,20 +6,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support import small, zoo
+from tests.support.small import tensors_of
 
 Tensors = dict[str, Tensor]
 NEXTN = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
-QWEN = {
-    "embedding_norm": "pre_fc_norm_embedding",
-    "hidden_norm": "pre_fc_norm_hidden",
-    "projection": "fc",
-    "norm": "norm",
-}
+NORMS = {"embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
+QWEN = {**NORMS, "projection": "fc"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +38,6 @@ class Made:
     def owned(self, names: Any) -> set[str]:
         """Of these tensor names, those of the heads."""
         return {name for name in names if name.startswith((*self.blocks, "mtp."))}
-
-
-def tensors_of(folder: Path) -> Tensors:
-    """What a checkpoint stores."""
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def make(name: str, folder: Path, heads: int = 1, own_ends: bool = False, **overrides: Any) -> Made:

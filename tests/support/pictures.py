@@ -1,5 +1,9 @@
 """Processors of tiny vision models, built offline from transformers' own classes, and pictures; test support."""
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from string import ascii_letters, digits
 from typing import Any
@@ -20,6 +24,7 @@ CHAT = (
 )
 SQUARES = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 AREA = {"shortest_edge": 64, "longest_edge": 512}  # pixels of a picture
+ONE_SQUARES = {"patch_size": 4, "temporal_patch_size": 1, "merge_size": 2, "size": AREA}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # processor, image processor, what that takes, what the processor takes
     "qwen3_vl_moe": ("Qwen3VLProcessor", "Qwen2VLImageProcessorPil", SQUARES | {"size": AREA}, {}),
@@ -27,24 +32,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "glm4v_moe": ("Glm4vProcessor", "Glm4vImageProcessorPil", SQUARES | {"size": AREA}, {}),
     "glm5_next": ("Glm5NextProcessor", "Glm5NextImageProcessorPil", SQUARES | {"size": AREA}, {}),
     "ernie4_5_vl_moe": (
-        "Ernie4_5_VLMoeProcessor",
-        "Ernie4_5_VLMoeImageProcessorPil",
-        SQUARES | {"temporal_patch_size": 1, "size": AREA},
-        {},
+        "Ernie4_5_VLMoeProcessor", "Ernie4_5_VLMoeImageProcessorPil", ONE_SQUARES, {},
     ),
     "gemma4-vl": (
-        "Gemma4Processor",
-        "Gemma4ImageProcessorPil",
-        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
-        {"feature_extractor": None},
+        "Gemma4Processor", "Gemma4ImageProcessorPil",
+        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3}, {"feature_extractor": None},
     ),
     "qwen3_omni_moe": (
-        "Qwen3OmniMoeProcessor",
-        "Qwen2VLImageProcessorPil",
-        SQUARES | {"size": AREA},
-        {"feature_extractor": None},
+        "Qwen3OmniMoeProcessor", "Qwen2VLImageProcessorPil", SQUARES | {"size": AREA}, {"feature_extractor": None},
     ),
-}
+}  # fmt: skip
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -118,10 +115,22 @@ def llava(folder: Path) -> Any:
     model = transformers.LlavaForConditionalGeneration(config).eval()
     zoo.randomise(model, torch.Generator().manual_seed(0))
     model.save_pretrained(folder)
+    llava_processor().save_pretrained(folder)
+    return model
+
+
+def llava_processor(chat: bool = True) -> Any:
+    """LLaVA's processor, which needs no torchvision."""
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     options: dict[str, Any] = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    template = CHAT.replace("IMAGE", "<image>")
-    transformers.LlavaProcessor(images, tokenizer(), patch_size=8, chat_template=template, **options).save_pretrained(
-        folder
-    )
-    return model
+    template = CHAT.replace("IMAGE", "<image>") if chat else None
+    return transformers.LlavaProcessor(images, tokenizer(), patch_size=8, chat_template=template, **options)
+
+
+@cache
+def llava_tokenizer(chat: bool = True) -> Any:
+    """The tokenizer of a folder that has LLaVA's processor, too."""
+    folder = tempfile.mkdtemp(prefix="moe-compressor-processor-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    llava_processor(chat).save_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)

@@ -40,24 +40,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": _ATTENTION | {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 8},
     "gpt_oss": _ATTENTION | {"num_local_experts": 8, "intermediate_size": 32, "sliding_window": 16},
     "deepseek_v3": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 48,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "num_nextn_predict_layers": 0,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32, "intermediate_size": 48, "num_nextn_predict_layers": 0,
     },
-}
+}  # fmt: skip
 # What published checkpoints say; see the names in their own config.json.
 _FP8_UNTOUCHED: dict[str, list[str] | None] = {
     "qwen3_moe": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
@@ -85,12 +73,8 @@ def save_fp8(folder: Path, family: str = "qwen3_moe", seed: int = 0, sizes: dict
             stored[name] = tensor
             continue
         stored[name], stored[name + "_scale_inv"] = _to_fp8_blocks(tensor, scale_dtype)
-    quantization: dict[str, Any] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    }
+    quantization: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    quantization["weight_block_size"] = [BLOCK, BLOCK]
     if _FP8_UNTOUCHED[family] is not None:
         quantization["modules_to_not_convert"] = _FP8_UNTOUCHED[family]
     _write(folder, config, stored, quantization)
@@ -150,16 +134,9 @@ def save_compressed_tensors(
     if format in FP4_SCHEMES:
         weights, activations = FP4_SCHEMES[format]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-    _write(folder, config, stored, quantization)
+    state = {"quantization_status": "compressed", "kv_cache_scheme": None, "global_compression_ratio": None}
+    groups = {"config_groups": {"group_0": group}, "ignore": ignore}
+    _write(folder, config, stored, {"quant_method": "compressed-tensors", "format": format, **groups, **state})
 
 
 def save_modelopt(

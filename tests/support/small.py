@@ -66,6 +66,11 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
 
 
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint, of however many files."""
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
 def edit_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the header of a safetensors file, leaving its data as they are."""
     raw = path.read_bytes()

@@ -30,15 +30,8 @@ ROUTER_STD = 0.5  # router logits spread by about 2.8, so that tokens choose dif
 NOISE = 0.1  # added to vectors (norms, biases, scales), so that swapping two entries shows in the logits
 ROUTERS = (".gate.", ".router.")
 REPRESENTATIVE = {  # one of every layout
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "nemotron_h",
-    "zaya",
-    "deepseek_v4",
-    "ernie4_5_vl_moe",
-}
+    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "zaya", "deepseek_v4", "ernie4_5_vl_moe",
+}  # fmt: skip
 LOOPED = {"inkling2_loop"} & FAMILIES.keys()  # families whose layers run several times in a forward
 KEPT = ("bias", "scale", "norm", "A_log")  # parameters, of 2 dimensions too, that stay near what the code chose
 

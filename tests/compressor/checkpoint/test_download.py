@@ -37,8 +37,6 @@ DECOYS = (
 
 
 class Listener:
-    """Notes what a progress is told."""
-
     def __init__(self) -> None:
         self.started: list[tuple[str, int]] = []
         self.advanced: list[str] = []
@@ -71,7 +69,6 @@ def repository(folder: Path) -> Path:
 
 
 def main(hub: Hub) -> str:
-    """The commit that the model's main branch names."""
     return hub.repositories[MODEL].branches["main"]
 
 
@@ -132,20 +129,6 @@ def test_the_progress_counts_bytes(tmp_path: Path, served: Serve, monkeypatch: p
         locate(MODEL, progress=heard)
     assert heard.started == [("download (MB)", 2 * math.ceil(5000 / 1200))]
     assert heard.advanced == [shard for shard in SHARDS for _ in range(5)]
-
-
-def test_weights_of_another_commit_are_taken_from_the_cache(tmp_path: Path, served: Serve) -> None:
-    old, new = (repository(tmp_path / name) for name in ("old", "new"))
-    (new / "README.md").write_text("another card")
-    with served(new) as hub:
-        older = hub.repositories[MODEL].add(contents(old))
-        locate(MODEL, older)
-        hub.requests.clear()
-        heard = Listener()
-        source = locate(MODEL, progress=heard)
-        assert hub.fetched() == ["README.md"]
-    assert heard.started == []
-    assert contents(source.folder) == contents(new)
 
 
 def test_a_revision_is_that_commit(tmp_path: Path, served: Serve) -> None:
@@ -297,18 +280,11 @@ def test_headers_cost_few_bytes(tmp_path: Path, served: Serve) -> None:
     assert found.folder.name == main(hub)
 
 
-def test_headers_come_from_the_cache_without_the_hub(tmp_path: Path, served: Serve) -> None:
-    folder = small.save(tmp_path / "model")
-    with served(folder):
-        locate(MODEL)
-    assert fetch_headers(MODEL).tensors == read_header(folder / "model.safetensors")  # places in the file, too
-
-
 @pytest.mark.full
 def test_the_command_shows_the_download(tmp_path: Path, served: Serve, run: Run) -> None:
     small.save(tmp_path / "model", shard="100KB")
     asked = ("compress", MODEL, "--experts", 4, "--strategy", "model-centric", "-o")
-    with served(tmp_path / "model"):
+    with served(tmp_path / "model") as hub:
         first, second = (run(*asked, tmp_path / name) for name in ("first", "second"))
     third = run(*asked, tmp_path / "third")
     assert (first.status, second.status, third.status) == (0, 0, 0), (first.err, second.err, third.err)
@@ -319,3 +295,5 @@ def test_the_command_shows_the_download(tmp_path: Path, served: Serve, run: Run)
     assert run(*("compress", shown.folder, *asked[2:]), tmp_path / "local").status == 0
     written = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "third", "local")}
     assert len(set(written.values())) == 1
+    source = json.loads((tmp_path / "first" / "compression.json").read_text())["plan"]["source"]
+    assert (source["model"], source["revision"]) == (MODEL, main(hub))

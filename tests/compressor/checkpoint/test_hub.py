@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import small, zoo
 from tests.support.command_line import Result
@@ -28,16 +27,9 @@ print(json.dumps([dataclasses.asdict(captured(*arguments)) for arguments in json
 
 def run(hub: Hub, home: Path, *commands: Sequence[str]) -> list[Result]:
     """The command line in a process of its own, whose Hub is the server from its start, one command after the other."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    given = {"input": json.dumps(commands), "env": environment, "cwd": home}
+    quiet = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[3])}
+    given = {"input": json.dumps(commands), "env": {**os.environ, **quiet, **places}, "cwd": home}
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, **given)
     assert done.returncode == 0, done.stderr
     return [Result(**each) for each in json.loads(done.stdout)]
@@ -74,31 +66,6 @@ def test_inspect_fetches_headers_only_and_unknown_names_are_one_sentence(tmp_pat
         assert refusal.status == 2
         assert message in refusal.err
         assert refusal.err.count("\n") == 1, refusal
-
-
-def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
-    zoo.save("mixtral", tmp_path / "model")
-    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"not wanted")
-    (tmp_path / "home").mkdir()
-    with serve() as hub:
-        commit = hub.serve(REPOSITORY, tmp_path / "model").branches["main"]
-        line = (
-            f"compress {REPOSITORY} --revision main --experts 4 --strategy model-centric --json -o {tmp_path / 'out'}"
-        )
-        (done,) = run(hub, tmp_path / "home", line.split())
-        assert done.status == 0, done
-        assert not any("pytorch_model.bin" in request.path for request in hub.requests)
-    from compressor import compress
-
-    compress(str(tmp_path / "model"), tmp_path / "local", experts=4, strategy="model-centric")
-    written, local = (tmp_path / name / "model.safetensors" for name in ("out", "local"))
-    assert written.read_bytes() == local.read_bytes()
-    record = json.loads((tmp_path / "out" / "compression.json").read_text())
-    assert record["plan"]["source"]["model"] == REPOSITORY
-    assert record["plan"]["source"]["revision"] == commit
-    assert torch.isfinite(
-        zoo.logits(zoo.reload("mixtral", tmp_path / "out"), torch.ones(1, 4, dtype=torch.long) * 20)
-    ).all()
 
 
 def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:

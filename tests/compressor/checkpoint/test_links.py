@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compressor import compress
-from compressor.checkpoint.reader import Checkpoint, refuse_link, refuse_links
+from compressor.checkpoint.reader import Checkpoint, refuse_link
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.pipeline.formats import export_checkpoint
-from compressor.progress import Silent
 from compressor.steps.job import carried_files
 from tests.support import small
 
@@ -64,25 +61,6 @@ def test_a_link_out_of_the_folder_is_refused_by_name(folder: Path, name: str, ho
     with pytest.raises(CompressionError, match=OUTSIDE) as caught:
         READERS[how](folder)
     assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_link_to_a_link_counts_by_where_it_ends(folder: Path) -> None:
-    link(folder, "notes/passwd", "../../outside/passwd")
-    link(folder, "vocab.txt", "notes/passwd")
-    with pytest.raises(CompressionError, match=f"vocab.txt {OUTSIDE}"):
-        refuse_links(folder)
-
-
-def test_nothing_is_written_from_a_folder_with_such_a_link(folder: Path, tmp_path: Path) -> None:
-    link(folder, "vocab.txt", "/etc/passwd")
-    attempts: tuple[Callable[[Path], object], ...] = (
-        lambda out: compress(str(folder), out, experts=4, strategy="model-centric"),
-        lambda out: export_checkpoint("onnx", folder, out, {}, False, Silent()),
-    )
-    for attempt in attempts:
-        with pytest.raises(CompressionError, match=OUTSIDE):
-            attempt(tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "outside"]
 
 
 def test_links_within_the_folder_and_from_the_folder_itself_are_read(folder: Path, tmp_path: Path) -> None:

@@ -35,18 +35,6 @@ def export(checkpoint, output, options, progress):
     output.mkdir()
     (output / "name.txt").write_text(checkpoint.name)
 """
-TELLING = """
-from dataclasses import dataclass
-from pathlib import Path
-@dataclass
-class Summary:
-    folder: Path
-    tensors: int
-def export(checkpoint, output, options, progress):
-    output.mkdir()
-def read_summary(output):
-    return Summary(output, 3)
-"""
 NEEDY = """
 from compressor.errors import CompressionError
 def require_packages():
@@ -62,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = {"toy": TOY, "plain": PLAIN, "telling": TELLING, "needy": NEEDY, "broken": "exports = 3"}
+    sources = {"toy": TOY, "plain": PLAIN, "needy": NEEDY, "broken": "exports = 3"}
     for name, source in sources.items():
         folder = tmp_path_factory.mktemp("site")
         install(folder, monkeypatch, name, source)
@@ -78,17 +66,6 @@ def test_export_by_name_with_options(run: Run, checkpoint: Path, tmp_path: Path)
     as_json = run("export", checkpoint, "-o", tmp_path / "more", "--format", "plain", "--json")
     assert json.loads(as_json.out) == {"format": "plain", "folder": str(tmp_path / "more")}
     refused(run("export", checkpoint, "-o", tmp_path / "out", "--format", "toy", "--json"), "exists already")
-    told = run("export", checkpoint, "-o", tmp_path / "third", "--format", "telling")
-    assert str(tmp_path / "third") in "".join(told.out.split()) and ".third" not in told.out
-
-
-def test_compress_with_a_subfolder_or_alone(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    ask = ("compress", checkpoint, "--experts", 4, "--strategy", "model-centric")
-    assert run(*ask, "-o", tmp_path / "both", "--format", "safetensors,toy,plain").status == 0
-    assert {"model.safetensors", "toy", "plain", "recipe.yaml"} <= set(names(tmp_path / "both"))
-    assert names(tmp_path / "both" / "toy") == ["list.txt"]
-    assert run(*ask, "-o", tmp_path / "alone", "--format", "toy").status == 0
-    assert names(tmp_path / "alone") == ["list.txt"] and names(tmp_path) == ["alone", "both"]
 
 
 def test_a_recipe_in_python_writes_its_formats(checkpoint: Path, tmp_path: Path) -> None:
@@ -113,10 +90,7 @@ def test_an_exporter_that_fails_leaves_nothing(run: Run, checkpoint: Path, tmp_p
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ("--format", "toi"),
-            r"there is no exporter 'toi'; did you mean 'toy'\? known are .*onnx, plain",
-        ),
+        (("--format", "toi"), r"there is no exporter 'toi'; did you mean 'toy'\? known are .*onnx, plain"),
         (("--format", "safetensors"), "safetensors is what compress writes"),
         (("--format", "needy"), "needy needs the package nowhere"),
         (("--format", "broken"), "exporter 'broken' is no plugin: it needs a function export"),

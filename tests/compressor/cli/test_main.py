@@ -82,45 +82,40 @@ def test_a_wrong_list_is_refused(run: Run) -> None:
     refused(run("list", "strategy"), "there is no list 'strategy'; did you mean 'strategies'\\? known are steps")
 
 
-def test_help_loads_neither_torch_nor_transformers() -> None:
+def modules_after(*commands: str) -> tuple[str, set[str]]:
+    """What a process prints that runs these commands, and the modules that it has loaded."""
     code = (
         "import sys; from compressor.cli.main import main\n"
         "for command in sys.argv[1:]:\n"
-        "    sys.argv = ['moe-compress', *([command] if command[0] != '-' else []), '--help']\n"
+        "    sys.argv = ['moe-compress', *command.split()]\n"
         "    try: main()\n"
         "    except SystemExit as end: assert not end.code\n"
-        "print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)))"
+        "print(*sys.modules)"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, "-", *COMMANDS],
-        cwd=Path(cli.__file__).parents[2], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert found.stdout.count("Usage:") == 1 + len(COMMANDS) and found.stdout.splitlines()[-1] == "[]"
+    root = Path(cli.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, *commands], cwd=root, capture_output=True, text=True, check=True)
+    printed, _, modules = done.stdout.rstrip().rpartition("\n")
+    return printed, set(modules.split())
+
+
+def test_help_loads_neither_torch_nor_transformers() -> None:
+    printed, modules = modules_after("--help", *(f"{command} --help" for command in COMMANDS))
+    assert printed.count("Usage:") == 1 + len(COMMANDS)
+    assert not {"torch", "transformers", "numpy", "matplotlib"} & modules
+
+
+LISTS = {"torch", "transformers", "numpy", "scipy"}
+INSPECTION = {"scipy.stats", "lm_eval", "matplotlib", "compressor.steps.quantize.step", "compressor.pipeline"}
 
 
 @pytest.mark.parametrize(
     ("command", "unwanted"),
     [
-        ("list steps", {"torch", "transformers", "numpy", "scipy"}),
-        ("list optimizers", {"torch", "transformers", "numpy", "scipy"}),
-        (
-            "inspect compressor/demo/checkpoint",
-            {"scipy.stats", "lm_eval", "matplotlib", "compressor.steps.quantize.step", "compressor.pipeline"},
-        ),
+        ("list steps", LISTS), ("list optimizers", LISTS), ("inspect compressor/demo/checkpoint", INSPECTION),
     ],
-)
+)  # fmt: skip
 def test_a_command_loads_only_what_it_needs(command: str, unwanted: set[str]) -> None:
-    code = (
-        "import sys; from compressor.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit as end: assert not end.code\n"
-        "print(*sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command.split()],
-        cwd=Path(cli.__file__).parents[2], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert not unwanted & {*done.stdout.splitlines()[-1].split()}
+    assert not unwanted & modules_after(command)[1]
 
 
 def test_a_package_may_bring_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +145,3 @@ def test_warnings_of_a_plugin_are_text_on_one_line(run: Run, tmp_path: Path, mon
     assert result.status == 0, result
     assert result.err.splitlines() == ["WARNING: a [red]warning[/red] of [31mtwo"] * 2
     assert not logging.getLogger("their_reap_plugin").handlers
-
-
-def test_a_plugin_s_summary_is_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "their-reap", REAP.replace('"""REAP: keep', '"""[bold]REAP[/bold] [/nothing] keep'))
-    monkeypatch.setenv("COLUMNS", "200")
-    result = run("list", "strategies")
-    assert result.status == 0 and "[bold]REAP[/bold] [/nothing] keep" in result.out

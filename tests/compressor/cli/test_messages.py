@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from compressor.cli.main import _OneLine
 from compressor.cli.terminal import print_json, progress_bars
-from compressor.errors import CompressionError, wrap_faults
+from compressor.errors import CompressionError
 from tests.support import small
 from tests.support.command_line import Run, names, refused
 
@@ -64,22 +62,6 @@ def test_a_sentence_hides_nothing(name: str) -> None:
     assert not name.isprintable() or name in said
 
 
-def test_warnings_are_plain() -> None:
-    record = logging.LogRecord("compressor", logging.WARNING, "", 1, "%s of a plugin", (HOSTILE,), None)
-    said = _OneLine().format(record)
-    assert said.startswith("WARNING: [/b]") and said.endswith("of a plugin") and said.isprintable()
-
-
-def test_a_panic_is_told_and_a_key_is_not() -> None:
-    inner = small.tokenizer().backend_tokenizer
-    inner.pre_tokenizer = endless()
-    told = pytest.raises(CompressionError, match=r"^reading: .*retry-limit.*; mend it$")
-    with told, wrap_faults("reading", "split it", "mend it"):
-        inner.encode("a" * 40)
-    with pytest.raises(KeyboardInterrupt), wrap_faults("reading", "split it", "mend it"):
-        raise KeyboardInterrupt
-
-
 def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_path: Path) -> None:
     folder = pattern_that_gives_up(small.save(tmp_path / "in"))
     text = small.text_file(tmp_path, "a" * 40)
@@ -92,14 +74,3 @@ def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_p
         r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the model's tok",
     )
     assert names(tmp_path) == before
-
-
-def test_half_a_character_in_jsonl_is_refused_with_its_line(run: Run, offline: None, tmp_path: Path) -> None:
-    text = tmp_path / "a.jsonl"
-    text.write_text('{"text": "a fine text"}\n{"text": "half \\ud83d of a character"}\n')
-    command = ("compress", small.save(tmp_path / "in"), "-o", tmp_path / "out", "--experts", 2, "--calibration", text)
-    refused(
-        run(*command, "--set", "calibration.strict=true"),
-        r"a\.jsonl, line 2: it has half a character, or a byte that is no UTF-8; mend or remove it",
-    )
-    assert names(tmp_path) == ["a.jsonl", "in"]

@@ -26,7 +26,6 @@ SIZES = ("--samples", 4, "--sequence-length", 64)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a text and an output of them."""
     folder = tmp_path_factory.mktemp("recipes")
     small.save(folder / "model")
     small.text_file(folder)
@@ -42,26 +41,18 @@ def written(folder: Path) -> Any:
 
 
 def test_an_output_has_its_recipe(made: Path) -> None:
+    options = {"merge": "frequency", "merge_routers": False}
     assert written(made / "out") == {
         "model": "model",
         "calibration": {"data": ["calibration.txt"], "samples": 4, "sequence_length": 64},
         "seed": 3,
         "dtype": "float32",
-        "steps": [
-            {
-                "prune": {
-                    "strategy": "data-centric",
-                    "ratio": 0.5,
-                    "options": {"merge": "frequency", "merge_routers": False},
-                }
-            }
-        ],
+        "steps": [{"prune": {"strategy": "data-centric", "ratio": 0.5, "options": options}}],
     }
     assert str(made) not in (made / "out" / "recipe.yaml").read_text()
 
 
 def test_a_run_is_repeated_from_it(run: Run, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From anywhere on this machine, and from a copy of the recipe where the files are."""
     monkeypatch.chdir(tmp_path)
     assert run("compress", made / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
     shutil.copy(made / "out" / "recipe.yaml", tmp_path / "mine.yaml")
@@ -100,20 +91,6 @@ def test_the_command_line_wins(made: Path) -> None:
     assert changed(calibration__samples=2).calibration == changed().calibration.model_copy(update={"samples": 2})
     assert changed(calibration__data=["demo"]).calibration.data == ("demo",)
     assert changed(f"model={made}").model == str(made)
-
-
-def test_protected_experts_stand_in_the_recipe(run: Run, made: Path, tmp_path: Path) -> None:
-    hubs = tmp_path / "hubs.json"
-    hubs.write_text('[{"layer": 0, "expert": 2}, {"layer": 1, "expert": 5}]')
-    ask = ("--experts", 4, "--strategy", "reap", "--split", 1, "--calibration", made / "calibration.txt", *SIZES)
-    assert run("compress", made / "model", "-o", tmp_path / "out", *ask, "--protect", hubs).status == 0
-    hubs.unlink()
-    (step,) = written(tmp_path / "out")["steps"]
-    assert step["prune"]["protect"] == [{"layer": 0, "expert": 2}, {"layer": 1, "expert": 5}]
-    assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "again")
-    (step,) = json.loads((tmp_path / "again" / "compression.json").read_text())["plan"]["steps"]
-    assert step["plan"]["protected"]
 
 
 def test_bad_recipes_leave_nothing(run: Run, made: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What the commands print of plans, models, pushes and exports: every figure, and names as they are written."""
 
-import json
 import shlex
 from dataclasses import make_dataclass, replace
 from pathlib import Path
@@ -20,9 +19,6 @@ from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
-from exporters.onnx import ExportSummary
-from exporters.onnx.moe import LayerRoute
-from exporters.onnx.verify import Verification
 from tests.support.doc_pages import parse
 from tests.support.plans import Decided, by_hand
 
@@ -40,7 +36,6 @@ def cells(text: str) -> list[list[str]]:
 
 
 def a_plan(**others: Any) -> Plan:
-    """One layer with a merged pair, and of 20 experts 17 dropped."""
     at, pair = "model.layers.0.mlp", Group((0, 1), (0.5, 0.5), (0.5, 0.5))
     layer = MoeLayer(f"{at}.experts", at, f"{at}.gate", "model.layers.0", 0, 20, 2, 1, 1)
     fields: dict[str, Any] = {"protected": {f"{at}.experts": (2,)}, **others}
@@ -118,26 +113,6 @@ def test_an_inspection_tells_every_figure(out: Any) -> None:
     assert "not loaded" not in text and ["bytes written", "-"] in cells(text)
 
 
-def test_servers_are_told_with_what_they_do_and_the_nearest_number(out: Any) -> None:
-    counts = list(range(2, 60))
-    advices = tuple(advise(Served("mixtral", number, 2, 256), counts) for number in (60, 48, 32))
-    report = Inspection(
-        HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 60, 2, "softmax", None, 2000, 8000, (), (), 11, 12, 13,
-        14, 15, (), (), advices,
-    )  # fmt: skip
-    inspection.show_inspection(report, False)
-    text = out()
-    assert ["48", "vLLM", "slower", "routes among 48 experts by a slower kernel"] in cells(text)
-    can = "cannot spread 60 experts over 8 GPUs with expert parallelism (over 2 and 4 it can)"
-    assert ["60", "SGLang", "fails", can] in cells(text) and not [row for row in cells(text) if row[:1] == ["32"]]
-    assert "suit all servers: 32; nearest to 60: 56" not in text  # which aiter does not take
-    assert "Numbers of experts that suit all servers: 32; nearest to 60: 32; nearest to 48: 32" in text
-    inspection.show_inspection(report, True)
-    told = json.loads(out())["servers"]
-    assert [(entry["experts"], entry["nearest"]) for entry in told] == [(60, 32), (48, 32), (32, 32)]
-    assert told[1]["breaches"][0]["source"] == "csrc/libtorch_stable/moe/topk_softmax_kernels.cu"
-
-
 def pushed(**others: Any) -> Any:
     fields: dict[str, Any] = {
         "repo_id": "org/smaller", "url": "https://a.org/[x]", "branch": "main", "create_pr": False, "message": HOSTILE,
@@ -167,15 +142,3 @@ def test_a_push_tells_what_went_where(out: Any) -> None:
         assert said in text
     show(rendering.push_blocks(pushed(changed=False, uploaded=())))
     assert out() == "Nothing has changed: main of org/smaller has these files already.\nhttps://a.org/[x]\n"
-
-
-def test_an_export_tells_how_well_it_agrees(out: Any) -> None:
-    checked = Verification(1e-5, 1e-3, 9.0, ((1, 2),), (("a", 1e-5),), 10, 9)
-    routes = (LayerRoute("layers.0", "MoE"), LayerRoute(HOSTILE, "batched_mm", "[it] has no node"))
-    made = ExportSummary(Path("[out]"), HOSTILE, 5000, True, 77, ("a",), ("b",), routes, checked)
-    rendering.show_export("onnx", Path("other"), made, False)
-    text = out()
-    found = dict(cells(text))
-    assert found["file"] == "5 kB, weights in a file of their own" and found["nodes"] == "77"
-    assert found["MoE layers as one node"] == "1 of 2" and found["greedy tokens"] == "9 of 10 the same"
-    assert f"{HOSTILE}: batched_mm, since [it] has no node\nWritten to [out]\n" in text and f"{HOSTILE} as ONNX" in text

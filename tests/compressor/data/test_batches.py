@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import math
 import random
 import struct
-from collections.abc import Callable, Iterator
-from fractions import Fraction
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,12 @@ from compressor.data.batches import (
     repeat_text,
     sample_positions,
 )
-from compressor.data.documents import Document
-from compressor.data.sources import divide
 from compressor.errors import CompressionError
 from tests.support import small
 from tests.support.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, stream_of, write
 
 
 def fit_tokens(data: Calibration) -> int:
-    """Number of tokens that a plan may see."""
     return sum(batch.numel() for number, batch in enumerate(data.batches) if number not in data.heldout)
 
 
@@ -52,16 +47,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_nothing_outside_the_seed_matters(tmp_path: Path) -> None:
-    path = write(tmp_path, small.TEXT)
-    expected = run(path).identity
-    random.seed(5)
-    torch.manual_seed(5)
-    state = random.getstate()
-    assert run(path).identity == expected
-    assert random.getstate() == state
-
-
 def test_short_data_is_used_whole_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     calibration = run(write(tmp_path, "abc"), samples=4, length=100)
     assert [tuple(batch.shape) for batch in calibration.batches] == [(1, 5)]
@@ -75,15 +60,6 @@ def test_sampled_positions(tokens: int, count: int, seed: int) -> None:
     assert found == sorted(set(found)) and len(found) == min(tokens, count)
     assert all(0 <= position < tokens for position in found)
     assert found == sample_positions(tokens, count, seed).tolist()
-
-
-def tokens_of(calibration: Calibration, source: int, held: bool) -> list[int]:
-    return [
-        token
-        for number, batch in enumerate(calibration.batches)
-        if calibration.source_of(number) == source and (number in calibration.heldout) == held
-        for token in batch.flatten().tolist()
-    ]
 
 
 @pytest.mark.parametrize("samples", [3, 99])
@@ -105,51 +81,6 @@ def test_a_plain_calibration_is_what_it_was(samples: int, tmp_path: Path) -> Non
         {"source": str(path), "weight": 1.0, "samples": len(stream) // 50, "tokens": len(stream), "heldout_samples": 0}
         | {"sha256": digest}
     ]
-
-
-@given(
-    sizes=st.lists(st.integers(16, 150), min_size=1, max_size=3),
-    weights=st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=3, max_size=3),
-    samples=st.integers(3, 20), reserve=st.sampled_from([0, 3, 9]), heldout=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
-)  # fmt: skip
-def test_no_token_is_in_two_parts(
-    sizes: list[int],
-    weights: list[float],
-    samples: int,
-    reserve: int,
-    heldout: float,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    folder = tmp_path_factory.mktemp("numbers")
-    sources = [WeightedSource(count_up(folder, number, size), weights[number]) for number, size in enumerate(sizes)]
-    made = numbered(sources, samples=samples, reserve=reserve, heldout=heldout)
-    owed, owed_more = divide(samples, weights[: len(sizes)]), (0,) * len(sizes)
-    if reserve:
-        owed_more = divide(reserve, weights[: len(sizes)])
-    for number, size in enumerate(sizes):
-        fit, held = tokens_of(made, number, False), tokens_of(made, number, True)
-        parts = made.reserved[number].batches if reserve else ()
-        beyond = [token for one in parts for token in one.flatten().tolist()]
-        together = fit + held + beyond
-        assert together == stream_of(sources[number].source)[: len(together)]  # each token is unique: nothing twice
-        assert len(together) == 8 * min(size // 8, owed[number] + owed_more[number])
-        assert fit and bool(beyond) == bool(reserve)
-        if size // 8 >= owed[number] + owed_more[number]:
-            assert len(fit + held) == 8 * owed[number]
-        elif reserve:
-            due = Fraction(size // 8 * owed[number], owed[number] + owed_more[number])
-            assert abs(Fraction(len(fit + held), 8) - due) < 1 or len(fit + held) == 8 or len(beyond) == 8
-        entry = made.identity["sources"][number]
-        assert entry["tokens"] == len(fit + held)
-        if len(fit + held) > 8:
-            assert abs(entry["heldout_samples"] - heldout * entry["samples"]) <= 1
-        blocks = [made.batches[place] for place in made.heldout if made.source_of(place) == number]
-        assert entry["heldout_samples"] == sum(map(len, blocks))
-    assert bool(made.heldout) == (heldout > 0)
-    assert made.tokens == sum(entry["tokens"] for entry in made.identity["sources"])
-    assert fit_tokens(made) == sum(len(tokens_of(made, number, False)) for number in range(len(sizes)))
-    assert math.fsum(made.weights) == pytest.approx(1)
-    assert all(len(one) <= 8 for one in made.batches)
 
 
 def test_heldout_counts_by_hand(tmp_path: Path) -> None:
@@ -193,22 +124,6 @@ def test_short_sources_are_shared_out_and_said_so(tmp_path: Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
-def test_a_source_is_read_no_further_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-
-    def endless(*_: Any) -> Iterator[Document]:
-        number = 0
-        while True:
-            taken.append(number)
-            yield Document(f"{number} {number + 1}")
-            number += 2
-
-    monkeypatch.setattr("compressor.data.documents.documents", endless)
-    made = numbered("org/data", samples=3, reserve=2)
-    assert len(taken) == 5 * 8 // 2
-    assert made.identity["tokens"] == 24 and made.reserved[0].name == "org/data"
-
-
 def test_evaluation_sets_are_packed_like_calibration(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     names = [count_up(tmp_path, 0, 100), count_up(tmp_path / "other", 0, 20), count_up(tmp_path, 1, 5)]
@@ -220,21 +135,12 @@ def test_evaluation_sets_are_packed_like_calibration(tmp_path: Path) -> None:
         evaluation_sets(names[:1], Numbers(), length=100, seed=3, vocab=99, most=1)
 
 
-def test_sources_have_names_and_weights(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    made = numbered([WeightedSource(count_up(tmp_path, 0, 90), 1), WeightedSource(count_up(tmp_path / "x", 0, 90), 3)])
-    assert made.source_names == ("s0", "s0-2") and made.weights == (0.25, 0.75)
-    plain = Calibration((torch.zeros(1, 4), torch.ones(1, 4)), {})
-    assert plain.source_of(1) == 0 and fit_tokens(plain) == plain.tokens == 8
-
-
 def mixed(folder: Path, **settings: Any) -> Calibration:
     sources = [WeightedSource(count_up(folder, 0, 400), 0.7), WeightedSource(count_up(folder, 1, 30), 0.3)]
     return numbered(sources, **{"samples": 11, "heldout": 0.2, "reserve": 4} | settings)
 
 
 def as_stored(calibration: Calibration) -> dict[str, Any]:
-    """The identity as a plan file gives it back."""
     content: dict[str, Any] = json.loads(json.dumps(calibration.identity))
     return content
 

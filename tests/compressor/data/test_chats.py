@@ -40,7 +40,6 @@ FUNCTION = {"name": "look", "description": "d", "parameters": {"type": "object",
 
 
 def rendered(row: Any, name: str, folder: Path) -> str:
-    """The document of a row in a JSONL file."""
     tokenizer = small.tokenizer(TEMPLATES[name])
     path = write(folder, json.dumps(row), "rows.jsonl")
     (document,) = documents(WeightedSource(str(path), 1.0), 0, tokenizer)
@@ -49,7 +48,6 @@ def rendered(row: Any, name: str, folder: Path) -> str:
 
 
 def chat(arguments: Any, **more: Any) -> dict[str, Any]:
-    """A chat with a call of a tool."""
     call = {"id": "c0", "type": "function", "function": {"name": "look", "arguments": arguments}}
     asked = {"role": "user", "content": "Rain?"}
     calling = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -91,16 +89,6 @@ def test_content_as_parts_is_never_shown_as_a_list_nor_lost(name: str, tmp_path:
     assert rendered(row, name, tmp_path) == expected
 
 
-def test_a_part_that_is_no_text_leaves_the_row_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    odd = {"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}]}
-    path = write(tmp_path, f"{json.dumps(odd)}\n{json.dumps(chat(ARGUMENTS))}", "rows.jsonl")
-    left_out = LeftOut("rows")
-    tokenizer = small.tokenizer(TEMPLATES["strings alone"])
-    assert len(list(documents(WeightedSource(str(path), 1.0), 0, tokenizer, left_out=left_out))) == 1
-    left_out.report()
-    assert "line 1: the chat template cannot take its messages (it takes text alone" in caplog.text
-
-
 @pytest.mark.parametrize("arguments", ["", "{}", "not json", "[1]", None])
 def test_odd_arguments_are_rendered_as_they_are_or_left_out(arguments: Any, tmp_path: Path) -> None:
     rows = f"{json.dumps(chat(arguments))}\n{json.dumps(chat(ARGUMENTS))}"
@@ -109,6 +97,14 @@ def test_odd_arguments_are_rendered_as_they_are_or_left_out(arguments: Any, tmp_
         left_out = LeftOut("rows")
         found = list(documents(WeightedSource(str(path), 1.0), 0, small.tokenizer(text), left_out=left_out))
         assert len(found) + left_out.faults == 2 and left_out.used == len(found) >= 1
+
+
+def test_queries_with_calls_for_answers_are_chats(tmp_path: Path) -> None:
+    """As xlam-function-calling has them."""
+    calls = json.dumps([{"name": "look", "arguments": ARGUMENTS}])
+    row = {"query": "Rain?", "answers": calls, "tools": json.dumps([FUNCTION])}
+    shown = f"{json.dumps(FUNCTION)}<user>Rain?\n<assistant><call>look {json.dumps(ARGUMENTS)}</call>\n"
+    assert rendered(row, "strings alone", tmp_path) == shown
 
 
 def test_a_tool_is_wrapped_where_the_template_looks_inside(tmp_path: Path) -> None:
@@ -155,12 +151,3 @@ def test_what_stands_beside_a_chat_is_read_or_named(
         left_out.report()
     named = [f"rows of data have columns of text that are not read: {unread} (SOURCE#column reads one)"]
     assert [record.message for record in caplog.records] == (named if unread else [])
-
-
-def test_a_named_column_is_read_alone_and_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    row = {"system": "S", "instruction": "Sort.", "input": "3 1", "output": "1 3"}
-    path = write(tmp_path, json.dumps(row), "rows.jsonl")
-    left_out = LeftOut("rows")
-    (document,) = documents(WeightedSource(f"{path}#instruction", 1.0), 0, small.tokenizer(), left_out=left_out)
-    left_out.report()
-    assert document.text == "Sort." and not document.is_chat and not caplog.records

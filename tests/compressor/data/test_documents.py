@@ -18,18 +18,12 @@ from tests.support import small
 from tests.support.texts import END, TOKENIZER, Words, decode, run, write
 
 
-def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path: Path) -> None:
-    found = decode(run(write(tmp_path, "one\ntwo\n\n\nthree\n"), samples=1, length=100))
-    assert sorted(found.split("</s>")) == ["", "one\ntwo\n", "three\n"]
-
-
 def texts_of(source: str | WeightedSource, tokenizer: Any = TOKENIZER) -> list[str]:
     weighted = WeightedSource(source, 1.0) if isinstance(source, str) else source
     return [document.text for document in documents(weighted, 0, tokenizer)]
 
 
 def data_set(folder: Path) -> Path:
-    """A data set with two configurations and other splits than train, as the Hub has them."""
     path = folder / "set"
     path.mkdir()
     files = {"plain": {"train": "a.jsonl"}, "chat": {"train_sft": "b.jsonl", "test_sft": "c.jsonl"}}
@@ -80,7 +74,6 @@ def test_chats_are_rendered_by_the_models_template(row: dict[str, Any], text: st
 
 
 def test_the_same_rows_are_the_same_text_from_every_kind_of_source(tmp_path: Path, offline: None) -> None:
-    """A JSONL and a parquet file, a `datasets.Dataset` and a generator; the same rows given in Python have one name."""
     rows = [{"messages": [{"role": "user", "content": f"number {n}"}], "tools": None} for n in range(9)]
     path, data = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "a.jsonl"), Dataset.from_list(rows)
     data.to_parquet(tmp_path / "a.parquet")
@@ -103,28 +96,15 @@ def test_bad_rows_are_left_out_with_one_warning_or_refused(tmp_path: Path, caplo
         run(path, strict=True)
 
 
-def test_a_template_that_refuses_a_chat_leaves_it_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    odd = "{% if messages[0].role != 'user' %}{{ raise_exception('odd') }}{% endif %}"
-    tokenizer = small.tokenizer(small.CHAT + odd)
-    path = write(tmp_path, "\n".join(json.dumps({"messages": [turn]}) for turn in (YO, HI)), "a.jsonl")
-    assert decode(run(path, tokenizer, samples=1, length=10)) == "<user>hi\n</s>"
-    assert "line 1: the chat template cannot take its messages (odd)" in caplog.text
-
-
-def test_line_separators_inside_json_text_are_text(tmp_path: Path) -> None:
+def test_line_separators_are_text_and_a_byte_order_mark_is_not(tmp_path: Path) -> None:
     content = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n"
     assert decode(run(write(tmp_path, content, "data.jsonl"), samples=1, length=100)) == "a\u2028b\x85c</s>"
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     for name, content in (("a.txt", "hello"), ("a.jsonl", '{"text": "hello"}')):
         assert decode(run(write(tmp_path, b"\xef\xbb\xbf" + content.encode(), name), samples=1, length=5)) == "hello"
 
 
 REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.txt", "", "a.txt is empty; give it some text"),
-    ("a.txt", "\n \n\t\n\n", "a.txt is empty"),
-    ("a.jsonl", "", "a.jsonl is empty"),
     ("a.jsonl", '{"text": ""}\n{"text": " "}', "a.jsonl is empty"),
     ("a.txt", b"\xff\xfe", "a.txt: the document at line 1: .*a byte that is no UTF-8"),
     ("a.txt", b"two\r\n" * 9_999 + b"\xff", "a.txt: the document at line 1: .*a byte that is no UTF-8"),
@@ -139,7 +119,6 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ),
     ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should be text"),
     ("a.jsonl", '{"messages": [5]}', r"line 1: messages is \[5\], it should hold messages"),
-    ("a.jsonl", '{"messages": []}', "line 1: messages is"),
     (
         "a.jsonl",
         '{"prompt": "a"}',
@@ -176,12 +155,6 @@ def test_the_tokenizer_does_not_warn_of_long_text(tmp_path: Path, capfd: pytest.
     tokenizer.model_max_length = 5
     run(write(tmp_path, small.TEXT), tokenizer)
     assert capfd.readouterr().err == ""
-
-
-def test_messages_need_a_chat_template(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}', "a.jsonl")
-    with pytest.raises(CompressionError, match="messages, but the model's tokenizer has no chat template"):
-        run(path, small.tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -235,32 +208,3 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
 def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
     heldout = documents(WeightedSource("demo", 1.0), 0, None, "heldout")
     assert not set(texts_of("demo")) & {document.text for document in heldout}
-
-
-def test_public_data_sets_are_read_as_chats() -> None:
-    """Rows as evol-codealpaca, SWE-smith-trajectories and xlam-function-calling have them."""
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "({{ c.function.name }} {{ c.function.arguments.x }}){% endfor %}{% endfor %}"
-        "{{ tools | length if tools else 0 }}"
-    )
-    tokenizer = small.tokenizer(template)
-    rows: list[dict[str, Any]] = [
-        {"instruction": "Sort.", "output": "sorted(x)"},
-        {"messages": json.dumps([{"role": "user", "content": "Fix it."}, {"role": "assistant", "content": "Done."}])},
-        {
-            "query": "Add.",
-            "answers": json.dumps([{"name": "add", "arguments": {"x": 1}}]),
-            "tools": json.dumps([{"name": "add"}]),
-        },
-        {"messages": "plain text"},
-    ]
-    found = texts_of(WeightedSource("memory:x", 1.0, rows=tuple(rows)), tokenizer)
-    assert sorted(found) == sorted(
-        [
-            "<user>Sort.<assistant>sorted(x)0",
-            "<user>Fix it.<assistant>Done.0",
-            "<user>Add.<assistant>(add 1)1",
-            "plain text",
-        ]
-    )

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-from compressor.data import media
 from compressor.data.media import load_processor
 from tests.support import pictures
 from tests.support.command_line import Run, refused
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LLaVA with its processor, lines of text, and pictures with captions."""
     folder = tmp_path_factory.mktemp("home")
     pictures.llava(folder / "model")
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": f"line {n} of plain text."}) for n in range(400)))
@@ -71,26 +69,6 @@ def test_a_model_without_a_processor_refuses_pictures(home: Path, tmp_path: Path
     text[1] = str(tmp_path / "model")
     refused(run(*text), r"has no usable processor for pictures .*; install Pillow and torchvision, copy")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-def test_experts_for_pictures_alone_are_pruned_and_corrected_by_their_tokens(
-    home: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(media, "load_processor", lambda _: pictures.processor("ernie4_5_vl_moe"))
-    shutil.copytree(home, tmp_path / "home")
-    shutil.rmtree(tmp_path / "home" / "model")
-    pictures.save("ernie4_5_vl_moe", tmp_path / "home" / "model")
-    result = run(*arguments(tmp_path / "home", tmp_path / "out", "--strategy", "reap", "--correct", "ridge"))
-    assert result.status == 0, result.err
-    plan = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]
-    layers = next(step for step in plan["steps"] if step["name"] == "prune")["plan"]["layers"]
-    vision = [layer for layer in layers if "vision_moe" in layer["module"]]
-    assert len(vision) == 2 and len(layers) == 4
-    for layer in layers:
-        assert ("kept_share_of_media" in layer["figures"]) is (layer in vision)
-        figures = layer["figures"]["correction"]
-        assert figures["heldout_error"] <= figures["heldout_error_before"]
 
 
 def test_text_shows_rows_with_pictures_as_the_processor_makes_them(home: Path, run: Run) -> None:

@@ -53,13 +53,6 @@ def test_no_other_division_comes_nearer(weights: list[int], more: int) -> None:
         assert sum((count - share) ** 2 for count, share in zip(counts, due, strict=True)) == min(far)
 
 
-def test_divisions_by_hand() -> None:
-    assert divide(10, (0.5, 0.5)) == (5, 5)
-    assert divide(10, (1, 1, 1)) == (4, 3, 3)
-    assert divide(10, (0.98, 0.01, 0.01)) == (8, 1, 1)
-    assert divide(3, (1e300, 1e-300, 1.0)) == (1, 1, 1)
-
-
 PARSED: list[tuple[list[str], list[tuple[str, float]]]] = [
     (["x.jsonl"], [("x.jsonl", 1.0)]),
     (["x.jsonl=0.5"], [("x.jsonl", 1.0)]),
@@ -160,13 +153,6 @@ def test_python_names_sources_or_gives_texts(tmp_path: Path) -> None:
 def test_a_record_names_no_folders(tmp_path: Path) -> None:
     sources = [WeightedSource(count_up(tmp_path, number, 90), 1.0) for number in range(2)]
     made = run(sources, Numbers(), vocab=VOCAB)
-    before = json.dumps(made.identity)
     shown = without_folders(made.identity)
-    assert json.dumps(made.identity) == before
-    assert shown["source"] == "s0.txt + s1.txt"
-    assert str(tmp_path) not in json.dumps(shown)
+    assert shown["source"] == "s0.txt + s1.txt" and str(tmp_path) not in json.dumps(shown)
     assert list(shown) == list(made.identity)
-    named = without_folders({"source": "?", "sources": [{"source": "allenai/c4"}, {"source": "org/data:en"}]})
-    assert named["source"] == "allenai/c4 + org/data:en"
-    relative = without_folders({"source": "?", "sources": [{"source": "mine/a.jsonl"}, {"source": "../mine/b"}]})
-    assert relative["source"] == "a.jsonl + b"

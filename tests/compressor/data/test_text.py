@@ -15,7 +15,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from compressor.data.batches import Text, TextSpec, calibrate, read_text, repeat_text
-from compressor.data.documents import opened
 from compressor.data.emphasis import Emphasis, Marked
 from compressor.data.sources import TextPart, WeightedSource, divide
 from compressor.errors import CompressionError
@@ -235,7 +234,6 @@ def opened_tokenizer() -> Any:
 
 
 def test_every_sequence_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
-    """Wherever it is cut: calibration, held out, reserved, parts; no opening stands twice, none is lost."""
     texts = [letter * (7 + 5 * number) for number, letter in enumerate("abcdefghijklmnopqrst")]
     path = write(tmp_path, "\n\n".join(texts))
     parts = {"distill": TextPart(3, 12), "routers": TextPart(2, 20)}
@@ -264,9 +262,3 @@ def test_a_chat_is_opened_by_its_template_alone(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ bos_token }}" + small.CHAT
     for row in torch.cat(run(path, tokenizer, samples=6, length=16).batches).tolist():
         assert row[0] == 1 and row[1] != 1
-
-
-def test_an_opening_that_a_cut_would_double_is_moved_up() -> None:
-    rows = torch.tensor([[7, 1, 8, 9], [1, 7, 8, 9], [7, 8, 1, 9]])
-    assert opened(rows, (1,)).tolist() == [[1, 8, 9, 7], [1, 7, 8, 9], [1, 8, 1, 9]]
-    assert opened(rows, ()).tolist() == rows.tolist()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.model.architecture import experts_modules
-from compressor.model.experts import apply_expert, expert_parameters, observed_forward, parameter_names, projections
+from compressor.model.experts import apply_expert, expert_parameters, parameter_names, projections
 from tests.support import zoo
 from tests.support.opened_models import one_expert
 
@@ -36,35 +36,6 @@ def test_apply_expert_is_the_stock_module_with_one_choice(name: str) -> None:
             found = apply_expert(experts, expert_parameters(experts, expert), x)
             torch.testing.assert_close(found, one_expert(experts, expert, x), rtol=1e-5, atol=1e-5)
         assert apply_expert(experts, expert_parameters(experts, 0), x[:0]).shape == x[:0].shape
-
-
-@EVERY
-@torch.no_grad()
-def test_observed_forward_is_the_stock_forward_and_shows_each_choice_once(name: str) -> None:
-    for experts in layers(name):
-        x, generator = tokens(experts), torch.Generator().manual_seed(8)
-        index = torch.rand(len(x), experts.num_experts, generator=generator).argsort(-1)[:, :3] % (
-            experts.num_experts - 1
-        )
-        weights = torch.rand(len(x), 3, generator=generator)
-        weights[2, 1] = 0  # a skipped choice
-        seen: dict[tuple[int, int], list[float]] = {}
-
-        def observe(expert: int, rows: Tensor, shares: Tensor, outputs: Tensor, x: Tensor = x, experts: Any = experts,
-                    seen: dict[tuple[int, int], list[float]] = seen) -> None:  # fmt: skip
-            for row, share, output in zip(rows.tolist(), shares.tolist(), outputs, strict=True):
-                seen.setdefault((expert, row), []).append(share)
-                torch.testing.assert_close(
-                    output, one_expert(experts, expert, x[row : row + 1])[0], rtol=1e-5, atol=1e-5
-                )
-
-        found = observed_forward(experts, x, index, weights, observe)
-        torch.testing.assert_close(found, experts(x, index, weights), rtol=1e-5, atol=1e-5)
-        expected: dict[tuple[int, int], list[float]] = {}
-        for row in range(len(x)):
-            for expert, share in zip(index[row].tolist(), weights[row].tolist(), strict=True):
-                expected.setdefault((expert, row), []).append(share)
-        assert {key: sorted(value) for key, value in seen.items()} == {k: sorted(v) for k, v in expected.items()}
 
 
 @EVERY

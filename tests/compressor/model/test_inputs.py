@@ -70,20 +70,6 @@ def test_streaming_pictures_computes_what_the_whole_stock_model_does(name: str, 
     assert all(value.device.type == "meta" for value in model.partial.model.state_dict().values())
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_the_processors_tensors_reach_the_stock_forward_unchanged(name: str, tmp_path: Path) -> None:
-    pictures.save(name, tmp_path / "model")
-    model, batches = open_model(locate(str(tmp_path / "model")), "float32", "cpu"), sequences(name)
-    seen = list[dict[str, Any]]()
-    with model.partial.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True):
-        Pass(model, batches).run()
-    messages = [{"role": "user", "content": [{"type": "image", "image": pictures.picture(0)}]}]
-    messages[0]["content"].append({"type": "text", "text": "what is this"})
-    messages.append({"role": "assistant", "content": [{"type": "text", "text": "1 of them"}]})
-    given = pictures.processor(name).apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
-    assert set(given) <= set(seen[0]) and all(torch.equal(value, seen[0][key]) for key, value in given.items())
-
-
 def test_inputs_give_plain_token_ids_except_as_their_own_row() -> None:
     ids, media = torch.tensor([[5, 3, 3, 6, 7]]), torch.tensor([[False, True, True, False, False]])
     inputs = Inputs.of(ids, media, {"pixel_values": torch.ones(2, 3)})
@@ -119,7 +105,5 @@ def test_a_reverse_pass_takes_pictures_unless_layers_get_features_of_the_tower(t
 
 
 class _Asking(ReverseVisitor):
-    """Asks for the gradients of all that is loaded."""
-
     def on_layer_loaded(self, decoder_layer: str) -> None:
         self.at.model.get_submodule(decoder_layer).requires_grad_(True)

@@ -11,16 +11,9 @@ from compressor.errors import CompressionError
 from tests.support import small, zoo
 
 FAMILIES = (
-    "mixtral",
-    "qwen2_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "granitemoe",
-    "jamba",
-    "ernie4_5_moe",
-    "zaya",
-    "qwen3_vl_moe",
-)
+    "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe",
+    "jamba", "ernie4_5_moe", "zaya", "qwen3_vl_moe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,23 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compressor
-from compressor import CompressionError, LoadedModel, Prune, Recipe
+from compressor import CompressionError
 from compressor.api import on_text
 from compressor.model.tokenizer import load_tokenizer
 from compressor.recipe.step import TextOptions
 from tests.support import small
+from tests.support.small import tensors_of
 
 pytestmark = pytest.mark.usefixtures("offline", "hasty")
 
 SIZES: dict[str, Any] = {"samples": 8, "sequence_length": 32}
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -44,7 +40,7 @@ def test_the_weights_are_those_of_its_folder(family: str, correct: str, tmp_path
     asked = {"ratio": 0.25, "strategy": "count-guided", "correct": correct, "calibration": str(text), **SIZES}
     compressor.compress(folder, tmp_path / "of folder", **asked)
     outcome = compressor.compress(model, tmp_path / "of model", tokenizer=small.tokenizer(), **asked)
-    assert same(stored(tmp_path / "of folder"), stored(tmp_path / "of model"))
+    assert same(tensors_of(tmp_path / "of folder"), tensors_of(tmp_path / "of model"))
     assert same(dict(model.state_dict()), before) and model.config.to_dict() == config
     assert all(value.requires_grad for value in model.parameters()) and not model.training
     assert Path(outcome.plan.source.model).name == "model" and outcome.expert_plan.experts < outcome.experts_before
@@ -62,7 +58,7 @@ def test_a_model_that_was_changed_in_memory_is_another_one(tmp_path: Path) -> No
             model, out, tokenizer=small.tokenizer(), experts=4, correct="none", calibration=str(text),
             overwrite=overwrite, **SIZES,
         )  # fmt: skip
-        return stored(out)
+        return tensors_of(out)
 
     first, written = compress(), (out / "model.safetensors").stat().st_ino
     assert same(compress(), first)
@@ -75,22 +71,13 @@ def test_a_model_that_was_changed_in_memory_is_another_one(tmp_path: Path) -> No
     assert torch.equal(compress(overwrite=True)[name], 2 * first[name])
 
 
-def test_its_own_tensors_compute(tmp_path: Path) -> None:
-    folder, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    weights = folder.rename(tmp_path / "away")  # so that stored tensors cannot be read
-    asked: dict[str, Any] = {"steps": [Prune(experts=4)], "calibration": {"data": str(text), **SIZES}}
-    of_model = compressor.plan(Recipe(model=LoadedModel(model, small.tokenizer()), **asked))
-    weights.rename(folder)
-    assert of_model.expert_plan.layers == compressor.plan(Recipe(model=str(folder), **asked)).expert_plan.layers
-
-
 def test_every_function_takes_it(tmp_path: Path) -> None:
     folder, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
     model, more = AutoModelForCausalLM.from_pretrained(folder), {"tokenizer": small.tokenizer()}
+    folder.rename(tmp_path / "away")  # nothing is read from there any more
     smaller = compressor.compress(model, tmp_path / "one", experts=4, correct="none", calibration=str(text), **more)
     again = compressor.apply(smaller.plan, tmp_path / "two", model=model, **more)
-    assert same(stored(Path(smaller.out)), stored(Path(again.out)))
+    assert same(tensors_of(Path(smaller.out)), tensors_of(Path(again.out)))
     options = compressor.compare(
         model, experts=[4], strategies=["reap"], corrections=["none"], random_seeds=1, evaluation_samples=4,
         calibration=str(text), **more,

@@ -11,8 +11,7 @@ from torch import Tensor
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.model import mtp
-from compressor.model.mtp import MtpStage, acceptances, agreement, find_heads
+from compressor.model.mtp import acceptances, find_heads
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.correct.heads import chosen_heads, statistics_with_heads
@@ -33,7 +32,7 @@ def text(made: mtp_checkpoints.Made) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path) -> None:
     made = mtp_checkpoints.make(name, tmp_path, **CASES[name])  # type: ignore[arg-type]
     model, batches = opened(made), text(made)
     heads = find_heads(model)
@@ -51,12 +50,9 @@ def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: p
         assert stats["routed_count"].tolist() == counts.tolist()
         sums = torch.zeros(8, dtype=torch.float64).index_add_(0, own.index.flatten(), own.weights.flatten().double())
         torch.testing.assert_close(stats["gate_weight_sum"], sums, rtol=0, atol=1e-4)
-    told = list[MtpStage]()
-    monkeypatch.setattr(mtp, "agreement", lambda trunk, head: (told.append(head), agreement(trunk, head))[1])
     for ahead, (own, accepted) in enumerate(zip(seen, acceptances(model, heads, batches), strict=True), start=1):
         agreed = trunk[:, ahead:] == own.choices
         assert accepted.tolist() == [int(agreed.sum()), agreed.numel()]
-        assert torch.equal(torch.cat([told[ahead - 1].choices[batch] for batch in range(2)]), own.choices)
 
 
 UNKNOWN: dict[str, tuple[str, Callable[[Tensors], object]]] = {

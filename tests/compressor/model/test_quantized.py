@@ -1,6 +1,5 @@
 """Quantised checkpoints give, whole or one layer at a time, the weights that our own formulas give."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import load_whole, open_model
+from tests.support import small, zoo
+from tests.support.per_expert_checkpoints import FUSED, save_packed
 from tests.support.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 
 Save = Callable[[Path], None]
@@ -56,7 +57,6 @@ ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | {
 
 
 def save(folder: Path, case: str) -> type:
-    """Write the case's checkpoint; gives its config class."""
     pytest.importorskip("accelerate")  # stock transformers wants it for FP8
     pytest.importorskip("compressed_tensors")
     write, config_class = ALL[case]
@@ -74,7 +74,6 @@ def configured(**quantization: Any) -> PreTrainedConfig:
 
 
 def load_layer(folder: Path, layer: int, dtype: torch.dtype) -> Any:
-    """The model on the meta device, of which one decoder layer is loaded."""
     partial = open_model(locate(str(folder)), str(dtype).removeprefix("torch."), "cpu").partial
     partial.load(partial.keys_under(f"model.layers.{layer}"))
     return partial.model
@@ -119,21 +118,21 @@ def test_a_whole_model_has_the_hand_dequantised_weights(tmp_path: Path, case: st
     assert torch.allclose(found, logits, atol=1e-2)
 
 
-def test_unreadable_method_is_refused() -> None:
-    with pytest.raises(CompressionError, match="can't dequantise 'gptq'"):
-        dequantizer(configured(quant_method="gptq", bits=4))
+AWQ = "W4A8_AWQ is not known; known are NVFP4, W4A16_NVFP4, FP8"
 
 
-@pytest.mark.parametrize("said", [{"quant_algo": "W4A8_AWQ"}, {"quantization": {"quant_algo": "W4A8_AWQ"}}])
-def test_an_unknown_algorithm_of_modelopt_is_refused(said: dict[str, Any]) -> None:
-    with pytest.raises(CompressionError, match="W4A8_AWQ is not known; known are NVFP4, W4A16_NVFP4, FP8"):
-        dequantizer(configured(quant_method="modelopt", **said))
-
-
-def test_a_transform_is_refused() -> None:
-    config = configured(quant_method="compressed-tensors", transform_config={"config_groups": {"R3": {}}})
-    with pytest.raises(CompressionError, match="transform_config"):
-        dequantizer(config)
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("gptq", {"bits": 4}, "can't dequantise 'gptq'"),
+        ("modelopt", {"quant_algo": "W4A8_AWQ"}, AWQ),
+        ("modelopt", {"quantization": {"quant_algo": "W4A8_AWQ"}}, AWQ),
+        ("compressed-tensors", {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config"),
+    ],
+)
+def test_what_cannot_be_dequantised_is_refused(method: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        dequantizer(configured(quant_method=method, **options))
 
 
 def test_a_scale_that_would_not_be_read_is_refused() -> None:
@@ -151,54 +150,40 @@ def test_a_scale_that_would_not_be_read_is_refused() -> None:
 
 def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "packed-qwen3_moe")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.7.down_proj.weight_scale"]
-    save_file(tensors, tmp_path / "model.safetensors")
+    small.edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.7.down_proj.weight_scale"))
     with pytest.raises(CompressionError, match=r"holds 7 tensors like .*weight_scale' for 8 experts"):
         load_layer(tmp_path, 1, torch.float32)
 
 
 def change_group(folder: Path, declared: dict[str, Any], **weights: Any) -> None:
-    """Let the config of compressed-tensors say something else."""
-    content = json.loads((folder / "config.json").read_text())
-    quantization = content["quantization_config"]
-    quantization |= declared
-    quantization["config_groups"]["group_0"]["weights"] |= weights
-    (folder / "config.json").write_text(json.dumps(content))
+    """Have the config of compressed-tensors declare something else."""
+
+    def change(content: dict[str, Any]) -> None:
+        quantization = content["quantization_config"]
+        quantization |= declared
+        quantization["config_groups"]["group_0"]["weights"] |= weights
+
+    small.edit_json(folder / "config.json", change)
 
 
 @pytest.mark.parametrize(
-    ("case", "weights"),
+    ("case", "name", "value"),
     [
-        *(("packed-qwen3_moe", {"num_bits": bits}) for bits in (2, 3, 5, 8)),
-        *(("packed-asymmetric", {"group_size": size}) for size in (8, 32)),
-        ("nvfp4-qwen3_moe", {"num_bits": 8}),
-        ("nvfp4-qwen3_moe", {"group_size": 32}),
-        ("mxfp4-qwen3_moe", {"group_size": 16}),
+        *(("packed-qwen3_moe", "num_bits", bits) for bits in (2, 3, 5, 8)),
+        *(("packed-asymmetric", "group_size", size) for size in (8, 32)),
+        ("nvfp4-qwen3_moe", "num_bits", 8),
+        ("nvfp4-qwen3_moe", "group_size", 32),
+        ("mxfp4-qwen3_moe", "group_size", 16),
     ],
 )
 def test_a_config_that_its_packed_tensors_do_not_fit_is_refused(
-    tmp_path: Path, case: str, weights: dict[str, Any]
+    tmp_path: Path, case: str, name: str, value: int
 ) -> None:
     save(tmp_path, case)
     open_model(locate(str(tmp_path)))
-    change_group(tmp_path, {}, **weights)
-    ((_, value),) = weights.items()
+    change_group(tmp_path, {}, **{name: value})
     with pytest.raises(CompressionError, match=rf"tensor '.*weight_packed' has shape .* the .*\b{value}\b.* declares"):
         open_model(locate(str(tmp_path)))
-
-
-@pytest.mark.parametrize("bits", [2, 3, 8])
-def test_bits_that_do_not_fill_the_words_of_a_row_are_refused(tmp_path: Path, bits: int) -> None:
-    save(tmp_path, "packed-qwen3_moe")
-    tensors = load_file(tmp_path / "model.safetensors")
-    by_rows = {name: tensor[:, :1].contiguous() for name, tensor in tensors.items() if name.endswith("weight_scale")}
-    save_file(tensors | by_rows, tmp_path / "model.safetensors")
-    change_group(tmp_path, {}, strategy="channel", group_size=None)
-    load_whole(tmp_path)
-    change_group(tmp_path, {}, num_bits=bits)
-    with pytest.raises(CompressionError, match=rf"{bits} bits of \d+ weights do not fill \d+ words"):
-        load_whole(tmp_path)
 
 
 def test_a_modelopt_weight_that_its_scales_do_not_fit_is_refused(tmp_path: Path) -> None:
@@ -208,3 +193,14 @@ def test_a_modelopt_weight_that_its_scales_do_not_fit_is_refused(tmp_path: Path)
     save_file(tensors | {name: tensors[name][:, :8].contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(CompressionError, match=rf"tensor '{name}' has shape .* 4 bits in groups of 16"):
         open_model(locate(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", zoo.sweep(FUSED))
+def test_experts_packed_one_by_one_fill_fused_parameters(name: str, tmp_path: Path) -> None:
+    for single_biases in [False, True] if name == "gpt_oss" else [False]:
+        folder = tmp_path / str(single_biases)
+        stock = save_packed(name, folder, single_biases=single_biases).state_dict()
+        partial = open_model(locate(str(folder)), "float32", "cpu").partial
+        partial.load(partial.empty)
+        for key, value in partial.model.state_dict().items():
+            assert torch.equal(value, stock[key]), key

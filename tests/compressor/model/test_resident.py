@@ -1,7 +1,7 @@
 """A model that stays on its device: the same bytes as layer by layer, each layer read once, where it fits."""
 
 import logging
-from collections import Counter
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,13 @@ import torch
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.formatting import human_bytes
-from compressor.model import loading, opened
-from compressor.model.loading import PartialModel
-from compressor.model.opened import open_alike, open_model
+from compressor.model.opened import fits, memory_budget, open_alike, open_model
 from compressor.model.streaming import Pass
 from compressor.recipe.recipe import Recipe, read_recipe
 from tests.support import small, zoo
 from tests.support.command_line import Run
 from tests.support.fake_device import DISTILL, ROUTERS
+from tests.support.opened_models import logits
 from tests.support.quantized import save_fp8
 from tests.support.small import tree
 
@@ -46,77 +44,49 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", ["drop and tune", *map(zoo.full, [*CASES][1:])])
 def test_the_bytes_are_those_of_a_streamed_run(case: str, tmp_path: Path) -> None:
     save, options = CASES[case]
-    model, text, kept = save(tmp_path / "model"), small.text_file(tmp_path, 4 * small.TEXT), list[PartialModel]()
-    made = PartialModel.__init__
-
-    def noted(partial: PartialModel, *arguments: Any) -> None:
-        made(partial, *arguments)
-        kept.append(partial)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartialModel, "__init__", noted)
-        patch.setattr(PartialModel, "stream", lambda partial: None)
-        for resident in ("yes", "no"):
-            compressor.compress(
-                str(model), tmp_path / resident, resident=resident, calibration=str(text), **SIZES, **options
-            )
+    model, text = save(tmp_path / "model"), small.text_file(tmp_path, 4 * small.TEXT)
+    for resident in ("yes", "no"):
+        asked = {"resident": resident, "calibration": str(text), **SIZES, **options}
+        compressor.compress(str(model), tmp_path / resident, **asked)
     assert tree(tmp_path / "yes") == tree(tmp_path / "no")
-    found = [partial for partial in kept if partial.kept and partial.checkpoint.folder == model]
-    assert found and all(partial.resident for partial in found)
-    for partial in found:  # nobody has written into what is kept
-        own, fresh = dict(partial.kept), PartialModel(partial.checkpoint, partial.config, partial.dtype, partial.device)
-        for key, value in own.items():
-            fresh.load([key])
-            torch.testing.assert_close(value, fresh.model.state_dict()[key], rtol=0, atol=0, equal_nan=True)
 
 
-def test_each_layer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = open_model(locate(str(small.save(tmp_path))), "float32", "cpu", "yes")
-    stream = open_model(locate(str(tmp_path)), "float32", "cpu")
-    read, real = Counter[str](), loading.load_converted
-
-    def counting(whole: Any, tensors: dict[str, torch.Tensor], *more: Any, **named: Any) -> Any:
-        read.update([*tensors])
-        return real(whole, tensors, *more, **named)
-
-    monkeypatch.setattr(loading, "load_converted", counting)
-    for each, times in ((model, 1), (stream, 3)):
-        read.clear()
-        for _ in range(3):
-            Pass(each, [torch.ones(1, 8, dtype=torch.long)], to_end=True).run()
-        assert read and set(read.values()) == {times}
+def test_a_model_that_stays_is_read_once(tmp_path: Path) -> None:
+    source, ids = locate(str(small.save(tmp_path / "model"))), [torch.ones(1, 8, dtype=torch.long)]
+    models = {resident: open_model(source, "float32", "cpu", resident) for resident in ("yes", "no")}
+    first = {resident: logits(Pass(model, ids, to_end=True))[0] for resident, model in models.items()}
+    assert torch.equal(first["yes"], first["no"])
+    (tmp_path / "model").rename(tmp_path / "away")
+    assert torch.equal(logits(Pass(models["yes"], ids, to_end=True))[0], first["yes"])
+    with pytest.raises((OSError, CompressionError)):
+        Pass(models["no"], ids, to_end=True).run()
 
 
-def test_a_model_stays_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = zoo.build("mixtral", vocab_size=small.VOCABULARY)
+def test_a_model_stays_where_it_fits(tmp_path: Path) -> None:
     source = locate(str(small.save(tmp_path)))
-    layer = sum(value.nbytes for value in stock.model.layers[0].parameters())
-    needed = sum(value.nbytes for value in stock.parameters()) + 2 * layer
-    for free, stays in ((needed / 0.8 + 1, True), (needed / 0.8 - 1, False), (None, False)):
-        monkeypatch.setattr(opened, "free_memory", lambda device, free=free: free)
-        assert open_model(source, resident="auto").partial.resident is stays
-        assert open_model(source, resident="yes").partial.resident
-        assert not open_model(source, resident="no").partial.resident
-    monkeypatch.setattr(opened, "free_memory", lambda device: needed / 0.8 + 1)
-    assert not open_alike(source, open_model(source, resident="auto")).partial.resident  # which has yet to be read
+    for resident, stays in (("auto", True), ("yes", True), ("no", False)):
+        model = open_model(source, resident=resident)
+        assert model.partial.resident is stays and open_alike(source, model).partial.resident is stays
+    budget = int(memory_budget(model.partial.device) or 0)
+    assert fits(model) and fits(model, budget // 2) and not fits(model, 2 * budget)
     with pytest.raises(CompressionError, match="'maybe' is not known; give auto, yes or no"):
         open_model(source, resident="maybe")
 
 
+@pytest.mark.parametrize(
+    ("resident", "message"),
+    [("auto", r"keeping [\d.]+ kB on cpu"), ("no", r"one layer at a time on cpu: [\d.]+ kB, .* free")],
+)
 def test_the_run_says_where_the_model_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    resident: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
-    recipe = Recipe.of({"model": str(model), "steps": [{"prune": {"experts": 4}}], "calibration": {"data": str(text)}})
+    steps = [{"prune": {"experts": 4}}]
+    content = {"model": str(model), "steps": steps, "calibration": {"data": str(text)}, "resident": resident}
     caplog.set_level(logging.INFO, "compressor")
-    size = sum(value.nbytes for value in zoo.build("mixtral", vocab_size=small.VOCABULARY).parameters())
-    compressor.plan(recipe, device="cpu")
-    monkeypatch.setattr(opened, "free_memory", lambda device: 1000)
-    compressor.plan(recipe, device="cpu")
-    first, second = (each.getMessage() for each in caplog.records if each.levelno == logging.INFO)
-    assert first.startswith("keeping ") and first.endswith(" kB on cpu")
-    assert float(first.split()[1]) == pytest.approx(size / 1000, rel=0.01)
-    assert second == f"one layer at a time on cpu: {first.split()[1]} kB, {human_bytes(1000)} free"
+    compressor.plan(Recipe.of(content), device="cpu")
+    (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+    assert re.fullmatch(message, said)
 
 
 def test_the_run_says_so_once_when_work_begins(tmp_path: Path, run: Run) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from tests.compressor.model.test_streaming import loaded, loaded_units
@@ -90,36 +89,3 @@ def test_batches_whose_calls_wait_in_files(name: str, tmp_path: Path) -> None:
     with paths_of("tempfile.mkstemp") as spilled:
         check_equal(stock, model, parts, activation_budget=0)
     assert len(spilled) >= len(parts) * 2 * len(model.architecture.decoder_layers)
-
-
-def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    layer = model.architecture.layers[0]
-
-    class Changing(Gathering):
-        def on_layer_loaded(self, decoder_layer: str) -> None:
-            if (
-                decoder_layer == layer.decoder_layer
-            ):  # what is loaded may be the checkpoint's own file, mapped: replaced, never written
-                key = f"{layer.router}.weight"
-                set_tensor(self.whole, key, 0.5 * self.whole.get_parameter(key))
-            super().on_layer_loaded(decoder_layer)
-
-    changing, parts = Changing(model), batches(stock)
-    losses = ReversePass(model, parts).run(loss, changing)
-    with torch.no_grad():
-        stock.get_parameter(f"{layer.router}.weight").mul_(0.5)
-    stock.requires_grad_(True)
-    expected = [loss(number, stock(input_ids=tokens, use_cache=False)) for number, tokens in enumerate(parts)]
-    sum(expected, torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-    assert losses == pytest.approx([float(value.detach()) for value in expected], rel=1e-5)
-    for name, gradient in changing.found.items():
-        torch.testing.assert_close(gradient, stock.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
-
-
-def test_a_loss_without_a_gradient_gives_none(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    gathering = Gathering(model)
-    run = ReversePass(model, batches(stock))
-    assert run.run(lambda batch, output: torch.tensor(float(batch)), gathering) == [0.0, 1.0]
-    assert all(value is None or not value.any() for value in gathering.found.values())

@@ -13,10 +13,11 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
+from compressor.model.streaming import LayerVisitor, Pass, Replay
 from tests.support import zoo
 from tests.support.audit import paths_of
 from tests.support.opened_models import batches, logits, of_two_layers, opened, plain_calls, watch
+from tests.support.sequential_runs import opened_wide, with_heldout
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep(but=zoo.LOOPED))
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
@@ -103,13 +104,6 @@ def test_experts_see_and_return_what_they_do_in_a_whole_model(name: str, tmp_pat
         check_equal(model, stock, batches(stock, (2, 1)))
 
 
-@SOME
-@pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1, 1, 1), (1, 2, 1)])
-def test_one_batch_or_many_of_one_sequence_or_many(name: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    check_equal(model, stock, batches(stock, sizes))
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "hy_v4", "openai_privacy_filter", "deepseek_v3"])
 def test_in_bfloat16_as_the_stock_loader_casts(name: str, tmp_path: Path) -> None:
     """Which parameters stay in float32, and in what dtype hidden states arrive, is the stock loader's choice."""
@@ -145,11 +139,13 @@ def test_embeddings_and_head_are_not_held_while_layers_pass(name: str, tmp_path:
     def note(decoder_layer: str) -> None:
         outside.append({key for key in loaded(model.partial) if not key.startswith(f"{decoder_layer}.")})
 
+    whole, reached = model.partial.model, list[str]()
+    for part in (name for name in ("model.norm", "lm_head") if name in dict(whole.named_modules())):
+        whole.get_submodule(part).register_forward_hook(lambda *_, part=part: reached.append(part))
     list(stream(model, batches(stock), loaded=note))
-    whole = model.partial.model
     vocabulary = stock.get_input_embeddings().weight.shape
     assert all(whole.get_parameter(key).shape != vocabulary for keys in outside for key in keys if "weight" in key)
-    assert len(outside) == len(model.architecture.decoder_layers)
+    assert len(outside) == len(model.architecture.decoder_layers) and reached == []
 
 
 def test_only_layers_up_to_the_last_wanted_are_loaded(tmp_path: Path) -> None:
@@ -159,17 +155,6 @@ def test_only_layers_up_to_the_last_wanted_are_loaded(tmp_path: Path) -> None:
     passed = list(Pass(model, batches(stock), wanted={layer_names[1]}).layers(calling))
     assert passed == entered == list(layer_names[:2])
     assert loaded(model.partial) == set()
-
-
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-tied"])
-def test_no_batch_goes_on_to_the_head(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    whole = model.partial.model
-    reached: list[str] = []
-    for part in ("model.norm", "lm_head"):
-        whole.get_submodule(part).register_forward_hook(lambda *_, part=part: reached.append(part))
-    assert len(list(stream(model, batches(stock)))) == len(model.architecture.decoder_layers)
-    assert reached == []
 
 
 def hooks(model: nn.Module) -> int:
@@ -223,81 +208,6 @@ def test_batches_that_take_different_ways_are_refused() -> None:
         Pass(of_two_layers(Fork()), parts, wanted={"layers.1"}).run()
 
 
-def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_before(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    layer_names, parts, noted = model.architecture.decoder_layers, batches(stock, (1, 1)), list[tuple[str, str, str]]()
-
-    class Noting(LayerVisitor):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_layer_loaded(self, decoder_layer: str) -> None:
-            noted.append((self.name, "loaded", decoder_layer))
-
-        def before_layer(self, decoder_layer: str, replay: Replay) -> None:
-            noted.append((self.name, "before", decoder_layer))
-
-        def on_layer_end(self, decoder_layer: str) -> None:
-            noted.append((self.name, "passed", decoder_layer))
-
-        def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                noted.append((self.name, "forward", decoder_layer))
-                return layer_forward(*args, **kwargs)
-
-            return forward
-
-    seen = watch(model.partial.model, model.architecture.layers)
-    Pass(model, parts, wanted=layer_names[:1]).run(Noting("one"), Noting("two"))
-    turns = [(name, what, layer_names[0]) for what in ("loaded", "before") for name in ("one", "two")]
-    turns += [("two", "forward", layer_names[0]), ("one", "forward", layer_names[0])] * len(parts)
-    assert noted == [*turns, ("one", "passed", layer_names[0]), ("two", "passed", layer_names[0])]
-    layer = model.architecture.layers[0]
-    expected = plain_calls(stock, model.architecture, parts)[layer.name].experts_outputs
-    for found, plain in zip(seen[layer.name].experts_outputs, expected, strict=True):
-        torch.testing.assert_close(found, plain, rtol=0, atol=2e-6)
-
-
-def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
-    stock, model = opened("qwen3_moe-sparse_step", tmp_path)
-    layer_names, noted = model.architecture.decoder_layers, list[tuple[str, int, str, tuple[str, ...]]]()
-
-    class Noting(LayerVisitor):
-        def note(self, what: str) -> None:
-            layers = tuple(layer.name for layer in self.at.moe_layers)
-            noted.append((what, self.at.batch, self.at.layer, layers))
-            assert self.at.model is model.partial.model
-
-        def on_layer_end(self, decoder_layer: str) -> None:
-            self.note("passed")
-
-        def on_batch_start(self, batch: int) -> None:
-            assert batch == self.at.batch
-            self.note("entering")
-
-        def on_batch_end(self, batch: int, output: Any) -> None:
-            self.note("finished")
-
-    Pass(model, batches(stock, (1, 2)), to_end=True).run(Noting())
-    moe = {
-        decoder_layer: tuple(x.name for x in model.architecture.layers if x.decoder_layer == decoder_layer)
-        for decoder_layer in layer_names
-    }
-    assert {len(names) for names in moe.values()} == {0, 1}
-    through = [
-        step
-        for decoder_layer in layer_names
-        for step in (
-            ("entering", 0, decoder_layer, moe[decoder_layer]),
-            ("entering", 1, decoder_layer, moe[decoder_layer]),
-            ("passed", 1, decoder_layer, moe[decoder_layer]),
-        )
-    ]
-    before = [("entering", number, "", ()) for number in range(2)]
-    end = [(what, number, "", ()) for number in range(2) for what in ("entering", "finished")]
-    assert noted == [*before, *through, *end]
-
-
 def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
     layer_names, drawn, reported = model.architecture.decoder_layers, list[float](), list[Any]()
@@ -341,3 +251,34 @@ def test_layers_that_run_twice_give_the_stock_logits_and_are_refused_to_what_see
     with pytest.raises(CompressionError, match=r"runs model\.layers\.1 more than once .* needs no calibration"):
         Pass(model, parts).run(Calling(passed=lambda decoder_layer: None))
     assert loaded(model.partial) == set()
+
+
+class Replaying(LayerVisitor):
+    """Replays some batches before every layer, so many times, and keeps the outputs."""
+
+    def __init__(self, times: int, batches: int) -> None:
+        self.times, self.batches, self.outputs = times, batches, list[Any]()
+
+    def before_layer(self, decoder_layer: str, replay: Replay) -> None:
+        for _ in range(self.times):
+            replay(range(self.batches))
+
+    def on_batch_end(self, batch: int, output: Any) -> None:
+        self.outputs.append(output)
+
+
+@pytest.mark.parametrize(
+    "name", ["zaya", "deepseek_v4", "qwen3_next", "jamba", "kimi_linear", "minimax", "lfm2_moe", "granitemoehybrid"]
+)
+def test_replays_show_what_a_plain_forward_does_and_leave_no_trace(name: str, tmp_path: Path) -> None:
+    """Every layer replayed twice: state that a forward leaves behind would show."""
+    stock, model = opened_wide(name, tmp_path)
+    parts = with_heldout(stock).batches
+    expected = plain_calls(stock, model.architecture, parts)
+    seen = watch(model.partial.model, model.architecture.layers)
+    wanted = {layer.decoder_layer for layer in model.architecture.layers}
+    Pass(model, parts, wanted=wanted).run(Replaying(2, len(parts)))
+    for layer, calls in expected.items():
+        assert len(seen[layer].experts_outputs) == 3 * len(parts), layer
+        for found, plain in zip(seen[layer].experts_outputs, 3 * calls.experts_outputs, strict=True):
+            torch.testing.assert_close(found, plain, rtol=0, atol=2e-6)

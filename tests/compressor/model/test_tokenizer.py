@@ -1,22 +1,24 @@
-"""Tokenizers that transformers makes up for want of files are refused wherever one is loaded."""
+"""Tokenizers that transformers makes up for want of files are refused wherever one is loaded; chat templates."""
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
-from compressor.answers.prompts import encode_text
+from compressor.answers.lm_eval_models import loaded_model
+from compressor.answers.prompts import Prompt, encode_text, tokens_of
 from compressor.answers.tasks import EvaluationOptions
+from compressor.checkpoint.source import locate
 from compressor.data.documents import Document, pack
 from compressor.errors import CompressionError
-from compressor.model.tokenizer import load_tokenizer
+from compressor.model.tokenizer import has_chat_template, load_tokenizer, render_chat
 from tests.support import small
+from tests.support.texts import run, write
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -31,29 +33,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compress(folder: Path, text: Path) -> Any:
-    return compressor.compress(str(folder), text.parent / "out", experts=4, calibration=[str(text)], samples=2)
-
-
-def lm_eval(folder: Path, text: Path) -> Any:
-    from compressor.answers.lm_eval_models import loaded_model
-    from compressor.checkpoint.source import locate
-
-    with loaded_model(locate(str(folder)), EvaluationOptions(tasks=("demo-skills",))) as model:
-        return model
-
-
-USERS: dict[str, Callable[[Path, Path], Any]] = {
-    "compress": compress,
-    "gate": lm_eval,
-}
-
-
-@pytest.mark.parametrize("user", USERS)
-def test_a_made_up_tokenizer_is_refused(user: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_made_up_tokenizer_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     text = small.text_file(tmp_path)
-    with pytest.raises(CompressionError, match=r"no file there defines the .* that transformers makes up"):
-        USERS[user](checkpoint, text)
+    made_up = pytest.raises(CompressionError, match=r"no file there defines the .* that transformers makes up")
+    with made_up:
+        compressor.compress(str(checkpoint), tmp_path / "out", experts=4, calibration=[str(text)], samples=2)
+    with made_up, loaded_model(locate(str(checkpoint)), EvaluationOptions(tasks=("demo-skills",))):
+        pass
     assert list(tmp_path.iterdir()) == [text]
 
 
@@ -76,7 +62,7 @@ def test_a_tokenizer_of_bytes_needs_no_vocabulary_but_a_name(checkpoint: Path, t
 
 
 def words(**special: str) -> PreTrainedTokenizerFast:
-    """Knows four letters, and what ends a text."""
+    """A tokenizer of four letters and an end token."""
     vocabulary = {"</s>": 0, "<unk>": 1, "G": 2, "A": 3, "T": 4, "C": 5}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special.get("unk_token")))
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", **special)
@@ -95,16 +81,57 @@ def test_text_that_a_tokenizer_does_not_know_is_refused(special: dict[str, str])
 
 
 def test_a_stream_without_end_is_not_read_for_ever() -> None:
-    taken = 0
-
-    def stream() -> Any:
-        nonlocal taken
-        while taken < 10**6:
-            taken += 1
-            yield Document("hello " * 100)
-
     tokenizer = words()
     tokenizer.eos_token = None
     with pytest.raises(CompressionError, match="has no token for the text"):
-        pack(stream(), tokenizer, 32)
-    assert taken < 1000
+        pack(itertools.repeat(Document("hello " * 100)), tokenizer, 32)
+
+
+# --- chat templates ---
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STRICT = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate:\n' ~ message.role) }}{% endif %}"
+    "{{ bos_token + message.content.strip() + eos_token }}{% endfor %}"
+)
+TALK = [{"role": "user", "content": " ¿Qué? 🙂 <s>\n"}, {"role": "assistant", "content": "Sí."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "ask", "expected"),
+    [
+        (CHATML, False, "<|im_start|>user\n ¿Qué? 🙂 <s>\n<|im_end|>\n<|im_start|>assistant\nSí.<|im_end|>\n"),
+        (STRICT, False, "<s>¿Qué? 🙂 <s></s><s>Sí.</s>"),
+        (small.CHAT, False, "<user> ¿Qué? 🙂 <s>\n\n<assistant>Sí.\n"),
+        ("{{ messages | length }}{% if add_generation_prompt %}!{% endif %}", True, "2!"),
+    ],
+)
+def test_the_text_by_hand(template: str, ask: bool, expected: str) -> None:
+    assert render_chat(small.tokenizer(template), TALK, add_generation_prompt=ask) == expected
+
+
+def test_a_prompt_is_encoded_as_transformers_does_it() -> None:
+    for template in (CHATML, STRICT):
+        tokenizer = small.tokenizer(template)
+        expected = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+        assert list(tokens_of(Prompt.of("hi"), tokenizer, chat=True)) == expected["input_ids"]
+    assert has_chat_template(small.tokenizer(CHATML)) and not has_chat_template(small.tokenizer())
+
+
+def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path, '\n{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl")
+    message = r"line 2: the chat template cannot take its messages \(Roles must alternate: assistant\)"
+    with pytest.raises(CompressionError, match=message):
+        run(path, small.tokenizer(STRICT))
+    failing = small.tokenizer("{{ raise_exception('no') }}")
+    with pytest.raises(CompressionError, match=r"the chat template cannot take its messages \(no\)"):
+        tokens_of(Prompt.of("hi"), failing, chat=True)
+
+
+def test_a_template_runs_in_a_sandbox() -> None:
+    with pytest.raises(Exception, match="unsafe"):
+        render_chat(small.tokenizer("{{ ''.__class__.__mro__[1].__subclasses__() }}"), TALK)

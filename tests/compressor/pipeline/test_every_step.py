@@ -39,19 +39,8 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
     assert small.tree(tmp_path / "again") == small.tree(tmp_path / "applied") == small.tree(out)
 
-    gate = run(
-        "gate",
-        model,
-        out,
-        "--tasks",
-        "moe_demo_sorting",
-        "--limit",
-        4,
-        "--inconclusive",
-        "pass",
-        "-o",
-        tmp_path / "gate",
-    )
+    few = ("--tasks", "moe_demo_sorting", "--limit", 4, "--inconclusive", "pass")
+    gate = run("gate", model, out, *few, "-o", tmp_path / "gate")
     assert gate.status in (0, 1) and "gate.json" in names(tmp_path / "gate"), gate
     assert run("report", out, "-o", tmp_path / "report.html", "--no-measure").status == 0
     graph = run("export", out, "-o", tmp_path / "graph", "--json")
@@ -61,21 +50,7 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
         there = hub.repositories[REPOSITORY].files()
     assert there["model.safetensors"] == (out / "model.safetensors").read_bytes() and "README.md" in there
 
-    constants = run(
-        "compress",
-        model,
-        "-o",
-        tmp_path / "constants",
-        "--format",
-        "mone",
-        "--experts",
-        4,
-        "--calibration",
-        text,
-        "--samples",
-        16,
-        "--sequence-length",
-        32,
-    )
+    sizes = ("--experts", 4, "--calibration", text, "--samples", 16, "--sequence-length", 32)
+    constants = run("compress", model, "-o", tmp_path / "constants", "--format", "mone", *sizes)
     assert constants.status == 0, constants
     assert load_file(tmp_path / "constants" / "model.safetensors")

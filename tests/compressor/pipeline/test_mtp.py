@@ -21,11 +21,11 @@ from compressor.model.mtp import find_heads
 from compressor.model.opened import open_model
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
-from compressor.steps.state import untouched
 from tests.support import mtp_checkpoints, small
-from tests.support.mtp_checkpoints import Made, tensors_of
+from tests.support.mtp_checkpoints import Made
 from tests.support.mtp_forward import run_all
 from tests.support.plans import edited, plan_of, pruned
+from tests.support.small import tensors_of
 
 Tensors = dict[str, Tensor]
 CASES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "deepseek_v3": {"own_ends": True}}
@@ -42,15 +42,6 @@ def read(folder: Path, name: str) -> Any:
 
 def with_text(folder: Path) -> dict[str, Any]:
     return {"calibration": str(small.text_file(folder)), "samples": 8, "sequence_length": 24}
-
-
-def test_all_experts_kept_leave_every_tensor_as_it_is(made: Made, tmp_path: Path) -> None:
-    summary = compressor.compress(str(made.folder), tmp_path / "out", strategy="model-centric", experts=8)
-    before, after = made.tensors, tensors_of(tmp_path / "out")
-    assert set(before) == set(after)
-    assert all(before[name].numpy().tobytes() == after[name].numpy().tobytes() for name in before)
-    assert (summary.left_out, summary.zeroed_fields) == ((), ())
-    assert read(tmp_path / "out", "config.json")[made.field] == len(made.blocks)
 
 
 def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path) -> None:
@@ -120,10 +111,6 @@ def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], both[name]) for name in found)
     assert dropped.plan.expert_plan.layers == kept.plan.expert_plan.layers[: -len(made.blocks)]
     assert "mtp: drop" in (tmp_path / "out" / "recipe.yaml").read_text()
-    older = edited(dropped.plan, lambda decided: decided.pop("mtp"))  # as plans were that knew of no heads
-    compressor.apply(older, tmp_path / "older")
-    file = "model.safetensors"
-    assert (tmp_path / "older" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
 
 
 def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
@@ -224,15 +211,6 @@ def test_a_head_with_fewer_experts_than_are_kept_is_left_out(
 def test_a_number_for_the_head_is_refused(made: Made) -> None:
     with pytest.raises(CompressionError, match="mtp is '6'; input should be 'keep' or 'drop'"):
         plan_of(made.folder, strategy="model-centric", experts=4, mtp="6")
-
-
-def test_an_odd_head_is_left_out_where_nothing_is_pruned(
-    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = as_other_tools_leave_it(made, tmp_path / "odd", 4, 8)
-    whole = untouched(open_model(locate(str(source))))
-    assert all(len(layer.groups) == layer.experts == 4 for layer in whole.layers)
-    assert "has 8 experts, and the other layers 4; with --experts 4 and --mtp keep it is cut to that" in caplog.text
 
 
 @pytest.mark.full

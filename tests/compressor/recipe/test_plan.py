@@ -39,55 +39,20 @@ def a_plan(*layers: LayerPlan, **more: Any) -> Plan:
     return by_hand(a_stage(*layers, **more))
 
 
-@st.composite
-def group_of(draw: st.DrawFn, members: tuple[int, ...]) -> Group:
-    def shares() -> tuple[float, ...]:
-        weights = draw(st.lists(st.floats(1e-3, 1e3), min_size=len(members), max_size=len(members)))
-        return tuple(weight / sum(weights) for weight in weights)
-
-    head = draw(st.none() | st.sampled_from(members))
-    return Group(members, shares(), shares(), draw(st.floats(1e-6, 1e6)), head)
-
-
-@st.composite
-def layer_plan(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
-    experts = draw(st.integers(keep, 12))
-    order = draw(st.permutations(range(experts)))
-    cuts = sorted(draw(st.sets(st.integers(1, experts - 1), min_size=keep - 1, max_size=keep - 1)))
-    pieces = [order[begin:end] for begin, end in zip([0, *cuts], [*cuts, experts], strict=True)]
-    kept = [tuple(sorted(piece[: draw(st.integers(1, len(piece)))])) for piece in pieces]
-    groups = [draw(group_of(members)) for members in kept]
-    figures = draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=2))
-    return LayerPlan.of(moe_layer(index, experts), groups, decided_by=draw(st.text(max_size=8)), figures=figures)
-
-
-@st.composite
-def stages(draw: st.DrawFn) -> Decided:
-    keep = draw(st.integers(2, 5))
-    layers = tuple(draw(layer_plan(index, keep)) for index in draw(st.sets(st.integers(0, 9), min_size=1, max_size=3)))
-    calibration = draw(st.none() | st.fixed_dictionaries({"source": st.text(), "tokens": st.integers(0, 99)}))
-    source = Source(draw(st.text(min_size=1)), draw(st.none() | st.text()), FINGERPRINT)
-    options = draw(st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
-    return Decided(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
-
-
-@given(stages(), st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
-def test_json_there_and_back(stage: Decided, figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize("calibration", [None, {"source": "żółć\n\u2028", "tokens": 9}])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
+def test_json_there_and_back(calibration: Any, scale: float) -> None:
+    merged = [Group((0, 3), (1 / 3, 2 / 3), (0.1, 0.9), scale, 3), Group.single(2)]
+    layers = (
+        LayerPlan.of(moe_layer(0), merged, decided_by='a "text"', figures={"loss": 0.1, "": 1e-300}),
+        LayerPlan.keep(moe_layer(4, experts=12), [11, 7]),
+    )
+    stage = a_stage(*layers, calibration=calibration, seed=2**63 - 1, protected={layers[0].module: (2,)})
     plan = by_hand(stage)
-    plan = replace(plan, steps=(*plan.steps, PlannedStep("distill", {"steps": 3}, result=figures, stage=1)))
+    plan = replace(plan, steps=(*plan.steps, PlannedStep("distill", {"steps": 3}, result={"before": 2}, stage=1)))
     again = Plan.from_dict(json.loads(plan.to_json()))
     assert again == plan and again.expert_plan == stage.expert_plan and again.stages == ((0,), (1,))
-    assert again.digest() == plan.digest()
-    assert again.to_json() == plan.to_json()
-
-
-@given(stages())
-def test_slots_and_dropped_share_out_all_experts(plan: Decided) -> None:
-    for layer in plan.layers:
-        slots = layer.slots()
-        assert sorted([*slots, *layer.dropped]) == list(range(layer.experts))
-        for slot, group in enumerate(layer.groups):
-            assert {expert for expert, place in slots.items() if place == slot} == set(group.members)
+    assert again.digest() == plan.digest() and again.to_json() == plan.to_json()
 
 
 json_values = st.recursive(
@@ -99,18 +64,6 @@ json_values = st.recursive(
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_readable_json_is_the_same_json(content: dict[str, Any]) -> None:
     assert json.loads(readable_json(content)) == content
-
-
-def without_lists(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {name: without_lists(value) for name, value in content.items()}
-    return "[ a ]" if isinstance(content, list) else content
-
-
-@given(st.dictionaries(st.text(), json_values, max_size=4))
-def test_readable_json_without_lists_is_indented_json(content: dict[str, Any]) -> None:
-    content = without_lists(content)
-    assert readable_json(content) == json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def test_lists_of_plain_values_stand_on_one_line_and_text_is_left_alone() -> None:
@@ -145,13 +98,6 @@ def test_digest_is_about_source_options_groups_and_tokens() -> None:
     assert own.digest() != plan.digest() and own.with_entry(1, text={"sha256": "2" * 64}).digest() == own.digest()
 
 
-def test_drop_and_merge_are_told_apart() -> None:
-    assert a_stage().is_drop
-    assert Group.single(3).untouched
-    assert not Group((3,), (1.0,), (1.0,), 0.5).untouched
-    assert not a_stage(LayerPlan.of(moe_layer(), [Group((0, 1), (0.5, 0.5), (1.0, 0.0)), Group.single(2)])).is_drop
-
-
 def first_layer(content: dict[str, Any]) -> Any:
     return pruned(content)["layers"][0]
 
@@ -184,11 +130,8 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "another format": (whole(format="moe-compressor-plan/9"), "format is 'moe-compressor-plan/9'"),
     "no format": (lambda c: c.pop("format"), "format is None"),
     "no layers": (lambda c: pruned(c).pop("layers"), "the plan of prune.layers is missing"),
-    "no experts": (lambda c: pruned(c).pop("experts"), "the plan of prune.experts is missing"),
     "no members": (lambda c: first_group(c).pop("members"), r"experts: groups\[0\]\.members is missing"),
-    "no fingerprint": (lambda c: c["source"].pop("fingerprint"), r"source\.fingerprint is missing"),
     "unknown field": (whole(exprets=4), "unknown field 'exprets'"),
-    "unknown layer field": (layer(bias=1), "layers.0.mlp.experts: unknown field 'bias'"),
     "unknown group field": (group(weight=1), r"groups\[0\] has an unknown field 'weight'"),
     "expert in two groups": (
         group(members=[0, 2], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
@@ -203,12 +146,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "coefficients too many": (group(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
     "scale zero": (group(scale=0), "scale 0.0; it must be a positive number"),
     "head no member": (group(head=3), r"group \[0\] has head 3, which is none of its"),
-    "scale beyond float32": (group(scale=1e308), "scale 1e.308; it must be .* float32 holds"),
     "scale of nothing": (group(scale=1e-300), "scale 1e-300; it must be .* float32 holds"),
-    "coefficients beyond float32": (
-        group(members=[0, 1], coefficients=[1e300, -1e300], router_coefficients=[1, 0]),
-        "must sum to 1",
-    ),
     "scaled beyond float32": (
         group(members=[0, 1], coefficients=[30000, -29999], router_coefficients=[1, 0], scale=3e38),
         "times its coefficients it is more than float32 holds",
@@ -217,25 +155,14 @@ EDITS: dict[str, tuple[Edit, str]] = {
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",
     ),
-    "below top-k": (
-        lambda c: (
-            pruned(c).update(experts=1),
-            [e.update(groups=e["groups"][:1], dropped=[]) for e in pruned(c)["layers"]],
-        ),
-        "1 experts are fewer than the top-k of 2",
-    ),
     "count edited": (decided(experts=5), "4 groups, but the plan keeps 5"),
     "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
     "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
     "layer twice": (lambda c: pruned(c)["layers"].append(first_layer(c)), "layers.0.mlp.experts appears twice"),
     "layers a text": (decided(layers="all"), "layers should be a list"),
-    "layers null": (decided(layers=None), "layers should be a list"),
-    "layer null": (decided(layers=[None]), "layers should be an object, it is None"),
     "group a list": (layer(groups=[[0, 1]]), r"groups\[0\] should be an object with"),
     "source text": (whole(source="here"), "source should be an object with .*it is 'here'"),
-    "calibration text": (whole(calibration="c4"), "calibration should be an object, it is 'c4'"),
     "calibration empty": (whole(calibration={}), "calibration should name its source"),
-    "steps a text": (whole(steps="prune"), "steps should be a list"),
     "step a text": (whole(steps=["prune"]), r"steps\[0\] should be an object, it is 'prune'"),
     "unknown decision": (decided(layer=[]), "the plan of prune has an unknown field 'layer'"),
     "protected in no layer": (
@@ -247,18 +174,15 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "protected expert 8 does not exist; experts are numbered 0 to 7",
     ),
     "protected a list": (decided(protected=[2]), "protected should be an object"),
+    "protected and scaled": (
+        lambda c: (decided(protected={LAYER: [0]})(c), group(scale=0.5)(c)),
+        "expert 0 is protected, but is not kept as it is",
+    ),
     "protected and gone": (
         decided(protected={LAYER: [0, 4]}),
         "expert 4 is protected, but is not kept as it is; give it an untouch",
     ),
 }
-
-
-def test_experts_are_in_the_order_of_their_routing_groups_however_many_there_are() -> None:
-    layer = moe_layer(0, 4096, 2, 2048)
-    assert len(LayerPlan.keep(layer, range(0, 4096, 2)).groups) == 2048
-    with pytest.raises(CompressionError, match="would keep unequal numbers of experts"):
-        LayerPlan.keep(layer, [*range(0, 4094, 2), 1])
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -347,15 +271,6 @@ def test_a_head_is_written_where_there_is_one_and_counts_for_the_digest() -> Non
     assert len({with_head(head).digest() for head in (None, 0, 1)}) == 3
 
 
-def test_a_head_aligns_only_where_several_members_count() -> None:
-    assert Group((0, 1), (0.5, 0.5), (1.0, 0.0), head=0).aligned
-    assert Group((0, 1, 2), (1.5, -0.5, 0.0), (1.0, 0.0, 0.0), head=2).aligned
-    assert not Group((0, 1), (0.5, 0.5), (1.0, 0.0)).aligned
-    assert not Group((0, 1), (0.0, 1.0), (1.0, 0.0), head=0).aligned
-    assert not Group((3,), (1.0,), (1.0,), head=3).aligned
-    assert Group((3,), (1.0,), (1.0,), head=3).untouched
-
-
 def test_protected_experts_are_written_where_there_are_some() -> None:
     guarded = a_plan(protected={"model.layers.1.mlp.experts": (0, 7)})
     assert "protected" not in pruned(a_plan().to_dict())
@@ -366,19 +281,3 @@ def test_protected_experts_are_written_where_there_are_some() -> None:
     assert Plan.from_dict(content).expert_plan.layers == guarded.expert_plan.layers
     pruned(content)["protected"] = {}
     assert Plan.from_dict(content).expert_plan == a_stage().expert_plan
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        {"members": [0, 1], "coefficients": [1.0, 0.0]},
-        {"members": [0], "coefficients": [1.0], "scale": 0.5},
-        {"members": [1], "coefficients": [1.0]},
-    ],
-)
-def test_a_plan_edited_to_touch_a_protected_expert_is_refused(group: dict[str, Any]) -> None:
-    content = json.loads(a_plan(protected={"model.layers.0.mlp.experts": (0, 2)}).to_json())
-    first_layer(content)["groups"][0] = group
-    first_layer(content)["dropped"] = []
-    with pytest.raises(CompressionError, match="expert 0 is protected, but is not kept as it is"):
-        Plan.from_dict(content)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.data.batches import Calibration, sample_positions
+from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.statistics import statistics as collecting
@@ -113,14 +113,3 @@ def test_the_mix_weights_sums_by_share_and_holds_every_sample(
             for key in (SAMPLED - {"router_arguments"}) | {"expert_outputs"}:
                 dim = 1 if key in DENSE else 0
                 check(stats.values[key], torch.cat([part.values[key] for part in sources], dim), key)
-
-
-def test_a_text_of_one_named_source_counts_as_without_a_name(tmp_path: Path) -> None:
-    stock, model = opened("deepseek_v3", tmp_path)
-    parts = parts_of(stock)
-    plain = gathered(model, of(parts))
-    named = Calibration(parts, {"source": "random tokens"}, (0,) * 6, (1.0,))
-    for layer, stats in gathered(model, named).items():
-        same(stats, plain[layer], DATA)
-        tokens = torch.cat([part.flatten() for part in parts])
-        assert len(stats.inputs) == len(sample_positions(len(tokens), SAMPLE, 0)) == SAMPLE
