@@ -68,11 +68,7 @@ def rolling(model: Any, tokens: list[int]) -> float:
 
 
 def test_text_scores_equal_a_plain_forward_and_nothing_is_printed_nor_anybody_asked(
-    tiny: Path,
-    capfd: pytest.CaptureFixture[str],
-    asked: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, capfd: pytest.CaptureFixture[str], asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # outside any repository, where lm-eval's call of git would complain
     steps, options = Steps(), EvaluationOptions(tasks=("moe_demo_facts", "moe_demo_text"), limit=5, batch_size=2)

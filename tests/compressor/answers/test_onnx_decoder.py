@@ -12,13 +12,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from compressor.answers.onnx_decoder import (  # noqa: E402
-    Continuation,
-    OnnxDecoder,
-    onnx_decoder,
-    prepare,
-    providers,
-)
+from compressor.answers.onnx_decoder import Continuation, OnnxDecoder, onnx_decoder, prepare, providers  # noqa: E402
 from compressor.answers.options import GenerationOptions  # noqa: E402
 from compressor.errors import CompressionError  # noqa: E402
 from tests.support import small  # noqa: E402

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import median_abs_deviation
 
 from compressor.attribution.figures import Attribution, Output, Receiver, Sender
-from compressor.attribution.hubs import (
-    SUPER_QUANTILE,
-    Hub,
-    find_hubs,
-    outlier_scores,
-    super_experts,
-)
+from compressor.attribution.hubs import SUPER_QUANTILE, Hub, find_hubs, outlier_scores, super_experts
 from tests.support.attribution_results import attribution, module, sender
 
 NUMBERS = st.lists(st.integers(-(10**6), 10**6).map(lambda number: number / 8), min_size=1, max_size=40)

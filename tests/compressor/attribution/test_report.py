@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.attribution import report as attribution_report
-from compressor.attribution.figures import (
-    COMPONENTS,
-    Attribution,
-    KeyInfluence,
-    Receiver,
-    sender_labels,
-)
+from compressor.attribution.figures import COMPONENTS, Attribution, KeyInfluence, Receiver, sender_labels
 from compressor.attribution.graph import measured_graph
 from compressor.attribution.hubs import Hub
 from compressor.attribution.report import Findings, findings, rounded, whole_blocks, write_attribution

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compressor.attribution.tracing import (
-    Chain,
-    Context,
-    Step,
-    Traced,
-    head_count,
-    parts_of,
-    plain,
-    pull_sum,
-)
+from compressor.attribution.tracing import Chain, Context, Step, Traced, head_count, parts_of, plain, pull_sum
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import layers_by_decoder_layer
 from tests.support import zoo

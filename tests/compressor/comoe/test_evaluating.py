@@ -12,12 +12,7 @@ from compressor.answers.items import Item, rows_of
 from compressor.comoe import comoe_layers
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, ask
 from compressor.comoe.layer import inject_config
-from compressor.comoe.report import (
-    NAMES,
-    similarity_figure,
-    workload_figure,
-    write_evaluation,
-)
+from compressor.comoe.report import NAMES, similarity_figure, workload_figure, write_evaluation
 from tests.support import small
 from tests.support.command_line import names
 from tests.support.tuning_setups import CONFIG, dense, questions

@@ -204,10 +204,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_adapters(trained(), folder)
     tensors = load_file(folder / "adapters.safetensors")
     first = min(tensors)
-    for damage in (
-        {first: tensors[first][:1].contiguous()},
-        {"extra": torch.zeros(1)},
-    ):
+    for damage in ({first: tensors[first][:1].contiguous()}, {"extra": torch.zeros(1)}):
         save_file({**tensors, **damage}, folder / "adapters.safetensors")
         model = zoo.build("mixtral")
         with pytest.raises(CompressionError, match=r"does not fit the comoe\.json beside it"):

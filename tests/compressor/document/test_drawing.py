@@ -8,17 +8,7 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from compressor.document.drawing import (
-    COLOURS,
-    DECADES,
-    ROLES,
-    Dots,
-    draw_dots,
-    draw_heat,
-    ink_on,
-    scale_axis,
-    ticks,
-)
+from compressor.document.drawing import COLOURS, DECADES, ROLES, Dots, draw_dots, draw_heat, ink_on, scale_axis, ticks
 
 
 def fresh() -> Axes:

@@ -11,17 +11,7 @@ from compressor.errors import CompressionError
 from compressor.hub.push import push
 from tests.support import small
 from tests.support.hub import Fault, Hub
-from tests.support.hub_pushes import (
-    CANARY,
-    CARD,
-    REPOSITORY,
-    content,
-    everything_said,
-    refusal,
-    sent,
-    shards,
-    writes,
-)
+from tests.support.hub_pushes import CANARY, CARD, REPOSITORY, content, everything_said, refusal, sent, shards, writes
 
 
 def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card_and_another_writes_nothing(

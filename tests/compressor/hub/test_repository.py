@@ -11,14 +11,7 @@ from compressor.errors import CompressionError
 from compressor.hub import repository as client
 from compressor.hub.push import push
 from tests.support.hub import Fault, Hub
-from tests.support.hub_pushes import (
-    CANARY,
-    CARD,
-    REPOSITORY,
-    content,
-    everything_said,
-    logged_in,
-)
+from tests.support.hub_pushes import CANARY, CARD, REPOSITORY, content, everything_said, logged_in
 
 ECHO = json.dumps({"error": f"bad thing, Authorization: Bearer {CANARY}"}).encode()
 

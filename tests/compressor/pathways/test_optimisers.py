@@ -9,13 +9,7 @@ from torch import Tensor
 from compressor.answers.items import TokenRow, likelihoods
 from compressor.errors import CompressionError
 from compressor.pathways.engine import PathwayModel
-from compressor.pathways.optimisers import (
-    Neighbour,
-    core,
-    neighbours_gradient,
-    neighbours_loss,
-    optimised,
-)
+from compressor.pathways.optimisers import Neighbour, core, neighbours_gradient, neighbours_loss, optimised
 from compressor.pathways.options import PathwayOptions
 from tests.compressor.pathways.test_engine import engine, rows
 from tests.support import zoo

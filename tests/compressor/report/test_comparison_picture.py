@@ -110,8 +110,7 @@ PICTURES = {
     "one count": full((8,)),
     "many counts": full((192, 128, 127, 96, 64, 32, 16, 8, 4, 2), 256),
     "long names": comparison(
-        [base(), row(LONG, 8, 2.0), *(row(f"{LONG} {n}", 8, 2.0 + n) for n in range(30))],
-        model="org/$m_" + "x" * 90,
+        [base(), row(LONG, 8, 2.0), *(row(f"{LONG} {n}", 8, 2.0 + n) for n in range(30))], model="org/$m_" + "x" * 90
     ),
     "both signs": comparison([base(), *(row(f"x{n}", 8, 1.25 + 1.4 * (-10.0) ** -n) for n in range(5))]),
     "small spread": comparison([base(), row("reap", 8, 1.5), row("auto", 8, 1.75)]),

@@ -10,12 +10,7 @@ from hypothesis import given
 
 from compressor.cli.rendering import show_comparison
 from compressor.document import markdown as rendered
-from compressor.report.comparison_report import (
-    Comparison,
-    Row,
-    label,
-    write_reports,
-)
+from compressor.report.comparison_report import Comparison, Row, label, write_reports
 from tests.support.comparison_results import EXPERTS, base, comparison, comparisons, full, row
 from tests.support.report_data import table
 
