@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from compressor import memory
 from compressor.answers import lm_eval_models as streamed
 from compressor.answers import lm_eval_run as evaluating
-from compressor.answers.lm_eval_models import batches_of, inputs_of, loaded_model, score, streamed_model
+from compressor.answers.lm_eval_models import batches_of, inputs_of, loaded_model, streamed_model
 from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation, streams, weight_bytes
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
@@ -27,7 +27,6 @@ from tests.support.audit import paths_of
 from tests.support.eval_tasks import Steps, no_network, own_tasks, written_task
 from tests.support.zoo_configs import FAMILIES
 
-MOST = 64  # tokens that the zoo's models take
 STREAMED = ("gpt_oss", "qwen3_next", "granitemoe")  # a window of 8; linear attention; logits scaled after the head
 CHOICES = [(f"{n} and {n * n}:", answer) for n in range(5) for answer in (" a", " b", " both of them", " a b")]
 ODD = [("", "abc"), ("ends in blanks  ", "x"), ("z" * 90, " cut on the left"), ("one", "y" * 40)]
@@ -110,18 +109,6 @@ def test_inputs_cover_every_request_once(data: st.DataObject) -> None:
     assert [each for batch in batches for each in batch] == inputs
     assert all(len(batch) <= rows for batch in batches)
     assert all(len(batch) == 1 or sum(each.scored for each in batch) <= positions for batch in batches)
-
-
-def test_scores_of_a_row_are_summed_over_its_last_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "TOGETHER", 2)
-    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    greedy = logits.argmax(-1).tolist()
-    continuations = [greedy, greedy[1:], [3], [*greedy[-3:-1], (greedy[-1] + 1) % 7]]
-    found = [score(logits, tokens) for tokens in continuations]
-    for (value, is_greedy), tokens in zip(found, continuations, strict=True):
-        likelihoods = logits.double().log_softmax(-1)[-len(tokens) :]
-        assert value == pytest.approx(sum(float(row[token]) for row, token in zip(likelihoods, tokens, strict=True)))
-        assert is_greedy == (tokens == greedy[-len(tokens) :])
 
 
 def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

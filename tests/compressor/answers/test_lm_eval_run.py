@@ -118,11 +118,6 @@ def test_a_users_task_and_the_sign_of_its_metric(tiny: Path, own: Path) -> None:
     assert [-value for value in turned.values] == expected
 
 
-def test_a_users_group_may_name_the_demos_tasks(tiny: Path, own: Path) -> None:
-    scores = ask(tiny, "both", include_path=own, limit=2)["both"]
-    assert scores.ids == ("sums/0", "sums/1", "moe_demo_sorting/0", "moe_demo_sorting/1")
-
-
 def test_written_answers_are_scored_by_the_first_filter(tmp_path: Path) -> None:
     rows = [("sort 7391 ->", "1379"), ("sort 4208 ->", "0248"), ("sort 4208 ->", "0"), ("sort 9631 ->", "9631")]
     data = tmp_path / "rows.jsonl"

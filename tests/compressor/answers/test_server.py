@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -327,18 +326,3 @@ def test_lines_of_a_journal_that_cannot_be_read_are_asked_again(
     assert [row["text"].partition(":")[2] for row in map(json.loads, (tmp_path / "out.jsonl").open())][:3] == [
         f"so it is.{small.tokenizer().eos_token}"
     ] * 3
-
-
-def test_a_journal_of_likelihoods_that_cannot_be_read_is_asked_again(model: Path, tasks: Path, run: Run) -> None:
-    with serving(model, answers=9) as served:
-        flags = ["gate", model, "--server", served.address, "--include-path", tasks, "--tasks", "sums"]
-        flags += ["--max-drop", 0.9, "--batch-size", 1]
-        assert run(*flags, "--timeout", 2).status == 2
-        (journal,) = Path(os.environ["MOE_COMPRESSOR_CACHE"]).glob("served-*.jsonl")
-        lines = journal.read_bytes().splitlines()
-        journal.write_bytes(b"\n".join([*lines[:-1], b"\xff", b'[["a"], 1]', b'["a", {}]', lines[-1][:-9]]))
-        served.answers, served.asked = 10**9, []
-        served.go_on.set()
-        assert run(*flags).status == 0
-        items = [json.dumps(each["prompt"]) for each in served.asked if each["max_tokens"] == 1]
-        assert len(items) == len(set(items)) == 12 - (len(lines) - 2)  # the first line is empty, and the last cut off

@@ -138,14 +138,6 @@ def test_edges_to_experts_add_to_the_edge_to_their_router(name: str, tmp_path: P
     assert sorted(kept, reverse=True) == [edge.influence for edge in few.score_edges]
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "minimax", "nemotron_h"])
-def test_the_cut_into_batches_changes_nothing(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    whole = run(model, batches(stock, (4,)))
-    for sizes in ((2, 2), (3, 1), (1, 1, 1, 1)):
-        same(run(model, batches(stock, sizes)), whole, ranks=0.01)
-
-
 @pytest.mark.parametrize("at_once", [1, 8 * 12 * 2, 8 * 24 * 2])
 def test_few_scores_at_once_change_nothing(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with batches of unlike sizes, which hold unlike numbers of routers at once."""

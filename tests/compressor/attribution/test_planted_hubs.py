@@ -73,25 +73,6 @@ def most_routed(model: Any, layer: int, folder: Path) -> tuple[Sequence[Sender],
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_expert_that_a_later_router_reads_is_a_hub(name: str, tmp_path: Path) -> None:
-    model = zoo.build(name, **FAMILIES[name])
-    before, often = most_routed(model, LAYER, tmp_path)
-    for row in ("total_influence", "total_rank_change"):
-        assert strongest(before, row).name != often.name
-    write(model, LAYER, often.number or 0, towards(model, 5))
-    found = attributed(model, tmp_path / "after")
-    hub = find_hubs(found)[0]
-    assert (hub.layer, hub.expert, hub.share) == (LAYER, often.number, often.share)
-    for row in ("total_influence", "total_rank_change"):
-        assert strongest(found.of_kind("expert"), row).name == often.name
-    (planted,) = (sender for sender in found.of_kind("expert") if sender.name == often.name)
-    influence = {
-        receiver.layer: value for receiver, value in zip(found.receivers, planted.influence, strict=True) if value
-    }
-    assert set(influence) == {4, 5} and max(influence, key=influence.__getitem__) == 5
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_an_expert_that_every_later_router_reads_is_first_by_every_measure(name: str, tmp_path: Path) -> None:
     model = zoo.build(name, **FAMILIES[name])
     _, often = most_routed(model, 1, tmp_path)

@@ -41,18 +41,6 @@ def places(scores: Tensor) -> Tensor:
     return scores.argsort(-1, descending=True).argsort(-1)
 
 
-SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(2, 9))  # n, R, E
-
-
-@given(SHAPES, st.integers(0, 999), st.data())
-def test_ranks_are_places_in_the_sorted_order(shape: tuple[int, int, int], seed: int, data: st.DataObject) -> None:
-    scores = normal(*shape, seed=seed)
-    count = data.draw(st.integers(1, shape[2]))
-    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 1)).argsort(-1)[..., :count]
-    assert torch.equal(ranks_of(scores, chosen), places(scores).gather(-1, chosen))
-    assert torch.equal(ranks_of(scores, top(scores, count)), torch.arange(count).expand(*shape[:2], count))
-
-
 @given(st.integers(0, 999), st.sampled_from([*ACTIVATIONS]), st.booleans())
 def test_change_of_rank_is_that_of_a_plain_loop(seed: int, activation: Score | None, biased: bool) -> None:
     tokens, routers, experts, slots, used = 4, 3, 7, 3, (3, 1, 2)
@@ -94,15 +82,6 @@ def test_the_routers_own_way_to_rank_is_found(activation: Score | None) -> None:
     found = find_selection(logits, chosen, VALID, [decoy, scale * bias])
     assert found.score == activation
     assert found.bias is not None and torch.equal(found.bias, scale * bias)
-
-
-def test_unused_slots_do_not_count_against_a_way_to_rank() -> None:
-    logits, bias = 2 * normal(200, 2, 8), 0.5 * normal(2, 8, seed=1)
-    chosen = top(logits.sigmoid() + bias, 3)
-    chosen[:, 0, 1:] = 0  # the first router uses one slot of three
-    valid = torch.tensor([[True, False, False], [True, True, True]])
-    found = find_selection(logits, chosen, valid, [bias])
-    assert found.score == "sigmoid" and found.bias is bias
 
 
 @pytest.mark.parametrize("seed", [11, 34, 35, 102])  # by the places among all experts, something else would agree best

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from compressor.attribution.tracing import Chain, Context, Step, Traced, head_count, parts_of, plain, pull_sum
+from compressor.attribution.tracing import Chain, Context, Step, Traced, parts_of, plain, pull_sum
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import layers_by_decoder_layer
 from tests.support import zoo
@@ -67,58 +67,34 @@ LINEAR: dict[str, Operation] = {
     "difference": lambda x, y, p, f: x - y,
     "sum with itself": lambda x, y, p, f: x + x,
     "plus plain": lambda x, y, p, f: x + p,
-    "plain plus": lambda x, y, p, f: p + x,
     "minus plain": lambda x, y, p, f: x - p,
     "plain minus": lambda x, y, p, f: p - x,
     "plus a factor for each token": lambda x, y, p, f: x + f,
-    "plus vector": lambda x, y, p, f: x + VECTOR,
-    "vector minus": lambda x, y, p, f: VECTOR - x,
     "plus number": lambda x, y, p, f: x + 1.5,
     "plus scalar": lambda x, y, p, f: x + torch.tensor(0.5),
-    "torch.add": lambda x, y, p, f: torch.add(x, y),
-    "torch.sub": lambda x, y, p, f: torch.sub(x, p),
     "scaled sum": lambda x, y, p, f: torch.add(x, y, alpha=2),
-    "scaled difference": lambda x, y, p, f: torch.sub(p, x, alpha=2),
     "times number": lambda x, y, p, f: x * 0.7,
-    "number times": lambda x, y, p, f: 3 * x,
-    "times scalar": lambda x, y, p, f: x * torch.tensor(0.7),
-    "times one entry": lambda x, y, p, f: x * torch.tensor([0.7]),
     "times vector": lambda x, y, p, f: x * VECTOR,
-    "vector times": lambda x, y, p, f: (1.0 + VECTOR) * x,
     "times a factor for each token": lambda x, y, p, f: x * f,
     "over number": lambda x, y, p, f: x / 3,
-    "over vector": lambda x, y, p, f: x / (VECTOR.abs() + 1),
     "over a factor for each token": lambda x, y, p, f: x / (f.abs() + 1),
-    "torch.mul": lambda x, y, p, f: torch.mul(f, x),
-    "torch.div": lambda x, y, p, f: torch.div(x, 4),
     "mean": lambda x, y, p, f: x - x.mean(-1, keepdim=True),
-    "mean by keyword": lambda x, y, p, f: x - x.mean(dim=-1, keepdim=True),
     "mean of a tuple": lambda x, y, p, f: x - torch.mean(x, (-1,), keepdim=True),
     "linear": lambda x, y, p, f: F.linear(x, MATRIX),
     "linear with bias": lambda x, y, p, f: F.linear(x, MATRIX, VECTOR),
-    "linear by keywords": lambda x, y, p, f: F.linear(x, weight=MATRIX, bias=VECTOR),
     "matrix product": lambda x, y, p, f: x @ MATRIX,
-    "matmul": lambda x, y, p, f: torch.matmul(x, MATRIX),
     "rms by hand": lambda x, y, p, f: rms_norm(x, VECTOR),
     "rms": lambda x, y, p, f: F.rms_norm(x, (H,), VECTOR, 1e-6),
-    "rms by keywords": lambda x, y, p, f: F.rms_norm(x, (H,), weight=VECTOR, eps=0.5),
     "rms without weight": lambda x, y, p, f: F.rms_norm(x, (H,)),
-    "rms module": lambda x, y, p, f: torch.nn.RMSNorm(H)(x),
     "layer norm by hand": lambda x, y, p, f: layer_norm(x, VECTOR, OTHER_VECTOR),
     "layer norm": lambda x, y, p, f: F.layer_norm(x, (H,), VECTOR, OTHER_VECTOR, 0.1),
-    "layer norm by keywords": lambda x, y, p, f: F.layer_norm(x, (H,), weight=VECTOR, eps=0.5),
-    "layer norm module": lambda x, y, p, f: torch.nn.LayerNorm(H)(x),
     "clone": lambda x, y, p, f: x.clone().contiguous().detach(),
     "dropout": lambda x, y, p, f: F.dropout(x, 0.5, training=False),
     "double": lambda x, y, p, f: x.double().to(torch.float32),
     "flattened": lambda x, y, p, f: (x.reshape(-1, H) * VECTOR).view(x.shape),
-    "flattened to one dimension": lambda x, y, p, f: x.flatten().view_as(x),
     "split into heads and back": lambda x, y, p, f: x.view(*x.shape[:-1], 2, H // 2).reshape(x.shape),
-    "unsqueezed": lambda x, y, p, f: x.unsqueeze(0).squeeze(0).reshape(x.shape),
-    "added in place": lambda x, y, p, f: x.clone().add_(y),
     "subtracted in place": lambda x, y, p, f: x.clone().sub_(p),
     "multiplied in place": lambda x, y, p, f: x.clone().mul_(VECTOR),
-    "divided in place": lambda x, y, p, f: x.clone().div_(2.0),
     "added in place, scaled": lambda x, y, p, f: x.clone().add_(p, alpha=2),
 }
 
@@ -134,30 +110,19 @@ def test_terms_of_a_linear_operation_sum_to_its_result(name: str, shape: tuple[i
     assert all("changed" not in leaf for leaf in names(found))
 
 
-NONLINEAR: dict[str, Callable[[Any, Any], Any]] = {
+PLAIN: dict[str, Callable[[Any, Any], Any]] = {
     "square": lambda x, y: x.pow(2),
     "product": lambda x, y: x * y,
     "quotient": lambda x, y: x / y,
-    "one over": lambda x, y: 1 / x,
     "rounded quotient": lambda x, y: torch.div(x, 2, rounding_mode="floor"),
     "activation": lambda x, y: F.silu(x),
     "softmax": lambda x, y: x.softmax(-1),
-    "absolute": lambda x, y: abs(x),
     "clamp": lambda x, y: x.clamp(min=0),
-    "where": lambda x, y: torch.where(x > 0, x, y),
     "normalised": lambda x, y: F.normalize(x, dim=-1),
-    "cumulative": lambda x, y: x.cumsum(0),
     "added to plain in place": lambda x, y: draw(5, H).add_(x),
-}
-
-
-MIXING: dict[str, Callable[[Any, Any], Any]] = {
     "another order": lambda x, y: x.flip(0),
-    "transposed": lambda x, y: x.transpose(0, 1),
     "fewer": lambda x, y: x[:2],
     "picked": lambda x, y: x[torch.tensor([0, 0, 1])],
-    "more": lambda x, y: torch.cat([x, x]),
-    "repeated": lambda x, y: x.repeat(2, 1),
     "mean over tokens": lambda x, y: x.mean(0, keepdim=True),
     "mixed by a matrix": lambda x, y: draw(5, 5) @ x,
     "wider by broadcasting": lambda x, y: x + draw(3, 1, H),
@@ -165,7 +130,7 @@ MIXING: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("operation", {**NONLINEAR, **MIXING}.values(), ids=[*NONLINEAR, *MIXING])
+@pytest.mark.parametrize("operation", PLAIN.values(), ids=PLAIN)
 def test_what_is_not_linear_or_mixes_tokens_is_plain(operation: Callable[[Any, Any], Any]) -> None:
     _, (x, y) = start((5, H))
     found = operation(x, y)
@@ -183,53 +148,12 @@ def test_plain_rows_become_a_component_and_vectors_a_constant() -> None:
     assert context.leaves["constant (2)"].tolist() == [[1.0] * H]  # as wide as what it was added to
 
 
-def test_a_factor_for_each_token_scales_the_terms_token_by_token() -> None:
-    _, (x, _) = start((2, 3, H))
-    factor = draw(2, 3, 1, seed=3)
-    (term,) = ((x * factor) / 2 * factor).terms
-    torch.testing.assert_close(term.token, factor.reshape(-1, 1).square())
-    assert len(term.chain) == 1
-
-
-def test_values_survive_later_changes_in_place() -> None:
-    context = Context(5)
-    value = draw(5, H)
-    x = context.start("a", value)
-    value.zero_()
-    assert torch.equal(context.leaves["a"], draw(5, H))
-    y = context.start("b", draw(5, H, seed=1))
-    kept = y.clone()
-    y *= 0
-    check(y, torch.zeros(5, H))
-    check(kept, draw(5, H, seed=1))
-    assert torch.equal(plain(x), torch.zeros(5, H))
-
-
-def test_augmented_assignments_keep_the_terms() -> None:
-    _, (x, y) = start((2, 3, H))
-    expected = ((plain(x).clone() + plain(y)) * VECTOR - 1) / 2
-    same = x
-    x += y
-    x *= VECTOR
-    x -= 1
-    x /= 2
-    check(x, expected)
-    assert names(x) == ["a", "b", "constant"] and x is same
-
-
-def _set_row(x: Any) -> Any:
-    x[0] = 7.0
-
-
 CHANGING: dict[str, Callable[[Any], Any]] = {
     "zero_": lambda x: x.zero_(),
-    "clamp_": lambda x: x.clamp_(min=0),
     "copy_": lambda x: x.copy_(draw(5, H, seed=9)),
-    "masked_fill_": lambda x: x.masked_fill_(draw(5, 1) > 0, 3.0),
     "index_add_": lambda x: x.index_add_(0, torch.tensor([0, 2]), torch.ones(2, H)),
     "mul_ by itself": lambda x: x.mul_(x),
-    "power": lambda x: x.__ipow__(2),
-    "assigned": _set_row,
+    "assigned": lambda x: x.__setitem__(0, 7.0),
 }
 
 
@@ -240,17 +164,6 @@ def test_a_change_in_place_that_is_not_linear_makes_a_new_component(name: str) -
     CHANGING[name](expected)
     CHANGING[name](x)
     assert names(check(x, expected)) == ["changed in place"]
-
-
-def test_matrix_products_are_kept_with_their_terms() -> None:
-    context, (x, y) = start((5, H))
-    rows = draw(3, H)
-    F.linear(x + y, rows, torch.ones(3))
-    ((value, terms),) = context.products
-    torch.testing.assert_close(evaluate(context, terms), value)
-    assert [term.leaf for term in terms] == ["a", "b", "constant"]
-    F.linear(plain(x), rows)
-    assert len(context.products) == 1
 
 
 # --- linear maps ------------------------------------------------------------------------------------------------------
@@ -302,7 +215,6 @@ def kinds(name: str, decoder_layer: int) -> dict[str, str]:
     ("name", "decoder_layer", "expected"),
     [
         ("mixtral", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
-        ("granitemoe", 0, {"self_attn": "attention", "block_sparse_moe.experts": "expert"}),
         ("deepseek_v3", 0, {"self_attn": "attention", "mlp": "mlp"}),
         ("deepseek_v3", 1, {"self_attn": "attention", "mlp.experts": "expert", "mlp.shared_experts": "shared"}),
         ("gemma4", 0, {"self_attn": "attention", "mlp": "shared", "experts": "expert"}),
@@ -310,9 +222,6 @@ def kinds(name: str, decoder_layer: int) -> dict[str, str]:
         ("nemotron_h", 1, {"mixer.experts": "expert", "mixer.shared_experts": "shared"}),
         ("nemotron_h", 3, {"mixer": "mlp"}),
         ("jamba", 0, {"mamba": "attention", "feed_forward": "mlp"}),
-        ("jamba", 1, {"self_attn": "attention", "feed_forward.experts": "expert"}),
-        ("lfm2_moe", 0, {"conv": "attention", "feed_forward": "mlp"}),
-        ("minimax", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
         ("qwen3_next", 1, {"linear_attn": "attention", "mlp.experts": "expert", "mlp.shared_expert": "shared"}),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
@@ -321,26 +230,3 @@ def test_parts_are_the_modules_that_write_to_the_stream(
     name: str, decoder_layer: int, expected: dict[str, str]
 ) -> None:
     assert kinds(name, decoder_layer) == expected
-
-
-class _Sizes(nn.Module):
-    def __init__(self, **sizes: object) -> None:
-        super().__init__()
-        for name, size in sizes.items():
-            setattr(self, name, size)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"head_dim": 16}, 4),
-        ({"head_dim": 16, "v_head_dim": 32}, 2),  # values are what the projection mixes
-        ({"head_dim": 48}, None),
-        ({"v_head_dim": 48, "head_dim": 8}, 8),  # of sizes that the module names, one that fits
-        ({"head_dim": 0}, None),
-        ({"head_dim": 16.0}, None),
-        ({}, None),
-    ],
-)
-def test_heads_are_counted_by_their_size(sizes: dict[str, object], expected: int | None) -> None:
-    assert head_count(_Sizes(**sizes), nn.Linear(64, 32)) == expected

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject, load_adapters, save_adapters
-from compressor.comoe.layer import apart, model_contrast, watching
+from compressor.comoe.layer import model_contrast, watching
 from compressor.errors import CompressionError
 from tests.support import zoo
 from tests.support.command_line import names
@@ -91,15 +91,6 @@ def test_the_same_seed_begins_alike_and_another_does_not() -> None:
     first = next(iter(comoe_layers(one)))
     assert torch.equal(comoe_layers(one)[first].down, comoe_layers(same)[first].down)
     assert not torch.equal(comoe_layers(one)[first].down, comoe_layers(other)[first].down)
-
-
-def test_anchor_positives_and_negatives_are_algorithm_1s() -> None:
-    outputs = torch.arange(2 * 5 * 1.0).reshape(2, 5, 1)  # expert e of token t answers 5 t + e
-    chosen = torch.tensor([[3, 0, 1], [2, 4, 0]])
-    anchor, positives, negatives = apart(outputs, chosen, torch.tensor([1, 0]))
-    assert anchor.flatten().tolist() == [0, 7]
-    assert positives.squeeze(-1).tolist() == [[1, 3], [5, 9]]
-    assert negatives.squeeze(-1).tolist() == [[2, 4], [6, 8]]
 
 
 def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int, seed: int) -> Tensor:

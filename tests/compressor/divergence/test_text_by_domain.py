@@ -111,14 +111,6 @@ def test_the_gate_fails_by_the_name_of_the_domain(run: Run, models: Path, tmp_pa
     assert any("share of flips on numbers" in str(each.get("message")) for each in failures)
 
 
-def test_a_copy_passes_by_domain(run: Run, models: Path) -> None:
-    result = run(
-        "gate", models / "base", models / "copy", *reading(models), "--max-flips", 0.01, "--max-loss-rise", 0.01
-    )
-    assert result.status == 0, result.err
-    assert "is degraded" not in result.out and "is at most 0.01" in result.out
-
-
 def test_compress_puts_in_place_only_what_passes_by_domain(run: Run, models: Path, tmp_path: Path) -> None:
     gate = [*reading(models), "--max-flips", 0.02]
     result = run(*compressing(models, tmp_path / "out", "letters.txt"), *gate)

@@ -24,10 +24,9 @@ from compressor.hub.card import Card, card_text
 from compressor.quality_gate.report import card_metrics, gate_json
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.steps_plan import Plan
-from compressor.report.data import LayerMeasures, Measured
 from compressor.steps.quantize.options import Quantize
 from tests.support import small
-from tests.support.gate_results import gate, likelihood, mixed, task
+from tests.support.gate_results import gate, mixed, task
 from tests.support.hub.cards import mistakes
 from tests.support.hub_pushes import export_record
 from tests.support.plans import pruned
@@ -230,13 +229,6 @@ def test_a_copied_model_keeps_its_gate_and_a_changed_one_does_not(copied: Path, 
     assert "Accuracy was not measured" in card_text(copied, REPOSITORY).text
 
 
-def test_figures_that_are_no_numbers_do_not_break_the_card(copied: Path) -> None:
-    odd = about(copied, gate(likelihood(compressed=math.inf, drop=math.inf, upper=math.inf), task(lower=-math.inf)))
-    card = card_text(copied, REPOSITORY, odd)
-    assert table(card, "Before and after")["wikitext"][3] == "inf"
-    assert [result.dataset_name for result in ModelCard(card.text).data.eval_results] == ["boolq"]
-
-
 def test_no_name_does_harm(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "odd-token-in-use")
 
@@ -375,15 +367,3 @@ def test_a_record_that_does_not_belong_to_the_files_is_refused(copied: Path) -> 
         card_text(copied, REPOSITORY)
     with pytest.raises(CompressionError, match=r"has no compression\.json, so nothing is known"):
         card_text(DEMO, REPOSITORY)
-
-
-def test_what_a_report_measured_is_shown(dropped: Path) -> None:
-    modules = [
-        layer["module"] for layer in pruned(json.loads((dropped / "compression.json").read_text())["plan"])["layers"]
-    ]
-    similarity = tuple(tuple(1.0 if row == column else 0.25 for column in range(16)) for row in range(16))
-    layers = tuple(LayerMeasures(module, similarity, "similarity", (1 / 16,) * 16, error=0.125) for module in modules)
-    card = card_text(dropped, REPOSITORY, measured=Measured(layers, 512, "a text"))
-    assert set(card.pictures) == {GRID, "images/similarity.png", "images/visits.png", "images/errors.png"}
-    assert all(content.startswith(b"\x89PNG") and f"]({path})" in card.text for path, content in card.pictures.items())
-    assert "0.125" in body(card) and "Mean similarity of all pairs 0.25" in body(card)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.answers.items import TokenRow, is_greedy, likelihoods
+from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, PlainForward
@@ -103,33 +103,6 @@ def test_moved_logits_are_those_of_a_router_that_puts_them_out(late: int, moves:
         gate.forward = lambda hidden, gate=gate, wanted=wanted: routed(gate, wanted, hidden)
     assert torch.equal(found, model.model(input_ids=plain.tokens, use_cache=False).logits)
     assert not torch.equal(found, plain.logits)
-
-
-def test_layers_may_write_into_what_they_are_given() -> None:
-    model = engine("mixtral")
-    layer = model.model.model.layers[-1]
-    own = layer.forward
-    layer.forward = lambda hidden, *args, **named: own(hidden.mul_(2), *args, **named)
-    plain = model.run(rows(model))
-    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
-    for _ in range(2):
-        assert torch.equal(model.again(plain, unmoved), plain.logits)
-
-
-def test_likelihoods_and_greed_are_those_of_the_logits() -> None:
-    model = engine("olmoe")
-    plain = model.run(rows(model))
-    expected = []
-    for row in plain.rows:
-        own = model.model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].log_softmax(-1)
-        expected.append(sum(float(own[at - 1, row.tokens[at]]) for at in range(row.start, len(row.tokens))))
-    assert likelihoods(plain.logits, plain.rows).tolist() == pytest.approx(expected, abs=1e-4)
-    assert not is_greedy(plain.logits, plain.rows[0])
-    tokens = list(plain.rows[0].tokens[:START])
-    for _ in range(2):
-        tokens.append(int(model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    greedy = TokenRow(tuple(tokens), START)
-    assert is_greedy(model.run([greedy]).logits, greedy)
 
 
 def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:

@@ -109,16 +109,6 @@ def test_descent_lowers_the_neighbours_loss_and_moves_the_core_alone() -> None:
     assert not found[~movable].any() and found[movable].any()
 
 
-@pytest.mark.parametrize("right", [0, 1])
-def test_an_item_that_is_its_own_neighbour_lifts_whatever_answer_it_has(right: int) -> None:
-    model = engine("mixtral", 2)
-    plain = model.run(rows(model)[right : right + 1])
-    own = plain.pathway[-2:]
-    found = optimised(model, own, [Neighbour(own, plain)], torch.ones(1), PathwayOptions())
-    lifted = likelihoods(model.again(plain, found), plain.rows)
-    assert float(lifted) > float(likelihoods(plain.logits, plain.rows)) + 0.01
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -184,13 +184,6 @@ def test_a_card_names_no_folder_and_no_figure_that_is_none() -> None:
 # The terminal
 
 
-def test_json_is_the_report_and_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gate(mixed(), as_json=True, written=[Path("out/gate.json")])
-    content = strict(capsys.readouterr().out)
-    assert content.pop("written") == ["out/gate.json"]
-    assert content == strict(gate_json(mixed())) and gate_from_content(content) == mixed()
-
-
 def test_the_printed_table_has_a_row_for_each_task(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
