@@ -1,5 +1,3 @@
-"""What models write: prompts from every source, batches against one answer at a time, draws, and the journal."""
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,14 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.answers.decoding import choose
-from compressor.answers.generation import (
-    Answer,
-    GenerationRequest,
-    StockGenerator,
-    answer_all,
-    draws,
-    journal_of,
-)
+from compressor.answers.generation import Answer, GenerationRequest, StockGenerator, answer_all, draws, journal_of
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, read_prompts, tokens_of, usable_prompts
 from compressor.checkpoint.source import locate
@@ -123,9 +114,7 @@ def test_a_chat_is_asked_without_its_last_answer(tmp_path: Path, chatting: Any) 
     assert chatting.decode(tokens_of(found[3], chatting, chat=True)) == "<user>Plain<assistant>"
 
 
-def test_bad_prompts_are_left_out_with_a_warning(
-    tmp_path: Path, chatting: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_prompts_are_left_out(tmp_path: Path, chatting: Any, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"prompt": " "},
         {"other": 1},
@@ -166,8 +155,6 @@ def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """Answers each prompt with its own text, and counts; stops where it is told to."""
-
     label, facts = "scripted", {"model": 1}
 
     def __init__(self, stop_after: int | None = None) -> None:

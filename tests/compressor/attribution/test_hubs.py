@@ -1,12 +1,10 @@
-"""Hubs and super experts: scores by hand and by scipy, what makes an expert one, and what does not."""
-
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import median_abs_deviation
 
@@ -17,9 +15,7 @@ from tests.support.attribution_results import attribution, module, sender
 NUMBERS = st.lists(st.integers(-(10**6), 10**6).map(lambda number: number / 8), min_size=1, max_size=40)
 
 
-def experts(
-    influence: Sequence[Sequence[float | None]], rank_change: Sequence[Sequence[float | None]] | None = None
-) -> Attribution:
+def experts(influence: Sequence[Sequence[float | None]], rank_change: Any) -> Attribution:
     """One layer of experts with these rows; AARV as large as the influence unless given."""
     changes = influence if rank_change is None else rank_change
     senders = tuple(
@@ -67,16 +63,6 @@ def test_scores_are_those_of_scipy_unless_the_values_hardly_differ(values: list[
     assume(deviation * 0.6745 > 0.051 * abs(np.median(values)))
     wanted = (np.array(values) - np.median(values)) / deviation
     assert outlier_scores(values) == pytest.approx(wanted.tolist(), rel=1e-4)
-
-
-@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=20))
-@example([0.0, 0.0, 5e-324])
-@example([5e-324, 5e-324, 1e-322])
-def test_the_order_of_scores_is_that_of_the_values(values: list[float]) -> None:
-    scores = outlier_scores(values)
-    ordered = [scores[place] for place in np.argsort(values)]
-    assert all(one <= other for one, other in pairwise(ordered))
-    assert all(score == 0 for value, score in zip(values, scores, strict=True) if value == np.median(values))
 
 
 def test_an_outlier_of_both_is_a_hub_with_its_sums_and_scores() -> None:
@@ -142,7 +128,6 @@ def test_equally_strong_hubs_come_in_model_order() -> None:
 
 
 def paper_rule(entries: Sequence[float]) -> set[int]:
-    """Places of the experts that the paper's rule names."""
     least = np.percentile(entries, 99.5)
     return {place for place, entry in enumerate(entries) if entry > least and entry > max(entries) / 10}
 

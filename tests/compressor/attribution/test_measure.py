@@ -1,7 +1,6 @@
-"""Routing attribution on every family: sums equal logits, however the tokens are cut and whatever the weights."""
-
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from transformers import PreTrainedModel
 from compressor.attribution import routers
 from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
+from compressor.attribution.hubs import find_hubs, super_experts
 from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
-from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
@@ -55,12 +54,10 @@ def add_up(senders: Sequence[Sender], receivers: int) -> list[float]:
 
 
 def known(row: Sequence[float | None]) -> dict[int, float]:
-    """The values that there are, by receiver."""
     return {number: value for number, value in enumerate(row) if value is not None}
 
 
 def same(first: Attribution, second: Attribution, rel: float = 1e-4, ranks: float = 1e-9) -> None:
-    """The same senders and receivers, with equal figures up to rounding."""
     assert [sender.name for sender in first.senders] == [sender.name for sender in second.senders]
     for one, other in zip(first.senders, second.senders, strict=True):
         assert one.share == pytest.approx(other.share)
@@ -159,7 +156,6 @@ def test_batches_of_one_token(name: str, tmp_path: Path) -> None:
 
 
 def saved(stock: PreTrainedModel, folder: Path) -> OpenModel:
-    """A changed stock model, opened as the compressor opens it."""
     stock.save_pretrained(folder)
     return open_model(locate(str(folder)), "float32", "cpu")
 
@@ -188,12 +184,24 @@ def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None
     assert shares == pytest.approx(stock.config.num_experts_per_tok)
 
 
-def test_the_same_tokens_give_the_same_figures(tmp_path: Path) -> None:
-    stock, model = opened("deepseek_v3", tmp_path)
-    parts = batches(stock)
-    torch.manual_seed(7)
-    first = run(model, parts)
-    assert torch.initial_seed() == 7
-    second = attribute(model, Calibration(parts, {}), Silent())
-    assert first.senders == second.senders and first.outputs == second.outputs
-    assert first.receivers == second.receivers
+def unread(model: Any, layers: Sequence[int]) -> Tensor:
+    """[H]: a unit vector that no router of these layers reads."""
+    blocks = [model.model.layers[layer] for layer in layers]
+    rows = torch.cat([block.mlp.gate.weight * block.post_attention_layernorm.weight for block in blocks])
+    return torch.linalg.svd(rows.double(), full_matrices=True).Vh[len(rows)].float()
+
+
+@pytest.mark.parametrize(("name", "layer", "sizes"), [("mixtral", 3, {"num_local_experts": 16}), ("qwen2_moe", 2, {})])
+def test_a_massive_expert_that_no_router_reads_is_no_hub(name: str, layer: int, sizes: Any, tmp_path: Path) -> None:
+    model = zoo.build(name, num_hidden_layers=5, **sizes)
+    with torch.no_grad():
+        down = model.model.layers[layer].mlp.experts.down_proj
+        mixed = torch.randn(down.shape[-1], generator=torch.Generator().manual_seed(1))
+        down[5] = 20 * torch.outer(unread(model, range(layer + 1, 5)), mixed)
+    found = run(saved(model, tmp_path), batches(model, (4, 2), 16))
+    assert [(each.layer, each.expert) for each in super_experts(found)] == [(layer, 5)]
+    assert not any((hub.layer, hub.expert) == (layer, 5) for hub in find_hubs(found))
+    beside = {each.number: each for each in found.of_kind("expert") if each.layer == layer}
+    massive = beside.pop(5)
+    assert massive.share > 0 and massive.total_rank_change == 0
+    assert massive.total_influence < 1e-3 * min(each.total_influence for each in beside.values())

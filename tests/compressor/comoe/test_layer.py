@@ -1,5 +1,3 @@
-"""LoRA experts beside linear layers: against equations 1 to 3 written as loops, and as nothing while B is 0."""
-
 import json
 import math
 from pathlib import Path
@@ -19,7 +17,6 @@ from tests.support.small import edit_json
 
 
 def layer(experts: int = 5, top_k: int = 2, seed: int = 0) -> LoraExperts:
-    """A layer from 7 to 6 features with rank 3, whose B is not 0."""
     generator = torch.Generator().manual_seed(seed)
     made = LoraExperts(nn.Linear(7, 6), ComoeConfig(3, experts, top_k, dropout=0.0), generator)
     made.up.data.normal_(generator=generator)
@@ -86,13 +83,6 @@ def test_only_experts_and_routers_are_trained() -> None:
     assert not any(value.grad is not None for value in model.parameters() if not value.requires_grad)
 
 
-def test_the_same_seed_begins_alike_and_another_does_not() -> None:
-    one, same, other = (inject(zoo.build("mixtral"), seed=seed) for seed in (3, 3, 4))
-    first = next(iter(comoe_layers(one)))
-    assert torch.equal(comoe_layers(one)[first].down, comoe_layers(same)[first].down)
-    assert not torch.equal(comoe_layers(one)[first].down, comoe_layers(other)[first].down)
-
-
 def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int, seed: int) -> Tensor:
     with watching({"": made}):
         made(hidden)
@@ -151,11 +141,7 @@ def test_models_with_no_place_for_experts_or_none_to_save_are_refused(tmp_path: 
     assert names(tmp_path) == []
 
 
-# --- on disk ----------------------------------------------------------------------------------------------------------
-
-
 def trained(seed: int = 0) -> Any:
-    """An injected model whose B is not 0."""
     model = inject(zoo.build("mixtral"), r=4, experts=3)
     generator = torch.Generator().manual_seed(seed)
     for layer in comoe_layers(model).values():

@@ -1,5 +1,3 @@
-"""Dots, heat maps and scales: what matplotlib gets is what was given, and all that is finite lies on the axis."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The model card of real outputs: its figures are those of the files, it claims nothing else, and no name does harm."""
-
 import json
 import math
 import re
@@ -40,7 +38,6 @@ ON_ONE_LINE = " ".join(HOSTILE.replace("\u202e", "").split())  # as names of str
 
 
 def make(place: Path, name: str, **wanted: Any) -> Path:
-    """The demo model with 12 experts in a layer, in a folder of this name."""
     asked = {"experts": 12, "calibration": "demo", "samples": 4, "sequence_length": 32, **wanted}
     api.compress(str(DEMO), place / name, **asked)
     return place / name
@@ -53,7 +50,6 @@ def dropped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(dropped: Path, tmp_path: Path) -> Path:
-    """An output to change."""
     return Path(shutil.copytree(dropped, tmp_path / "secret folder" / "small"))
 
 
@@ -62,7 +58,6 @@ def body(card: Card) -> str:
 
 
 def html(card: Card) -> str:
-    """The page as a Markdown renderer with tables and raw HTML shows it."""
     return MarkdownIt("commonmark", {"html": True}).enable("table").render(body(card))
 
 
@@ -96,7 +91,6 @@ def active(folder: Path) -> int:
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """The output with its record changed."""
     record = json.loads((folder / "compression.json").read_text())
     change(record)
     (folder / "compression.json").write_text(json.dumps(record))
@@ -104,7 +98,6 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 
 def about(folder: Path, result: GateResult) -> GateResult:
-    """The result as if it had been measured on this folder."""
     return replace(result, compressed_identity=identity(ModelSource(str(folder), None, folder)))
 
 
@@ -180,9 +173,7 @@ def test_the_gate_beside_the_weights_is_in_table_picture_and_metadata(copied: Pa
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("moved", [None, False, True])
 @pytest.mark.parametrize("trained", [None, False, True])
-def test_what_was_tuned_is_told_as_it_was(
-    corrected: bool, moved: bool | None, trained: bool | None, copied: Path
-) -> None:
+def test_what_was_tuned_is_told_as_it_was(corrected: bool, moved: Any, trained: bool | None, copied: Path) -> None:
     """None: not asked for; False: tried, and nothing changed."""
     record = json.loads((copied / "compression.json").read_text())
     plan, text = record["plan"], record["plan"]["calibration"]
@@ -276,7 +267,6 @@ def test_no_folder_of_this_machine_is_told(copied: Path, tmp_path: Path) -> None
 
 
 def onnx(folder: Path) -> Path:
-    """A made-up export."""
     folder.mkdir(exist_ok=True)
     (folder / "model.onnx").write_bytes(b"graph" * 100)
     (folder / "onnx_export.json").write_text(export_record())
@@ -309,14 +299,8 @@ def test_metadata_name_the_format_and_the_relation(copied: Path, tmp_path: Path)
         assert mistakes(metadata) == []
         return metadata
 
-    decided = {
-        "format": "pack-quantized",
-        "group_size": -1,
-        "matrices": 1,
-        "weights": 1,
-        "bits": 4,
-        "dequantized": False,
-    }
+    decided = {"format": "pack-quantized", "group_size": -1, "matrices": 1, "weights": 1, "bits": 4}
+    decided["dequantized"] = False
     step = {"name": "quantize", "options": Quantize(scheme="int4").model_dump(mode="json"), "plan": decided}
     pruned_only = card(lambda steps: steps)
     packed = {"quant_method": "compressed-tensors"}

@@ -1,5 +1,3 @@
-"""The metadata of a model card: what is inherited from the base's card, and that the Hub's own classes take it."""
-
 import json
 import logging
 from pathlib import Path
@@ -18,6 +16,7 @@ from tests.compressor.hub.test_card_layers import a_plan, moe_layer
 from tests.support.hub.cards import LICENCES, mistakes
 from tests.support.plans import Decided, by_hand
 
+LINK = "https://a.b/c"
 BASE, COMMIT = "org/big-moe", "0123456789" * 4
 
 
@@ -39,7 +38,6 @@ def recorded(folder: Path, source: Source) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output of a base on the Hub, which cannot be reached."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return recorded(tmp_path / "small", Source(BASE, COMMIT, "f" * 64))
 
@@ -123,16 +121,11 @@ def test_a_name_that_the_hub_could_not_have_is_no_base(tmp_path: Path) -> None:
         ({"license": ["mit", "apache-2.0"]}, {"license": ["mit", "apache-2.0"]}),
         ({"license": "Our Own\nTerms"}, {"license": "other", "license_name": "Our Own Terms"}),
         ({"license": "other", "license_link": "LICENSE"}, {"license": "other", "license_link": "LICENSE"}),
-        (
-            {"license": "llama3.1", "license_link": "https://a.b/c"},
-            {"license": "llama3.1", "license_link": "https://a.b/c"},
-        ),
+        ({"license": "llama3.1", "license_link": LINK}, {"license": "llama3.1", "license_link": LINK}),
         ({"license": 7, "license_name": "x"}, {}),
     ],
 )
-def test_licences_are_taken_as_they_are_where_the_hub_takes_them(
-    base: dict[str, Any], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_licences_that_the_hub_takes_are_taken(base: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "LICENSE").write_text("terms")
     assert licence(base, tmp_path, BASE, COMMIT) == expected
 

@@ -1,5 +1,3 @@
-"""Late layers run again: the stock forward bit for bit, and with moved logits what a changed router gives."""
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,6 @@ LENGTH, START = 12, 9
 
 
 def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> PathwayModel:
-    """A zoo model in memory, as it was built."""
     model = zoo.build(name, seed)
     model.requires_grad_(False)
     model.config.architectures = [type(model).__name__]  # as a checkpoint's config names it
@@ -39,7 +36,6 @@ def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> P
 
 
 def rows(model: PathwayModel, seed: int = 3) -> tuple[TokenRow, ...]:
-    """A prompt with two answers, of which one is shorter."""
     prompt, one, other = torch.split(zoo.tokens(model.model, 1, LENGTH + 1, seed)[0], [START, LENGTH - START, 1])
     return tuple(TokenRow((*prompt.tolist(), *answer.tolist()), START) for answer in (one, other))
 
@@ -120,16 +116,3 @@ def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:
             experts, weights = chosen[layer.name][:, START - 1]
             ratio = pathway[experts.long()] / weights
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)
-
-
-def test_work_counts_layers_and_tokens() -> None:
-    model = engine("qwen3_moe-sparse_step", late=1)
-    plain = model.run(rows(model))
-    tokens, layer_names = plain.tokens.numel(), len(model.opened.architecture.decoder_layers)
-    assert model.work == layer_names * tokens == plain.work
-    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
-    model.again(plain, unmoved)
-    late = layer_names - len(model.early_units)
-    assert 0 < late < layer_names and model.work == (layer_names + late) * tokens
-    model.again(plain, unmoved.requires_grad_())
-    assert model.work == (layer_names + 4 * late) * tokens

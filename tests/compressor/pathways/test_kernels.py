@@ -1,5 +1,3 @@
-"""C3PO's mathematics against the formulas written out in NumPy."""
-
 import math
 from typing import get_args
 

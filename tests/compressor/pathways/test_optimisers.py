@@ -1,5 +1,3 @@
-"""Optimised pathways on a tiny model in memory: gradients against finite differences, and what changes nothing."""
-
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ WEIGHTS = torch.tensor([0.7, 0.3])
 
 
 def neighbours(model: PathwayModel) -> list[Neighbour]:
-    """Two items, each with one answer."""
     found = []
     for seed in (11, 12):
         tokens = zoo.tokens(model.model, 1, 8 + seed % 2, seed)[0].tolist()

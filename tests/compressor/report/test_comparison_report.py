@@ -1,5 +1,3 @@
-"""The comparison's table and files: cells read back, the best in bold, nothing left behind by a failure."""
-
 import json
 import math
 import re
@@ -132,13 +130,10 @@ def test_what_is_no_number_is_null_in_strict_json(tmp_path: Path, capsys: pytest
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """The cells of a printed table's lines, the header's among them."""
     return [[cell.strip() for cell in line[1:-1].split("│")] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_printed_table_groups_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     made = full()
     show_comparison(made, as_json=False)

@@ -1,5 +1,3 @@
-"""A report's data: what an output says of itself, its JSON, and how evenly visits spread."""
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
