@@ -1,10 +1,11 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from transformers import PreTrainedModel
 
 from compressor.attribution import routers
@@ -12,9 +13,14 @@ from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
 from compressor.attribution.hubs import find_hubs, super_experts
 from compressor.attribution.measure import attribute
+from compressor.attribution.routers import agreements, selections
+from compressor.attribution.tracing import parts_of
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.model.architecture import discover
+from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.router_logits import Score
 from compressor.progress import Silent
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened
@@ -205,3 +211,55 @@ def test_a_massive_expert_that_no_router_reads_is_no_hub(name: str, layer: int, 
     massive = beside.pop(5)
     assert massive.share > 0 and massive.total_rank_change == 0
     assert massive.total_influence < 1e-3 * min(each.total_influence for each in beside.values())
+
+
+def kinds(name: str, decoder_layer: int) -> dict[str, str]:
+    model = zoo.skeleton(name)
+    architecture = discover(model.config, model)
+    full = architecture.decoder_layers[decoder_layer]
+    own = layers_by_decoder_layer(architecture.layers).get(full, ())
+    found = parts_of(full, model.get_submodule(full), own)
+    return {part.removeprefix(f"{full}."): kind for part, kind in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "decoder_layer", "expected"),
+    [
+        ("mixtral", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
+        ("deepseek_v3", 0, {"self_attn": "attention", "mlp": "mlp"}),
+        ("deepseek_v3", 1, {"self_attn": "attention", "mlp.experts": "expert", "mlp.shared_experts": "shared"}),
+        ("gemma4", 0, {"self_attn": "attention", "mlp": "shared", "experts": "expert"}),
+        ("nemotron_h", 0, {"mixer": "attention"}),  # a state-space mixer
+        ("nemotron_h", 1, {"mixer.experts": "expert", "mixer.shared_experts": "shared"}),
+        ("nemotron_h", 3, {"mixer": "mlp"}),
+        ("jamba", 0, {"mamba": "attention", "feed_forward": "mlp"}),
+        ("qwen3_next", 1, {"linear_attn": "attention", "mlp.experts": "expert", "mlp.shared_expert": "shared"}),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_parts_are_what_writes_to_the_stream(name: str, decoder_layer: int, expected: dict[str, str]) -> None:
+    assert kinds(name, decoder_layer) == expected
+
+
+ACTIVATIONS: dict[Score | None, Callable[[Tensor], Tensor]] = {
+    None: lambda logits: logits,
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt-softplus": lambda logits: softplus(logits).sqrt(),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_routers_own_way_to_rank_is_found(activation: Score | None) -> None:
+    logits = 2 * normal(200, 2, 8)
+    bias, decoy = normal(2, 8, seed=1), normal(2, 8, seed=2)
+    scale = {None: 1.0, "sigmoid": 0.5, "softmax": 0.3, "sqrt-softplus": 1.0}[activation]
+    chosen = (ACTIVATIONS[activation](logits) + scale * bias).topk(2).indices
+    tried = selections([decoy, scale * bias])
+    found = tried[int(agreements(tried, logits, chosen, torch.ones(2, 2, dtype=torch.bool), (1, 1)).argmax())]
+    assert found.score == activation
+    assert found.bias is not None and torch.equal(found.bias, scale * bias)

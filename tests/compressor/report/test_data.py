@@ -75,14 +75,6 @@ def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
         assert (layer.similarity, layer.visits_before, layer.error) == (None, None, None)
 
 
-def test_an_output_from_elsewhere_lacks_only_the_runs_figures(out: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path))
-    data = report_data(out)
-    assert (data.seconds, data.peak_memory, data.command) == ({}, 0, None)
-    assert data.missing == ("This machine has no record of the run, so its times and memory are not shown.",)
-    assert str(out.parent) not in data.to_json()
-
-
 def test_what_was_measured_goes_to_its_layer(out: Path, cached: None) -> None:
     measured = replace(MEASURED, layers=MEASURED.layers[1:])
     data = report_data(out, measured)

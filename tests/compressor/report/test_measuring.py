@@ -93,7 +93,7 @@ TEXT = (
     "similarities of outputs are not measured; name it with --calibration."
 )
 LOSSES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "no source": (lambda place: edit_record(place, lambda record: record.update(source="gone")), (SOURCE,)),
+    "no source": (lambda place: edit_record(place, lambda record: record.update(source="/gone")), (SOURCE,)),
     "changed source": (change_source, (SOURCE,)),
     "no text": (lambda place: change_text(place, Path.unlink), (TEXT,)),
     "changed text": (lambda place: change_text(place, lambda file: file.write_text("other " * 999)), (TEXT,)),
