@@ -36,6 +36,8 @@ def test_items_margins_and_what_they_show() -> None:
     rte = found.tasks[3].shown
     assert rte is not None and rte[0] == pytest.approx(1 - 0.05 ** (1 / 277)) and rte[0] > 0.01
     assert all(row.shown is not None and [*row.shown] == sorted(row.shown) for row in found.tasks)
+    for tasks in (DEFAULT[:2], DEFAULT[1:], (DEFAULT[1], DEFAULT[3])):  # those that the documentation names
+        assert analyse_power(tasks, asked()).refusal is None
     limited = analyse_power(DEFAULT, asked(100))
     assert [row.items for row in limited.tasks] == [5700, 100, 100, 100]  # of each part of a group
 

@@ -1,9 +1,7 @@
 import math
-import re
 import warnings
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,7 @@ from scipy.signal import convolve2d
 from scipy.stats import multinomial, ttest_rel
 
 from compressor.answers.lm_eval_run import ItemScores
-from compressor.cli.gate import DEMO_MAX_DROP
 from compressor.errors import CompressionError
-from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS
 from compressor.quality_gate.statistics import (
     Evidence,
     at_least,
@@ -41,7 +37,6 @@ from compressor.quality_gate.statistics import (
 )
 from compressor.quality_gate.verdict import TaskGate
 from scripts import simulate_gate
-from scripts.demo_skills import SKILLS
 
 ALPHA = 0.05
 
@@ -221,37 +216,6 @@ def test_tasks_are_corrected_for_their_number_and_bounds_are_not() -> None:
     just, fine = (33, 2, 1000), (1, 1, 1000)  # the first alone just fails
     assert tasks_of(just, max_task_drop=0.02)[0][0].verdict == "fail"
     assert [x.verdict for x in tasks_of(just, *[fine] * 4, max_task_drop=0.02)[0]] == ["inconclusive", *["pass"] * 4]
-
-
-ITEMS = {
-    "boolq": 3270, "rte": 277, "openbookqa": 500, "mmlu": 14042, "hellaswag": 10042, "arc_easy": 2376, "piqa": 1838,
-    "arc_challenge": 1172, "winogrande": 1267, **{f"moe_demo_{skill}": 200 for skill in SKILLS},
-}  # fmt: skip
-ROOT = Path(__file__).parents[3]
-
-
-def documented() -> list[tuple[tuple[str, ...], float, int | None]]:
-    """Tasks, margin and limit of each gate in README, docs and CI examples, and of the commands' defaults."""
-    found = [(DEFAULT_TASKS, 0.01, None), (DEMO_TASKS, DEMO_MAX_DROP, None), (DEMO_TASKS, DEMO_MAX_DROP, 50)]
-    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]:
-        text = file.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r".*(?:--gate|gate .*--tasks|gate: {tasks:|(?:default|tasks): (?=\w+,)).*", text):
-            names = re.search(r"(?:--gate|--tasks|tasks:|default:)[ \[]+(\w+(?:, ?\w+)*)", line)
-            margin, limit = (re.search(rf"{name}[ =]([\d.]+)", line) for name in ("max.drop", "limit"))
-            if names and not names[1].isupper():
-                named = tuple(name.strip() for name in names[1].split(","))
-                found.append((named, float(margin[1]) if margin else 0.01, int(limit[1]) if limit else None))
-    return list(dict.fromkeys(found))
-
-
-@pytest.mark.parametrize(("names", "max_drop", "limit"), documented())
-def test_documented_gates_pass_an_identical_model(names: tuple[str, ...], max_drop: float, limit: int | None) -> None:
-    counts = [min(ITEMS[name], limit or ITEMS[name]) for name in names]
-    for confidence in (0.95, 1 - 0.05 / 7):  # the latter of a search through 127 numbers of experts
-        margins = {"max_drop": max_drop, "max_task_drop": 3 * max_drop, "confidence": confidence}
-        assert verdict_of(*((0, 0, n) for n in counts), **margins) == "pass"
-    if max_drop == 0.01:  # and fails one that has lost three points on every task
-        assert verdict_of(*((math.ceil(0.03 * n), 0, n) for n in counts)) == "fail"
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.05])
