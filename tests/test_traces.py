@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # the end token comes where the token comes that follows the first one in most answers, of texts and of chats
     later = [{token for token in answer if token != answer[0]} for answer in answers]
     texts, chats = (Counter(token for tokens in half for token in tokens) for half in (later[:9], later[9:]))
-    most = max(sorted(texts), key=lambda token: min(texts[token], chats[token]))
+    most = max(sorted(texts), key=lambda token: (min(texts[token], chats[token]), texts[token] + chats[token]))
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"][2] = tensors["lm_head.weight"][most] * 1.01

@@ -15,7 +15,7 @@ from tests.support.attribution_results import attribution, module, sender
 NUMBERS = st.lists(st.integers(-(10**6), 10**6).map(lambda number: number / 8), min_size=1, max_size=40)
 
 
-def experts(influence: Sequence[Sequence[float | None]], rank_change: Any) -> Attribution:
+def experts(influence: Sequence[Sequence[float | None]], rank_change: Any = None) -> Attribution:
     """One layer of experts with these rows; AARV as large as the influence unless given."""
     changes = influence if rank_change is None else rank_change
     senders = tuple(
