@@ -1,5 +1,3 @@
-"""`moe-compress gate` and `compress --gate` as a user runs them, on the demo checkpoint: verdicts, status, files."""
-
 import json
 import re
 import shutil
@@ -22,7 +20,7 @@ from compressor.quality_gate.report import read_gate
 from compressor.recipe.recipe import recipe_yaml
 from compressor.run_record import cache_folder
 from tests.support import small
-from tests.support.command_line import Result, Run, captured, names, refused
+from tests.support.command_line import Result, Run, captured, names, refused, succeeded
 from tests.support.eval_tasks import no_stock_tasks
 from tests.support.gate_results import gate, task
 from tests.support.plugins import install
@@ -54,7 +52,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(base: Path, folder: Path, noise: float) -> Path:
-    """The demo model with noise on its experts: none leaves the model, much of it ruins it."""
     shutil.copytree(base, folder)
     file = folder / "model.safetensors"
     tensors, generator = load_file(file), torch.Generator().manual_seed(0)
@@ -67,7 +64,6 @@ def changed(base: Path, folder: Path, noise: float) -> Path:
 
 
 def sickened(model: Path, folder: Path) -> Path:
-    """The model with NaN in its final norm."""
     shutil.copytree(model, folder)
     small.edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
     return folder
@@ -106,28 +102,7 @@ def test_a_good_model_passes_and_a_ruined_one_fails(
 
 
 @pytest.mark.full
-def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
-    found = []
-    for how, streamed in (("--no-stream", []), ("--stream", ["base", "compressed"])):
-        result = run(
-            "gate", base, good, "--tasks", f"{EASY},moe_demo_text", "--limit", 12, "--dtype", "float32", how,
-            "--inconclusive", "pass", "--cache-dir", tmp_path / how, "-o", tmp_path / f"gate{how}",
-        )  # fmt: skip
-        content = json.loads((tmp_path / f"gate{how}" / "gate.json").read_text())
-        assert content["streamed"] == streamed and not content["reused_base"], result
-        found.append([*content["tasks"], content["pooled"]])
-        said = "With one layer in memory at a time: the base and the compressed model."
-        assert (said in " ".join(result.out.split())) is bool(streamed)
-    for plain, streamed in zip(*found, strict=True):
-        assert plain.keys() == streamed.keys() and plain["verdict"] == streamed["verdict"]
-        for name in ("base", "compressed", "drop", "lower", "upper"):
-            assert streamed[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.full
-def test_an_identical_copy_passes_and_a_gate_that_it_cannot_pass_is_refused(
-    run: Run, base: Path, tmp_path: Path
-) -> None:
+def test_an_identical_copy_passes_or_the_gate_is_refused(run: Run, base: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     result = run("gate", base, copy, "--tasks", TASKS, "--limit", 150)  # by itself neither has enough items
     assert result.status == 0, result
@@ -148,8 +123,7 @@ def test_an_identical_copy_passes_and_a_gate_that_it_cannot_pass_is_refused(
 
 
 def test_a_dry_run_needs_no_models_and_says_what_the_gate_can_show(run: Run) -> None:
-    result = run("gate", "--tasks", "moe_demo,moe_demo_text", "--limit", 70, "--dry-run", "--json")
-    assert result.status == 0, result
+    result = succeeded(run("gate", "--tasks", "moe_demo,moe_demo_text", "--limit", 70, "--dry-run", "--json"))
     content = json.loads(result.out)
     assert [(each["task"], each["items"], each["max_drop"]) for each in (*content["tasks"], content["pooled"])] == [
         ("moe_demo", 350, 0.03), ("moe_demo_text", 70, 0.01), ("all together", 350, 0.01)
@@ -181,35 +155,6 @@ def test_an_undecided_gate_counts_as_it_is_told(run: Run, tiny: Path, treat: str
     assert result.status == status, result
 
 
-@pytest.mark.full
-def test_a_perplexity_is_gated_too(run: Run, base: Path, good: Path, ruined: Path) -> None:
-    found = []
-    for model in (good, ruined):
-        result = run("gate", base, model, "--tasks", "moe_demo_text", "--limit", 60, "--max-drop", 0.05, "--json")
-        content = json.loads(result.out)
-        task = content["tasks"][0]
-        assert content["pooled"] is None and task["decides"] and task["max_drop"] == 0.05
-        ratio = task["perplexity_ratio"]
-        assert task["drop"] == pytest.approx(ratio[0] - 1, abs=1e-9) and ratio[1] < ratio[0] < ratio[2]
-        assert task["compressed"] / task["base"] == pytest.approx(ratio[0])
-        found.append(result.status)
-    assert found == [0, 1]
-
-
-@pytest.mark.full
-def test_stored_base_results_are_reused_and_a_changed_base_is_not(
-    run: Run, base: Path, good: Path, tmp_path: Path
-) -> None:
-    ask = ("--tasks", EASY, "--max-drop", 0.3, "--limit", 12, "--json")
-    other = Path(shutil.copytree(base, tmp_path / "base"))
-    first, second = (json.loads(run("gate", other, good, *ask).out) for _ in range(2))
-    assert not first["reused_base"] and second["reused_base"]
-    assert first["tasks"] == second["tasks"]
-    assert not json.loads(run("gate", other, good, *ask, "--limit", 13).out)["reused_base"]
-    (other / "generation_config.json").write_text('{"do_sample": false}')
-    assert not json.loads(run("gate", other, good, *ask).out)["reused_base"]
-
-
 def test_the_job_summary_gets_the_report(
     run: Run, base: Path, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +178,7 @@ def test_the_job_summary_gets_the_report(
         (("--confidence", 1), "confidence is 1"),
         (("--confidence", 0.5), "confidence is 0.5"),
         (("--limit", 0), "limit is 0"),
+        (("--num-fewshot", -1), "num_fewshot is -1"),
         (("--batch-size", "many"), "batch_size is many"),
         (("--inconclusive", "maybe"), "inconclusive is 'maybe'; input should be 'pass' or 'fail'"),
         (("--include-path", "nowhere"), "nowhere is not a folder"),
@@ -271,7 +217,7 @@ def test_compress_leaves_what_passes_in_place_and_finds_it_when_it_is_repeated(b
     assert read_gate(tmp_path / "out" / "gate.json") == read_gate(tmp_path / "out.gate")
     # and the gate of the finished folder says the same
     again = captured("gate", base, tmp_path / "out", "--tasks", EASY, "--limit", 100, "--max-drop", 0.05, "--json")
-    assert json.loads(again.out)["tasks"] == content["tasks"]
+    assert json.loads(again.out)["tasks"] == content["tasks"] and json.loads(again.out)["reused_base"]
     before = tree(tmp_path)
     again = gated_run(base, tmp_path / "out", *ask)
     assert again.status == 0 and "is what this command asks for" in again.err, again
@@ -282,8 +228,6 @@ def test_compress_leaves_what_passes_in_place_and_finds_it_when_it_is_repeated(b
 
 
 class Listener:
-    """Counts phases, and presses Ctrl-C at the start of one."""
-
     def __init__(self, stop: str = "", number: int = 0) -> None:
         self.phases, self.stop, self.number = list[str](), stop, number
 
@@ -296,7 +240,6 @@ class Listener:
 
     @property
     def judged(self) -> int:
-        """Models that went through a gate of text."""
         return self.phases.count("judge")
 
 
@@ -314,7 +257,6 @@ def exporter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 def gated_recipe(folder: Path, experts: int | None = 4, formats: str = "safetensors", **gate: Any) -> compressor.Recipe:
-    """A recipe on a tiny model, under a gate of text."""
     gate = {"text": ["calibration.txt"], "text_samples": 16, "text_length": 16, **gate}
     prune = {"strategy": "model-centric", "experts": experts}
     content = {"model": str(folder / "model"), "steps": [{"prune": prune}], "gate": gate}
@@ -435,19 +377,6 @@ def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path,
     assert result.status == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"] == 4
     assert read_gate(tmp_path / "out").verdict == "fail"
-
-
-@pytest.mark.full
-def test_search_finds_the_smallest_that_passes(base: Path, tmp_path: Path) -> None:
-    result = gated_run(base, tmp_path / "out", "--search", "--correct", "ridge", "--gate", EASY)
-    assert result.status == 0, result
-    content = json.loads(result.out)
-    tried = {attempt["experts"]: attempt["accepted"] for attempt in content["attempts"]}
-    kept = json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"]
-    assert kept == min(count for count, accepted in tried.items() if accepted)
-    assert kept == 2 or tried[kept - 1] is False  # top-k is 2
-    assert len(tried) <= 4  # of 14 counts
-    assert content["confidence"] == pytest.approx(1 - 0.05 / 4)
 
 
 def test_a_search_that_finds_nothing_leaves_nothing(tiny: Path, tmp_path: Path) -> None:

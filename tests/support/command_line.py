@@ -58,6 +58,12 @@ def captured(*arguments: Any) -> Result:
     return Result(int(stop.value.code or 0), out.getvalue(), err.getvalue())
 
 
+def succeeded(result: Result) -> Result:
+    """Return what a command left, which ended well."""
+    assert result.status == 0, result
+    return result
+
+
 def refused(result: Result, message: str) -> None:
     """One sentence says why, below what a run says once work begins."""
     assert result.status == 2, result

@@ -86,13 +86,14 @@ def own_tasks(parent: Path) -> Path:
     return folder
 
 
-def written_task(folder: Path) -> None:
-    """Put a task `written`, of one item whose answer is written out, into the folder."""
-    (folder / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+def written_task(folder: Path, rows: Sequence[tuple[str, str]] = (("a", "b"),), more: str = "") -> None:
+    """Put a task `written`, of questions whose answers are written out, into the folder."""
+    content = (json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in rows)
+    (folder / "rows.jsonl").write_text("".join(content))
     (folder / "written.yaml").write_text(
         f"task: written\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder / 'rows.jsonl'}\n"
         f"  cache_dir: {folder / 'cache'}\noutput_type: generate_until\ntest_split: test\ndoc_to_text: question\n"
-        "doc_to_target: answer\nmetric_list:\n  - metric: exact_match\n"
+        f"doc_to_target: answer\nmetric_list:\n  - metric: exact_match\n{more}"
     )
 
 

@@ -1,5 +1,3 @@
-"""Writing text: sampling, end tokens, refusals; prompts to tokens, tokens to text."""
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +18,6 @@ from compressor.answers.prompts import encode_text
 from compressor.errors import CompressionError
 from tests.support import small, zoo
 
-ZERO = torch.zeros(1, dtype=torch.float64)
-
 
 @pytest.mark.parametrize(
     ("generation", "config", "stops"),
@@ -32,29 +28,18 @@ ZERO = torch.zeros(1, dtype=torch.float64)
         (None, {"eos_token_id": None}, set()),
     ],
 )
-def test_where_end_tokens_are_looked_for(
-    generation: dict[str, Any] | None, config: dict[str, Any], stops: set[int], tmp_path: Path
-) -> None:
+def test_where_end_tokens_are_looked_for(generation: Any, config: Any, stops: set[int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_facts(tmp_path).stops == stops
-
-
-def test_an_end_token_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(CompressionError, match="no token id"):
         read_facts(tmp_path)
 
 
-def test_sampling_by_hand() -> None:
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    assert probabilities(logits, 1.0, 2, None).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
-    assert probabilities(logits, 1.0, None, 0.65).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
-    # top-p works on what top-k leaves: 4/9 of it is the first token's, 7/9 the first two's
-    assert probabilities(logits, 1.0, 3, 0.75).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
-    assert probabilities(logits, 0.5, None, None).tolist() == pytest.approx([1 / 30, 16 / 30, 4 / 30, 9 / 30])
-    assert probabilities(logits, 1e-300, None, None).tolist() == [0, 1, 0, 0]
+def test_sampling_at_its_limits() -> None:
+    assert probabilities(torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), 1e-300, None, None).tolist() == [0, 1, 0, 0]
     assert probabilities(torch.zeros(4), 1.0, 1, None).tolist() == [1, 0, 0, 0]
 
 
@@ -64,54 +49,35 @@ def test_sampling_by_hand() -> None:
     top_k=st.none() | st.integers(1, 40),
     top_p=st.none() | st.floats(0.05, 1),
 )
-def test_distribution_is_that_of_the_stock_warpers(
-    seed: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def test_distribution_is_that_of_the_stock_warpers(seed: int, temperature: float, top_k: Any, top_p: Any) -> None:
     logits = 3 * torch.randn(24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     scores = TemperatureLogitsWarper(temperature)(None, logits[None])
-    for warper in ([] if top_k is None else [TopKLogitsWarper(top_k)]) + (
-        [] if top_p is None else [TopPLogitsWarper(top_p)]
-    ):
-        scores = warper(None, scores)
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None:
+        scores = TopPLogitsWarper(top_p)(None, scores)
     torch.testing.assert_close(probabilities(logits, temperature, top_k, top_p), scores.softmax(-1)[0])
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
-    options = GenerationOptions(temperature=0.8, top_k=6, top_p=0.9)
-    numbers = torch.rand(4000, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    draws = choose(logits.expand(4000, -1), options, numbers)
-    expected = probabilities(logits, 0.8, 6, 0.9)
-    shares = draws.bincount(minlength=12) / len(draws)
-    assert bool((shares[expected == 0] == 0).all())
-    assert float((shares - expected).abs().max()) < 4 * (0.25 / len(draws)) ** 0.5
-    for number in range(50):  # the same one by one
-        assert choose(logits[None], options, numbers[number : number + 1]) == draws[number]
-
-
 def test_logits_that_are_not_finite_are_refused() -> None:
+    number = torch.zeros(1, dtype=torch.float64)
     for value in (torch.nan, torch.inf):
         with pytest.raises(CompressionError, match="not finite"):
-            choose(torch.tensor([[0.0, value]]), GenerationOptions(), ZERO)
-    allowed = torch.tensor([[-torch.inf, 0.0]])
-    assert choose(allowed, GenerationOptions(), ZERO) == 1  # a token that is ruled out is no fault
+            choose(torch.tensor([[0.0, value]]), GenerationOptions(), number)
+    assert choose(torch.tensor([[-torch.inf, 0.0]]), GenerationOptions(), number) == 1  # ruled out, which is no fault
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("openai_privacy_filter", "does not generate text"), ("diffusion_gemma", "does not generate token by token")],
-)
-def test_models_that_do_not_continue_text_are_refused(name: str, message: str, tmp_path: Path) -> None:
-    zoo.save(name, tmp_path)
-    with pytest.raises(CompressionError, match=message):
-        load_writing(tmp_path, "cpu", "auto")
-
-
-def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
-    folder = small.save(tmp_path / "model")
-    small.edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(CompressionError, match=r"lacks 1 tensors that its .*, such as 'model.norm.weight'"):
-        load_writing(folder, "cpu", "auto")
+def test_models_that_cannot_write_text_are_refused(tmp_path: Path) -> None:
+    zoo.save("openai_privacy_filter", tmp_path / "filter")
+    zoo.save("diffusion_gemma", tmp_path / "diffusion")
+    small.edit_tensors(small.save(tmp_path / "holed"), lambda tensors: tensors.pop("model.norm.weight"))
+    for name, message in (
+        ("filter", "does not generate text"),
+        ("diffusion", "does not generate token by token"),
+        ("holed", "lacks 1 tensors that its .*, such as 'model.norm.weight'"),
+    ):
+        with pytest.raises(CompressionError, match=message):
+            load_writing(tmp_path / name, "cpu", "auto")
 
 
 def sentence_pieces() -> PreTrainedTokenizerFast:
@@ -151,12 +117,6 @@ def test_pieces_join_to_the_whole_and_hold_no_half_character(kind: str, text: st
     assert prompt + "".join(streamed(tokenizer, tokens[cut:], tokens[:cut])) == whole
 
 
-@given(data=st.lists(st.sampled_from([0x61, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF]), max_size=14))
-def test_bytes_that_are_no_text_show_as_the_decoder_shows_them(data: list[int]) -> None:
-    tokenizer, tokens = TOKENIZERS["bytes"], [byte_token(byte) for byte in data]
-    assert "".join(streamed(tokenizer, tokens)) == bytes(data).decode("utf-8", errors="replace")
-
-
 def test_what_is_out_stays_when_a_decoder_takes_it_back() -> None:
     tokenizer = sentence_pieces()
     good, bad = tokenizer("é", add_special_tokens=False)["input_ids"][-2:], tokenizer.convert_tokens_to_ids("<0xFF>")
@@ -166,14 +126,6 @@ def test_what_is_out_stays_when_a_decoder_takes_it_back() -> None:
     assert "".join(streamed(tokenizer, [*good, bad, letter])) == f"é{2 * UNFINISHED}a"
     more = tokenizer("🙂", add_special_tokens=False)["input_ids"][-4:]
     assert streamed(tokenizer, [*good, *more]) == ["", "é", "", "", "", "🙂", ""]
-
-
-def byte_token(byte: int) -> int:
-    """The byte-level tokenizer's id of one byte: its alphabet is sorted, after the special tokens."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    letter = chr(byte) if byte in printable else chr(256 + others.index(byte))
-    return int(TOKENIZERS["bytes"].convert_tokens_to_ids(letter))
 
 
 def test_text_comes_as_soon_as_it_is_whole() -> None:

@@ -1,5 +1,3 @@
-"""What models write: prompts from every source, batches against one answer at a time, draws, and the journal."""
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,16 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.answers.decoding import choose, load_writing
-from compressor.answers.generation import (
-    Answer,
-    GenerationRequest,
-    StockGenerator,
-    _takes_padding,
-    answer_all,
-    draws,
-    journal_of,
-)
+from compressor.answers.decoding import choose
+from compressor.answers.generation import Answer, GenerationRequest, StockGenerator, answer_all, draws, journal_of
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, read_prompts, tokens_of, usable_prompts
 from compressor.checkpoint.source import locate
@@ -82,18 +72,6 @@ def test_families_that_read_padding_like_text_are_batched_by_length(name: str, t
     assert written(tmp_path / "model", TEXTS, 5) == written(tmp_path / "model", TEXTS, 1)
 
 
-def test_padding_that_changes_the_next_token_is_seen(mixtral: Path) -> None:
-    model, tokens = load_writing(mixtral, "cpu", "float32"), [70, 71, 72]
-    assert _takes_padding(model, tokens, 7)
-    plain = model.forward
-
-    def maskless(*arguments: Any, attention_mask: Any = None, position_ids: Any = None, **named: Any) -> Any:
-        return plain(*arguments, **named)
-
-    model.forward = maskless
-    assert not _takes_padding(model, tokens, 7)
-
-
 def test_drawn_tokens_have_the_probabilities_of_the_distribution() -> None:
     chances = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0], dtype=torch.float64)
     numbers = draws((Prompt.of("a"), 3), 20_000)
@@ -136,9 +114,7 @@ def test_a_chat_is_asked_without_its_last_answer(tmp_path: Path, chatting: Any) 
     assert chatting.decode(tokens_of(found[3], chatting, chat=True)) == "<user>Plain<assistant>"
 
 
-def test_bad_prompts_are_left_out_with_a_warning(
-    tmp_path: Path, chatting: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_prompts_are_left_out(tmp_path: Path, chatting: Any, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"prompt": " "},
         {"other": 1},
@@ -154,24 +130,17 @@ def test_bad_prompts_are_left_out_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "template", "message"),
     [
-        ('{"prompt": ""}', "line 1 has no text"),
-        (
-            '{"messages": [{"role": "fail", "content": "a"}]}',
-            "the chat template cannot take its messages .no such role",
-        ),
-        ("", "has no prompts; give it some text"),
+        ('{"prompt": ""}', TEMPLATE, "line 1 has no text"),
+        ('{"messages": [{"role": "fail", "content": "a"}]}', TEMPLATE, "cannot take its messages .no such role"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', None, "has no chat template"),
+        ("", TEMPLATE, "has no prompts; give it some text"),
     ],
 )
-def test_nothing_but_bad_prompts_is_refused(rows: str, message: str, tmp_path: Path, chatting: Any) -> None:
+def test_nothing_but_bad_prompts_is_refused(rows: str, template: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match=message):
-        prompts_of(tmp_path, "a.jsonl", rows, chatting)
-
-
-def test_chats_without_a_template_are_refused(tmp_path: Path, mixtral: Path) -> None:
-    with pytest.raises(CompressionError, match="has no chat template"):
-        prompts_of(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', load_tokenizer(mixtral))
+        prompts_of(tmp_path, "a.jsonl", rows, small.tokenizer(template))
 
 
 def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
@@ -186,8 +155,6 @@ def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """Answers each prompt with its own text, and counts; stops where it is told to."""
-
     label, facts = "scripted", {"model": 1}
 
     def __init__(self, stop_after: int | None = None) -> None:

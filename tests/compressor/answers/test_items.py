@@ -1,5 +1,3 @@
-"""Items of files and of lm-eval's tasks, and the tokens that are made of them."""
-
 import json
 import re
 from pathlib import Path

@@ -1,33 +1,27 @@
-"""Answers of a streamed model: those of lm-eval's own model in memory, request by request; and when it is streamed."""
-
 import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from safetensors.torch import load_file
 
 from compressor import memory
 from compressor.answers import lm_eval_models as streamed
 from compressor.answers import lm_eval_run as evaluating
-from compressor.answers.lm_eval_models import batches_of, inputs_of, loaded_model, score, streamed_model
+from compressor.answers.lm_eval_models import inputs_of, loaded_model, streamed_model
 from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation, streams, weight_bytes
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import opened
 from compressor.progress import Silent
 from tests.support import small, zoo
 from tests.support.audit import paths_of
 from tests.support.eval_tasks import Steps, no_network, own_tasks, written_task
+from tests.support.machine import leave_memory
 from tests.support.zoo_configs import FAMILIES
 
-MOST = 64  # tokens that the zoo's models take
 STREAMED = ("gpt_oss", "qwen3_next", "granitemoe")  # a window of 8; linear attention; logits scaled after the head
 CHOICES = [(f"{n} and {n * n}:", answer) for n in range(5) for answer in (" a", " b", " both of them", " a b")]
 ODD = [("", "abc"), ("ends in blanks  ", "x"), ("z" * 90, " cut on the left"), ("one", "y" * 40)]
@@ -43,7 +37,6 @@ def requests(kind: str, arguments: list[tuple[str, ...]]) -> list[Instance]:
 
 
 def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
-    """Of the choices, whether each is greedy; and of the texts."""
     model.watch("model", "sums", Silent())
     choices = model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
     return choices, model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS]))
@@ -67,61 +60,22 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
     assert spilled  # which the second run did
 
 
-def test_the_head_is_shown_what_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[int, ...]] = []
-    pad = streamed.pad_sequence
-
-    def padded(*rows: Any, **settings: Any) -> torch.Tensor:
-        ran.append(pad(*rows, **settings).shape)
-        return pad(*rows, **settings)
-
-    monkeypatch.setattr(streamed, "pad_sequence", padded)
+def test_the_head_is_shown_what_counts_alone(tmp_path: Path) -> None:
     with streamed_model(locate(str(small.save(tmp_path / "model"))), options()) as model:
-        head: list[tuple[int, ...]] = []
-        lm_head = model.opened.partial.model.get_output_embeddings()
-        lm_head.register_forward_hook(lambda module, args, logits: head.append(tuple(logits.shape)))
+        ran, head = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        stock = model.opened.partial.model
+        stock.get_input_embeddings().register_forward_hook(lambda module, args, out: ran.append(tuple(args[0].shape)))
+        stock.get_output_embeddings().register_forward_hook(lambda module, args, out: head.append(tuple(out.shape)))
         model.watch("model", "sums", Silent())
         model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
         of_text = partial(model.tok_encode, add_special_tokens=False)
         pairs = [model._encode_pair(*each) for each in CHOICES + ODD[1:]]
         inputs = inputs_of([([model.prefix_token_id], of_text(ODD[0][1])), *pairs], model.max_length)
     asked = 5 * 4 + len(ODD)
-    assert (
-        sum(rows for rows, _ in ran) == asked - 5
-    )  # for " a" and " b" of one question are predicted by the same tokens
+    # " a" and " b" of one question are predicted by the same tokens
+    assert sum(rows for rows, _ in ran) == asked - 5
     positions = sum(positions for _, positions, _ in head)
     assert positions == sum(each.scored for each in inputs) < sum(rows * length for rows, length in ran)
-
-
-@given(st.data())
-def test_inputs_cover_every_request_once(data: st.DataObject) -> None:
-    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-    asked = data.draw(st.lists(st.tuples(tokens, tokens), max_size=12))
-    most = data.draw(st.integers(6, 9))
-    inputs = inputs_of(asked, most)
-    assert len({each.tokens for each in inputs}) == len(inputs)
-    told = [(number, each, after) for each in inputs for number, after in each.continuations]
-    assert sorted(number for number, _, _ in told) == list(range(len(asked)))
-    for number, each, after in told:
-        whole = (asked[number][0] + asked[number][1])[-most - 1 :]
-        assert (list(after), list(each.tokens)) == (asked[number][1], whole[:-1])
-    rows, positions = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9))
-    batches = batches_of(inputs, rows, positions)
-    assert [each for batch in batches for each in batch] == inputs
-    assert all(len(batch) <= rows for batch in batches)
-    assert all(len(batch) == 1 or sum(each.scored for each in batch) <= positions for batch in batches)
-
-
-def test_scores_of_a_row_are_summed_over_its_last_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "TOGETHER", 2)
-    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    greedy = logits.argmax(-1).tolist()
-    continuations = [greedy, greedy[1:], [3], [*greedy[-3:-1], (greedy[-1] + 1) % 7]]
-    found = [score(logits, tokens) for tokens in continuations]
-    for (value, is_greedy), tokens in zip(found, continuations, strict=True):
-        likelihoods = logits.double().log_softmax(-1)[-len(tokens) :]
-        assert value == pytest.approx(sum(float(row[token]) for row, token in zip(likelihoods, tokens, strict=True)))
-        assert is_greedy == (tokens == greedy[-len(tokens) :])
 
 
 def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +101,7 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     assert weight_bytes(source, "bfloat16") == weights // 2
     needed = weights + evaluating.HEADROOM
     for left, expected in ((None, False), (1.26 * needed, False), (1.24 * needed, True), (0, True)):
-        monkeypatch.setattr(opened, "free_memory", lambda device, left=left: left)
+        leave_memory(monkeypatch, tmp_path, left)
         assert streams(source, wanted) is expected
         assert streams(source, options(stream=not expected)) is not expected
     written_task(tmp_path)

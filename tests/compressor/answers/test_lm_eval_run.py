@@ -1,6 +1,3 @@
-"""Evaluation through lm-eval: agreement with plain forwards, metrics, refusals, silence, no network; stored results."""
-
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -26,53 +23,24 @@ from tests.support.eval_tasks import Steps, ask, evaluate, written_task
 pytestmark = pytest.mark.usefixtures("asked")
 
 DEMO = Path(str(resources.files("compressor").joinpath("demo", "checkpoint")))
-WRITTEN = """
-task: written
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-  cache_dir: {cache}
-output_type: generate_until
-test_split: test
-doc_to_text: question
-doc_to_target: answer
-generation_kwargs:
-  until: ["\\n"]
-  max_gen_toks: 8
+FILTERS = """
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
 filter_list:
   - name: all
-    filter:
-      - function: regex
-        regex_pattern: "([0-9]+)"
-      - function: take_first
+    filter: [{function: regex, regex_pattern: "([0-9]+)"}, {function: take_first}]
   - name: first-digit
-    filter:
-      - function: regex
-        regex_pattern: "([0-9])"
-      - function: take_first
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true
-metadata:
-  version: 1
+    filter: [{function: regex, regex_pattern: "([0-9])"}, {function: take_first}]
 """
 
 
 def rolling(model: Any, tokens: list[int]) -> float:
-    """Summed log-likelihood of all tokens but the first, from one forward."""
     with torch.no_grad():
         predicted = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
     return float(predicted[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].sum())
 
 
 def test_text_scores_equal_a_plain_forward_and_nothing_is_printed_nor_anybody_asked(
-    tiny: Path,
-    capfd: pytest.CaptureFixture[str],
-    asked: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, capfd: pytest.CaptureFixture[str], asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # outside any repository, where lm-eval's call of git would complain
     steps, options = Steps(), EvaluationOptions(tasks=("moe_demo_facts", "moe_demo_text"), limit=5, batch_size=2)
@@ -122,16 +90,9 @@ def test_a_users_task_and_the_sign_of_its_metric(tiny: Path, own: Path) -> None:
     assert [-value for value in turned.values] == expected
 
 
-def test_a_users_group_may_name_the_demos_tasks(tiny: Path, own: Path) -> None:
-    scores = ask(tiny, "both", include_path=own, limit=2)["both"]
-    assert [item.id for item in scores.items] == ["sums/0", "sums/1", "moe_demo_sorting/0", "moe_demo_sorting/1"]
-
-
 def test_written_answers_are_scored_by_the_first_filter(tmp_path: Path) -> None:
     rows = [("sort 7391 ->", "1379"), ("sort 4208 ->", "0248"), ("sort 4208 ->", "0"), ("sort 9631 ->", "9631")]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
-    (tmp_path / "written.yaml").write_text(WRITTEN.format(data=data, cache=tmp_path / "cache"))
+    written_task(tmp_path, rows, FILTERS)
     scores = ask(DEMO, "written", include_path=tmp_path)["written"]
     assert (scores.values, scores.metric, scores.kind) == ((1.0, 1.0, 0.0, 0.0), "exact_match", "score")
 
@@ -163,35 +124,23 @@ def perplexity(values: list[float]) -> float:
 
 
 def fake(metrics: dict[str, Any], rows: list[dict[str, Any]], **parts: Any) -> ItemScores:
-    """Item scores of one task with these metrics and aggregations."""
     made = SimpleNamespace(aggregation=lambda: metrics, higher_is_better=lambda: dict.fromkeys(metrics, True))
     told = [{"doc_id": n, "filter": "none", "metrics": list(metrics), **row} for n, row in enumerate(rows)]
     return item_scores(EvaluationTask("t", "1", {"t": made}, False, made, (1,)), {"t": told})
 
 
-def test_a_metric_of_the_whole_sample_is_passed_over() -> None:
+def test_the_metric_that_is_taken_and_its_kind() -> None:
     scores = fake({"mcc": mean, "acc": mean}, [{"mcc": (0, 1), "acc": True}, {"mcc": (1, 1), "acc": False}])
     assert (scores.metric, scores.values, scores.kind) == ("acc", (1.0, 0.0), "score")
-    with pytest.raises(CompressionError, match=r"no metric of single items \(it has mcc\)"):
-        fake({"mcc": mean}, [{"mcc": (0, 1)}])
-
-
-def test_the_perplexity_of_single_answers_is_a_likelihood() -> None:
     scores = fake({"perplexity": perplexity, "acc": mean}, [{"perplexity": -2.5, "acc": 1}])
     assert (scores.kind, scores.items) == ("likelihood", (AnsweredItem("0", -2.5),))
-
-
-def test_a_score_that_is_no_number_is_refused() -> None:
+    with pytest.raises(CompressionError, match=r"no metric of single items \(it has mcc\)"):
+        fake({"mcc": mean}, [{"mcc": (0, 1)}])
     with pytest.raises(CompressionError, match="gives item 1 a f1 of nan"):
         fake({"f1": mean}, [{"f1": 0.5}, {"f1": math.nan}])
 
 
-# Stored results: taken again for the same model, task and options, and for nothing else
-
-
 class Evaluations:
-    """The evaluation of one small model with a store, counting the runs of the model."""
-
     def __init__(self, model: Path, own: Path, store: Path) -> None:
         self.model, self.own, self.store = model, own, store
 
@@ -240,9 +189,7 @@ SETTINGS = [{"limit": 4}, {"num_fewshot": 1}, {"dtype": "bfloat16"}, {"batch_siz
 
 @pytest.mark.full
 @pytest.mark.parametrize(("edit", "settings"), [*((name, {}) for name in EDITS), *((None, each) for each in SETTINGS)])
-def test_a_stored_result_is_not_reused_when_anything_changes(
-    stored: Evaluations, edit: str | None, settings: dict[str, Any]
-) -> None:
+def test_a_stored_result_is_not_reused_after_a_change(stored: Evaluations, edit: str | None, settings: Any) -> None:
     assert stored()[1:] == (False, 1)
     if edit is not None:
         EDITS[edit](stored)
@@ -259,9 +206,7 @@ def test_a_damaged_file_is_replaced(stored: Evaluations, damage: str) -> None:
     assert stored()[1]
 
 
-def test_a_store_that_cannot_be_written_costs_a_warning_only(
-    stored: Evaluations, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_cannot_be_written(stored: Evaluations, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     stored.store = tmp_path / "file" / "store"
     assert stored()[1:] == (False, 1)

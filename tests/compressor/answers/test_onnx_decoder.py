@@ -1,5 +1,3 @@
-"""Generating with ONNX Runtime: graphs made by hand, with caches of several layouts or none."""
-
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from compressor.answers.onnx_decoder import (  # noqa: E402
-    Continuation,
-    OnnxDecoder,
-    onnx_decoder,
-    prepare,
-    providers,
-)
+from compressor.answers.onnx_decoder import Continuation, OnnxDecoder, onnx_decoder, prepare, providers  # noqa: E402
 from compressor.answers.options import GenerationOptions  # noqa: E402
 from compressor.errors import CompressionError  # noqa: E402
 from tests.support import small  # noqa: E402
@@ -93,7 +85,6 @@ def session(model: Any) -> Any:
 
 
 def export(folder: Path, model: Any, **generation: Any) -> Path:
-    """An ONNX folder as the exporter leaves it."""
     folder.mkdir()
     onnx.save(model, folder / "model.onnx")
     small.tokenizer(small.CHAT).save_pretrained(folder)
@@ -111,8 +102,6 @@ def reference(prompt: list[int], stops: frozenset[int] = frozenset()) -> list[in
 
 
 class Spy:
-    """A session that notes how many tokens each run is given."""
-
     def __init__(self, inner: Any) -> None:
         self._inner, self.lengths = inner, list[int]()
         self.get_inputs, self.get_outputs = inner.get_inputs, inner.get_outputs
@@ -129,20 +118,13 @@ def continued(session: Any, prompt: list[int]) -> list[int]:
     return running.tokens
 
 
-@pytest.mark.parametrize("kind", sorted(TYPES))
+@pytest.mark.parametrize("kind", [*sorted(TYPES), None])
 @pytest.mark.parametrize("names", [(KEY, VALUE), OTHER])
-def test_caches_of_any_name_layout_and_dtype(kind: str, names: tuple[tuple[str, str], ...]) -> None:
-    spy = Spy(session(graph(cached=True, kind=kind, names=names)))
+def test_caches_of_any_name_layout_and_dtype_or_none(kind: str | None, names: tuple[tuple[str, str], ...]) -> None:
+    spy = Spy(session(graph(cached=kind is not None, kind=kind or "float", names=names)))
     prompt = [5, 9, 200, 44]
     assert continued(spy, prompt) == reference(prompt)
-    assert spy.lengths == [4] + [1] * (NEW - 1)
-
-
-def test_without_a_cache_the_whole_is_read_again() -> None:
-    spy = Spy(session(graph(cached=False)))
-    prompt = [5, 9, 200, 44]
-    assert continued(spy, prompt) == reference(prompt)
-    assert spy.lengths == list(range(4, 4 + NEW))
+    assert spy.lengths == (list(range(4, 4 + NEW)) if kind is None else [4] + [1] * (NEW - 1))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -184,17 +166,13 @@ def test_graphs_that_are_no_decoders_are_refused(old: str, new: str, message: st
         OnnxDecoder(session(model))
 
 
-def test_files_and_requests_that_cannot_be(tmp_path: Path) -> None:
-    folder = export(tmp_path / "out", graph(cached=True))
-    (folder / "model.onnx").write_bytes(b"no graph")
-    with pytest.raises(CompressionError, match=r"ONNX Runtime cannot read .*model\.onnx: "):
-        onnx_decoder(folder, "auto")
-
-
-def test_a_failing_run_is_one_sentence(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_or_run(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", graph(cached=False))
     with pytest.raises(CompressionError, match="cannot be run"):  # the graph has 64 positions
         list(prepare(folder, "x" * 65, GenerationOptions(max_new_tokens=1)))
+    (folder / "model.onnx").write_bytes(b"no graph")
+    with pytest.raises(CompressionError, match=r"ONNX Runtime cannot read .*model\.onnx: "):
+        onnx_decoder(folder, "auto")
 
 
 def test_devices_become_execution_providers() -> None:

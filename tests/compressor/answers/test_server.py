@@ -1,8 +1,5 @@
-"""The gate of served models: a loopback server's answers are those in memory, and faults are sentences."""
-
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -21,7 +18,7 @@ from compressor.errors import CompressionError
 from compressor.progress import Silent
 from tests.support import small
 from tests.support.audit import Moment
-from tests.support.command_line import Run, refused, run_killed
+from tests.support.command_line import Run, refused, run_killed, succeeded
 from tests.support.eval_tasks import ask, own_tasks, written_task
 from tests.support.model_server import CHAT, ELSEWHERE, TEXT, Behaviour, Stub, behaviours, response, serving, stubbed
 
@@ -29,16 +26,12 @@ pytestmark = pytest.mark.usefixtures("offline")
 PERPLEXITY = """
 task: read
 dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-  cache_dir: {cache}
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
 output_type: loglikelihood_rolling
 test_split: test
 doc_to_text: ""
 doc_to_target: question
-metric_list:
-  - metric: bits_per_byte
+metric_list: [{{metric: bits_per_byte}}]
 """
 
 
@@ -86,8 +79,7 @@ def test_a_gate_of_a_server_passes_a_copy_and_names_it(model: Path, tasks: Path,
     flags = ["--tasks", "sums", "--include-path", tasks, "--max-drop", 0.9]
     with serving(model, name="org/small") as served:
         out = tmp_path / "gate"
-        told = run("gate", model, "--server", f"{served.address}/v1/", *flags, "-o", out)
-        assert told.status == 0, told
+        succeeded(run("gate", model, "--server", f"{served.address}/v1/", *flags, "-o", out))
         content = json.loads((out / "gate.json").read_text())
         assert content["compressed"] == f"org/small ({served.address}/v1)" and content["base"] == "model"
         facts = content["compressed_identity"]
@@ -97,37 +89,45 @@ def test_a_gate_of_a_server_passes_a_copy_and_names_it(model: Path, tasks: Path,
         assert run("gate", model, *both, "--served-model", "org/small", *flags).status == 0
 
 
-def test_tasks_of_likelihood_are_refused_by_name_where_there_are_no_log_probabilities(
-    model: Path, tasks: Path, run: Run
-) -> None:
+def test_tasks_of_likelihood_need_log_probabilities(model: Path, tasks: Path, run: Run) -> None:
     with serving(model, forms=()) as served:
         flags = ["gate", model, "--server", served.address, "--include-path", tasks, "--max-drop", 0.99]
         refused(run(*flags, "--tasks", "written,sums"), "task 'sums' takes log-probabilities of its prompts")
         assert run(*flags, "--tasks", "written", "--inconclusive", "pass").status == 0
 
 
-def test_log_probabilities_of_tokens_after_themselves_are_not_taken(model: Path) -> None:
+def shifted(choice: dict[str, Any]) -> None:
+    """As llama-cpp-python 0.3.36 answers: each token by the distribution after it."""
+    if logs := choice.get("logprobs"):
+        tops = [*logs["top_logprobs"][1:], {"x": -0.5}]
+        values = [top.get(token, -9.0) for top, token in zip(tops, logs["tokens"], strict=True)]
+        tops = [top | {token: value} for top, token, value in zip(tops, logs["tokens"], values, strict=True)]
+        choice["logprobs"] = {**logs, "token_logprobs": [None, *values[1:]], "top_logprobs": [None, *tops[1:]]}
+
+
+ODD: list[Any] = [
+    3,
+    {"tokens": ["a"], "token_logprobs": 3, "top_logprobs": [None]},
+    {"tokens": [["a"]], "token_logprobs": [-1.0], "top_logprobs": [None]},
+    {"tokens": ["a"], "token_logprobs": ["much"], "top_logprobs": [{"a": -1.0}]},
+    {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": {}}]},
+    {"tokens": ["a"], "token_logprobs": [math.nan], "top_logprobs": [["a"]]},
+]
+
+
+def test_log_probabilities_of_other_tokens_or_another_form_are_not_taken(model: Path) -> None:
     with serving(model) as served:
         right = served.completion
-
-        def shifted(payload: Any) -> dict[str, Any]:
-            """As llama-cpp-python 0.3.36 answers: each token by the distribution after it."""
-            made = right(payload)
-            if logs := made["choices"][0].get("logprobs"):
-                count = len(logs["tokens"])
-                tops = [*logs["top_logprobs"][1:], {"x": -0.5}]
-                values = [top.get(token, -9.0) for top, token in zip(tops, logs["tokens"], strict=True)]
-                tops = [top | {token: value} for top, token, value in zip(tops, logs["tokens"], values, strict=True)]
-                made["choices"][0]["logprobs"] |= {
-                    "token_logprobs": [None, *values[1:]],
-                    "top_logprobs": [None, *tops[1:]],
-                }
-                assert count == len(values)
-            return made
-
         assert open_server(served.address).checked(model, "it").scored == "tokens"
-        served.completion = shifted  # type: ignore[method-assign]
-        assert open_server(served.address).checked(model, "it").scored is None
+        for change in (shifted, *(lambda choice, odd=odd: choice.update(logprobs=odd) for odd in ODD)):
+
+            def answered(payload: Any, change: Any = change) -> dict[str, Any]:
+                made = right(payload)
+                change(made["choices"][0])
+                return made
+
+            served.completion = answered  # type: ignore[method-assign]
+            assert open_server(served.address).checked(model, "it").scored is None
 
 
 def test_a_run_that_a_timeout_ended_goes_on_and_asks_nothing_twice(model: Path, tasks: Path, run: Run) -> None:
@@ -214,7 +214,6 @@ def stub() -> Iterator[Stub]:
 
 @pytest.fixture
 def traced(model: Path, tmp_path: Path, stub: Stub) -> list[Any]:
-    """A command that has the stub answer, one prompt after another."""
     chats = shutil.copytree(model, tmp_path / "chats")
     small.tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(chats)
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in PROMPTS))
@@ -230,9 +229,7 @@ def traced(model: Path, tmp_path: Path, stub: Stub) -> list[Any]:
         for number, name in enumerate(BEHAVIOURS)
     ],
 )
-def test_no_behaviour_of_a_server_does_harm(
-    number: int, traced: list[Any], tmp_path: Path, stub: Stub, run: Run
-) -> None:
+def test_no_behaviour_of_a_server_does_harm(number: int, traced: Any, tmp_path: Path, stub: Stub, run: Run) -> None:
     stub.behaviour = behaviour = behaviours(stub.elsewhere)[number]
     stub.trigger = {TEXT: "Say two", CHAT: "Say abc"}.get(behaviour.path, "")
     told = run(*traced, "--timeout", 1 if behaviour.how == "silent" else 30)
@@ -250,35 +247,8 @@ def test_no_behaviour_of_a_server_does_harm(
     assert ELSEWHERE not in (tmp_path / "out.jsonl").read_text()
 
 
-LOGPROBS: list[Any] = [
-    3,
-    {"tokens": ["a"], "token_logprobs": 3, "top_logprobs": [None]},
-    {"tokens": [["a"]], "token_logprobs": [-1.0], "top_logprobs": [None]},
-    {"tokens": ["a"], "token_logprobs": ["much"], "top_logprobs": [{"a": -1.0}]},
-    {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": {}}]},
-    {"tokens": ["a"], "token_logprobs": [math.nan], "top_logprobs": [["a"]]},
-]
-
-
-@pytest.mark.parametrize("logprobs", LOGPROBS)
-def test_log_probabilities_of_another_form_are_none(logprobs: Any, model: Path) -> None:
-    with serving(model) as served:
-        right = served.completion
-
-        def odd(payload: Any) -> dict[str, Any]:
-            made = right(payload)
-            made["choices"][0]["logprobs"] = logprobs
-            made["usage"] = [logprobs]
-            return made
-
-        served.completion = odd  # type: ignore[method-assign]
-        assert open_server(served.address).checked(model, "it").scored is None
-
-
 @pytest.mark.parametrize("event", ["os.rename", "os.remove"])
-def test_traces_killed_at_any_file_are_finished_by_a_repeat(
-    event: str, traced: list[Any], tmp_path: Path, stub: Stub, run: Run
-) -> None:
+def test_killed_traces_are_finished_by_a_repeat(event: str, traced: Any, tmp_path: Path, stub: Stub, run: Run) -> None:
     stub.behaviour = None
     out, manifest = tmp_path / "out.jsonl", tmp_path / "out.manifest.json"
     assert run(*traced).status == 0
@@ -313,9 +283,7 @@ def test_files_beside_traces_are_nobodys(traced: list[Any], tmp_path: Path, stub
     assert run(*traced).status == run(*traced, "--overwrite").status == 0
 
 
-def test_lines_of_a_journal_that_cannot_be_read_are_asked_again(
-    traced: list[Any], tmp_path: Path, stub: Stub, run: Run
-) -> None:
+def test_unreadable_lines_of_a_journal_are_asked_again(traced: list[Any], tmp_path: Path, stub: Stub, run: Run) -> None:
     stub.behaviour, stub.trigger = Behaviour("broken", CHAT, response("", 500)), "Say fox"
     refused(run(*traced), "answers 500")
     (journal,) = tmp_path.glob(".*/answers-*.jsonl")
@@ -328,18 +296,3 @@ def test_lines_of_a_journal_that_cannot_be_read_are_asked_again(
     assert [row["text"].partition(":")[2] for row in map(json.loads, (tmp_path / "out.jsonl").open())][:3] == [
         f"so it is.{small.tokenizer().eos_token}"
     ] * 3
-
-
-def test_a_journal_of_likelihoods_that_cannot_be_read_is_asked_again(model: Path, tasks: Path, run: Run) -> None:
-    with serving(model, answers=9) as served:
-        flags = ["gate", model, "--server", served.address, "--include-path", tasks, "--tasks", "sums"]
-        flags += ["--max-drop", 0.9, "--batch-size", 1]
-        assert run(*flags, "--timeout", 2).status == 2
-        (journal,) = Path(os.environ["MOE_COMPRESSOR_CACHE"]).glob("served-*.jsonl")
-        lines = journal.read_bytes().splitlines()
-        journal.write_bytes(b"\n".join([*lines[:-1], b"\xff", b'[["a"], 1]', b'["a", {}]', lines[-1][:-9]]))
-        served.answers, served.asked = 10**9, []
-        served.go_on.set()
-        assert run(*flags).status == 0
-        items = [json.dumps(each["prompt"]) for each in served.asked if each["max_tokens"] == 1]
-        assert len(items) == len(set(items)) == 12 - (len(lines) - 2)  # the first line is empty, and the last cut off

@@ -1,7 +1,4 @@
-"""Which tasks are meant: groups, tags, versions, and names or options that are refused."""
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,19 +44,6 @@ def test_a_version_depends_on_helpers_in_the_file_of_a_function(own: Path) -> No
         (own / "helpers.py").write_text(text)
         versions.append(resolve_tasks(EvaluationOptions(tasks=("sums",), include_path=own))[0].version)
     assert versions[0] == versions[1] != versions[2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tasks": ("a", "a")}, "task 'a' is named twice"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"num_fewshot": -1}, "num_fewshot is -1"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CompressionError, match=message):
-        validated(EvaluationOptions, {"tasks": ("a",)} | settings, "the options")
 
 
 def test_batch_sizes_as_text() -> None:

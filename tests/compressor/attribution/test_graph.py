@@ -1,10 +1,5 @@
-"""The routing graph: its edges are the attribution's figures, its measures those of brute force, its files open."""
-
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -46,7 +41,6 @@ def weights(graph: Any) -> dict[tuple[str, str], float]:
 
 
 def random_attribution(seed: int, layers: int = 4, experts: int = 4) -> Attribution:
-    """Influences and visits drawn by chance."""
     random = np.random.default_rng(seed)
     made = attribution(layers=layers, experts=experts, heads=1, shared=False)
 
@@ -84,9 +78,6 @@ def test_score_edges_change_no_centrality() -> None:
     assert graph[HUB]["L2 E6"] == {"kind": SCORES, "influence": 0.5}
     assert graph[HUB]["L3 E0"] == {"kind": SCORES, "influence": 0.25}
     assert centralities(graph) == centralities(routing_graph(MADE))
-
-
-# --- measures ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=20)
@@ -182,9 +173,6 @@ def test_ranking_and_agreement() -> None:
     assert [each["correlation"] for each in others] == [None, None]
 
 
-# --- communities ------------------------------------------------------------------------------------------------------
-
-
 def together(experts: int = 8, routers: int = 3) -> tuple[Together, ...]:
     """Even experts are followed by even ones, odd ones by odd ones; the last of each router goes alone."""
     return tuple(
@@ -234,8 +222,6 @@ def test_pairs_beyond_chance_are_those_of_a_plain_count(seed: int, parts: int) -
         assert first.excess >= second.excess or (first.receiver, first.expert) != (second.receiver, second.expert)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
 EDGES = tuple(ScoreEdge(each.name, 2, 5, 0.1 * each.total_influence) for each in MADE.of_kind("expert")[:8])
 WHOLE = replace(MADE, together=together(), score_edges=EDGES, model="org/<tiny> & \x00 moe")
 
@@ -252,27 +238,6 @@ def test_files_open_in_networkx_as_they_were(tmp_path: Path) -> None:
         for measure, values in centralities(read).items():
             assert values == pytest.approx(dict(centrality[measure]))
     assert graph.nodes[HUB]["PageRank"] == centrality["PageRank"][HUB]
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from compressor.attribution.graph import measured_graph
-from compressor.attribution.report import write_graph
-from tests.compressor.attribution.test_graph import WHOLE
-write_graph(measured_graph(WHOLE)[0], Path(sys.argv[1]))
-"""
-
-
-@pytest.mark.full
-def test_files_are_the_same_in_every_process(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    for seed in ("1", "2"):
-        (tmp_path / seed).mkdir()
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
-        subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / seed)], cwd=root, env=environment, check=True)
-    for name in ("graph.graphml", "graph.json"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 def test_the_picture_names_hubs_and_draws_the_heaviest_edges() -> None:

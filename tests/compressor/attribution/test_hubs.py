@@ -1,31 +1,21 @@
-"""Hubs and super experts: scores by hand and by scipy, what makes an expert one, and what does not."""
-
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import median_abs_deviation
 
 from compressor.attribution.figures import Attribution, Output, Receiver, Sender
-from compressor.attribution.hubs import (
-    SUPER_QUANTILE,
-    Hub,
-    find_hubs,
-    outlier_scores,
-    super_experts,
-)
+from compressor.attribution.hubs import SUPER_QUANTILE, Hub, find_hubs, outlier_scores, super_experts
 from tests.support.attribution_results import attribution, module, sender
 
 NUMBERS = st.lists(st.integers(-(10**6), 10**6).map(lambda number: number / 8), min_size=1, max_size=40)
 
 
-def experts(
-    influence: Sequence[Sequence[float | None]], rank_change: Sequence[Sequence[float | None]] | None = None
-) -> Attribution:
+def experts(influence: Sequence[Sequence[float | None]], rank_change: Any = None) -> Attribution:
     """One layer of experts with these rows; AARV as large as the influence unless given."""
     changes = influence if rank_change is None else rank_change
     senders = tuple(
@@ -73,16 +63,6 @@ def test_scores_are_those_of_scipy_unless_the_values_hardly_differ(values: list[
     assume(deviation * 0.6745 > 0.051 * abs(np.median(values)))
     wanted = (np.array(values) - np.median(values)) / deviation
     assert outlier_scores(values) == pytest.approx(wanted.tolist(), rel=1e-4)
-
-
-@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=20))
-@example([0.0, 0.0, 5e-324])
-@example([5e-324, 5e-324, 1e-322])
-def test_the_order_of_scores_is_that_of_the_values(values: list[float]) -> None:
-    scores = outlier_scores(values)
-    ordered = [scores[place] for place in np.argsort(values)]
-    assert all(one <= other for one, other in pairwise(ordered))
-    assert all(score == 0 for value, score in zip(values, scores, strict=True) if value == np.median(values))
 
 
 def test_an_outlier_of_both_is_a_hub_with_its_sums_and_scores() -> None:
@@ -147,16 +127,7 @@ def test_equally_strong_hubs_come_in_model_order() -> None:
     assert places(find_hubs(with_senders(stronger))) == [(1, 5), (1, 3), (2, 5), (2, 3)]
 
 
-def test_the_threshold_is_not_passed_by_rounding() -> None:
-    influence = [1.0, 2.0, 3.0, 4.0, 10.0]  # the last scores 7 x 0.6745
-    made = experts([[value] for value in influence])
-    score = outlier_scores(influence)[4]
-    for bound, found in ((score * (1 - 1e-9), []), (score, []), (score * (1 - 1e-4), [(1, 4)])):
-        assert places(find_hubs(made, bound)) == found
-
-
 def paper_rule(entries: Sequence[float]) -> set[int]:
-    """Places of the experts that the paper's rule names."""
     least = np.percentile(entries, 99.5)
     return {place for place, entry in enumerate(entries) if entry > least and entry > max(entries) / 10}
 
@@ -172,13 +143,6 @@ def test_super_experts_are_the_outliers_that_the_papers_rule_names(count: int, s
     wanted = {place for place in paper_rule(entries) if outlier_scores(entries)[place] > 3.5}
     assert {each.layer * (len(entries) // 2) + each.expert for each in found} == wanted
     assert [each.max_entry for each in found] == sorted((each.max_entry for each in found), reverse=True)
-
-
-def test_experts_of_like_size_hold_no_super_expert_though_one_is_always_beyond_the_percentile() -> None:
-    entries = [1.0 + 0.01 * place for place in range(32)]
-    assert len(paper_rule(entries)) == 1
-    assert super_experts(outputs(entries)) == ()
-    assert super_experts(outputs([1.0] * 8)) == super_experts(outputs([0.0] * 8)) == ()
 
 
 def test_more_than_the_percentile_are_not_named_but_equal_ones_are_together() -> None:

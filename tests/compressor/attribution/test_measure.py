@@ -1,21 +1,26 @@
-"""Routing attribution on every family: sums equal logits, however the tokens are cut and whatever the weights."""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from transformers import PreTrainedModel
 
 from compressor.attribution import routers
 from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
+from compressor.attribution.hubs import find_hubs, super_experts
 from compressor.attribution.measure import attribute
+from compressor.attribution.routers import agreements, selections
+from compressor.attribution.tracing import parts_of
 from compressor.checkpoint.source import locate
-from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
+from compressor.model.architecture import discover
+from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.router_logits import Score
 from compressor.progress import Silent
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened
@@ -55,12 +60,10 @@ def add_up(senders: Sequence[Sender], receivers: int) -> list[float]:
 
 
 def known(row: Sequence[float | None]) -> dict[int, float]:
-    """The values that there are, by receiver."""
     return {number: value for number, value in enumerate(row) if value is not None}
 
 
 def same(first: Attribution, second: Attribution, rel: float = 1e-4, ranks: float = 1e-9) -> None:
-    """The same senders and receivers, with equal figures up to rounding."""
     assert [sender.name for sender in first.senders] == [sender.name for sender in second.senders]
     for one, other in zip(first.senders, second.senders, strict=True):
         assert one.share == pytest.approx(other.share)
@@ -138,14 +141,6 @@ def test_edges_to_experts_add_to_the_edge_to_their_router(name: str, tmp_path: P
     assert sorted(kept, reverse=True) == [edge.influence for edge in few.score_edges]
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "minimax", "nemotron_h"])
-def test_the_cut_into_batches_changes_nothing(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    whole = run(model, batches(stock, (4,)))
-    for sizes in ((2, 2), (3, 1), (1, 1, 1, 1)):
-        same(run(model, batches(stock, sizes)), whole, ranks=0.01)
-
-
 @pytest.mark.parametrize("at_once", [1, 8 * 12 * 2, 8 * 24 * 2])
 def test_few_scores_at_once_change_nothing(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with batches of unlike sizes, which hold unlike numbers of routers at once."""
@@ -167,7 +162,6 @@ def test_batches_of_one_token(name: str, tmp_path: Path) -> None:
 
 
 def saved(stock: PreTrainedModel, folder: Path) -> OpenModel:
-    """A changed stock model, opened as the compressor opens it."""
     stock.save_pretrained(folder)
     return open_model(locate(str(folder)), "float32", "cpu")
 
@@ -196,12 +190,76 @@ def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None
     assert shares == pytest.approx(stock.config.num_experts_per_tok)
 
 
-def test_the_same_tokens_give_the_same_figures(tmp_path: Path) -> None:
-    stock, model = opened("deepseek_v3", tmp_path)
-    parts = batches(stock)
-    torch.manual_seed(7)
-    first = run(model, parts)
-    assert torch.initial_seed() == 7
-    second = attribute(model, Calibration(parts, {}), Silent())
-    assert first.senders == second.senders and first.outputs == second.outputs
-    assert first.receivers == second.receivers
+def unread(model: Any, layers: Sequence[int]) -> Tensor:
+    """[H]: a unit vector that no router of these layers reads."""
+    blocks = [model.model.layers[layer] for layer in layers]
+    rows = torch.cat([block.mlp.gate.weight * block.post_attention_layernorm.weight for block in blocks])
+    return torch.linalg.svd(rows.double(), full_matrices=True).Vh[len(rows)].float()
+
+
+@pytest.mark.parametrize(("name", "layer", "sizes"), [("mixtral", 3, {"num_local_experts": 16}), ("qwen2_moe", 2, {})])
+def test_a_massive_expert_that_no_router_reads_is_no_hub(name: str, layer: int, sizes: Any, tmp_path: Path) -> None:
+    model = zoo.build(name, num_hidden_layers=5, **sizes)
+    with torch.no_grad():
+        down = model.model.layers[layer].mlp.experts.down_proj
+        mixed = torch.randn(down.shape[-1], generator=torch.Generator().manual_seed(1))
+        down[5] = 20 * torch.outer(unread(model, range(layer + 1, 5)), mixed)
+    found = run(saved(model, tmp_path), batches(model, (4, 2), 16))
+    assert [(each.layer, each.expert) for each in super_experts(found)] == [(layer, 5)]
+    assert not any((hub.layer, hub.expert) == (layer, 5) for hub in find_hubs(found))
+    beside = {each.number: each for each in found.of_kind("expert") if each.layer == layer}
+    massive = beside.pop(5)
+    assert massive.share > 0 and massive.total_rank_change == 0
+    assert massive.total_influence < 1e-3 * min(each.total_influence for each in beside.values())
+
+
+def kinds(name: str, decoder_layer: int) -> dict[str, str]:
+    model = zoo.skeleton(name)
+    architecture = discover(model.config, model)
+    full = architecture.decoder_layers[decoder_layer]
+    own = layers_by_decoder_layer(architecture.layers).get(full, ())
+    found = parts_of(full, model.get_submodule(full), own)
+    return {part.removeprefix(f"{full}."): kind for part, kind in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "decoder_layer", "expected"),
+    [
+        ("mixtral", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
+        ("deepseek_v3", 0, {"self_attn": "attention", "mlp": "mlp"}),
+        ("deepseek_v3", 1, {"self_attn": "attention", "mlp.experts": "expert", "mlp.shared_experts": "shared"}),
+        ("gemma4", 0, {"self_attn": "attention", "mlp": "shared", "experts": "expert"}),
+        ("nemotron_h", 0, {"mixer": "attention"}),  # a state-space mixer
+        ("nemotron_h", 1, {"mixer.experts": "expert", "mixer.shared_experts": "shared"}),
+        ("nemotron_h", 3, {"mixer": "mlp"}),
+        ("jamba", 0, {"mamba": "attention", "feed_forward": "mlp"}),
+        ("qwen3_next", 1, {"linear_attn": "attention", "mlp.experts": "expert", "mlp.shared_expert": "shared"}),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_parts_are_what_writes_to_the_stream(name: str, decoder_layer: int, expected: dict[str, str]) -> None:
+    assert kinds(name, decoder_layer) == expected
+
+
+ACTIVATIONS: dict[Score | None, Callable[[Tensor], Tensor]] = {
+    None: lambda logits: logits,
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt-softplus": lambda logits: softplus(logits).sqrt(),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_routers_own_way_to_rank_is_found(activation: Score | None) -> None:
+    logits = 2 * normal(200, 2, 8)
+    bias, decoy = normal(2, 8, seed=1), normal(2, 8, seed=2)
+    scale = {None: 1.0, "sigmoid": 0.5, "softmax": 0.3, "sqrt-softplus": 1.0}[activation]
+    chosen = (ACTIVATIONS[activation](logits) + scale * bias).topk(2).indices
+    tried = selections([decoy, scale * bias])
+    found = tried[int(agreements(tried, logits, chosen, torch.ones(2, 2, dtype=torch.bool), (1, 1)).argmax())]
+    assert found.score == activation
+    assert found.bias is not None and torch.equal(found.bias, scale * bias)

@@ -1,8 +1,5 @@
-"""The pictures of an attribution: every cell and point, shared scales, marks, and that no text covers another."""
-
 import math
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,11 @@ from compressor.attribution.pictures import (
     pictures,
     scores_figure,
 )
-from compressor.attribution.report import Findings, findings, full_content, write_attribution
+from compressor.attribution.report import findings, write_attribution
 from compressor.document.blocks import Figure
 from tests.support.attribution_results import attribution, sender
-from tests.support.rendered_figures import axes_of, canvases
+from tests.support.rendered_figures import assert_texts_apart, axes_of, canvases
+from tests.support.small import tree
 
 SMALL = attribution(hubs={(1, 3): 400.0, (2, 6): 90.0})
 LARGE = attribution(layers=64, experts=3, heads=1, dense=(0, 1, 2, 3), hubs={(n, n % 3): 500.0 for n in range(4, 40)})
@@ -34,9 +32,7 @@ MODELS: dict[str, Attribution] = {
     "small": SMALL,
     "large": LARGE,
     "one receiver": attribution(layers=2, experts=4, shared=False),
-    "no heads": attribution(heads=0, dense=()),
     "zeros": attribution(scale=0.0),
-    "tiny": attribution(scale=1e-12),
     "huge and tiny": replace(
         SMALL, senders=(*SMALL.senders, *(sender("other", n, (10.0**-n, 1e9, 0.0)) for n in range(12)))
     ),
@@ -46,14 +42,12 @@ MODELS: dict[str, Attribution] = {
         model="org/$m_" + "x" * 120 + " $y^2$",
     ),
     "two mixers in a layer": replace(SMALL, senders=(*SMALL.senders, replace(SMALL.senders[1], name="mamba_mixer"))),
-    "experts alone": replace(SMALL, senders=SMALL.of_kind("expert")),
     "nothing": replace(SMALL, senders=(), receivers=()),
     "no numbers": replace(SMALL, senders=(sender("token", None, (math.inf, math.nan, 1.0)),)),
 }
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
-    """The heatmaps by title."""
     return {axes.get_title(loc="left").replace("\n", " "): axes for axes in axes_of(figure) if axes.images}
 
 
@@ -71,7 +65,7 @@ def names(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.get_yticklabels()]
 
 
-@pytest.mark.parametrize("name", ["small", "large", "one receiver", "no heads", "tiny"])
+@pytest.mark.parametrize("name", ["small", "large", "one receiver"])
 def test_cells_are_the_influences_on_one_scale(name: str) -> None:
     made = MODELS[name]
     found = panels(influence_figure(made))
@@ -148,13 +142,6 @@ def test_the_rank_correlation_is_in_the_title() -> None:
     wanted = spearmanr(*zip(*measured(*senders), strict=True)).statistic
     assert f"Spearman rank correlation {wanted:.2f} (12 pairs)" in experts.get_title()
     flat, _ = axes_of(causal_figure(MODELS["zeros"], ()))
-    turned = tuple(
-        replace(each, rank_change=tuple(each.rank_change[1:] + each.rank_change[:1])) for each in SMALL.senders
-    )
-    made = replace(SMALL, senders=turned)
-    said = full_content(Findings(made, (), (), 3.5, 10))["rank_correlation"]
-    for axes, kind in zip(axes_of(causal_figure(made, ())), ("components", "experts"), strict=True):
-        assert f"Spearman rank correlation {said[kind]:.2f}" in axes.get_title()
     assert "no rank correlation" in flat.get_title()
 
 
@@ -162,28 +149,9 @@ def test_the_rank_correlation_is_in_the_title() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
     made = MODELS[name]
-    drawn = [(each.name, canvas) for each in pictures(made, find_hubs(made), 10) for canvas in canvases(each)]
-    for picture, figure in drawn:
-        shown: list[Any] = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
-        for axes in figure.axes:
-            shown += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]  # type: ignore[attr-defined]
-            for axis in (axes.xaxis, axes.yaxis):
-                least, most = sorted(axis.get_view_interval())
-                shown += [
-                    label for tick in axis.get_major_ticks() for label in (tick.label1, tick.label2)
-                    if label.get_visible() and least <= tick.get_loc() <= most
-                ]  # fmt: skip
-        shown = list({id(text): text for text in shown if text.get_text() and text.get_visible()}.values())
-        boxes = [text.get_window_extent() for text in shown]
-        corners = np.array([[*box.min, *box.max] for box in boxes])
-        apart = (corners[:, None, :2] > corners[None, :, 2:]).any(-1)
-        covered = np.argwhere(np.triu(~(apart | apart.T), k=1))
-        assert not [(picture, shown[one].get_text(), shown[other].get_text()) for one, other in covered]
-        for text, box in zip(shown, boxes, strict=True):
-            assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max), f"{picture}: {text.get_text()}"
-            assert "$" not in text.get_text() or not text.get_parse_math()
-        for one_axes, other_axes in combinations(figure.axes, 2):
-            assert not one_axes.get_window_extent().overlaps(other_axes.get_window_extent())
+    for picture in pictures(made, find_hubs(made), 10):
+        for canvas in canvases(picture):
+            assert_texts_apart(canvas)
 
 
 @pytest.mark.full
@@ -191,9 +159,8 @@ def test_the_files_are_pngs_and_the_same_each_time(tmp_path: Path) -> None:
     made = attribution(layers=3, heads=1, dense=(), hubs={(0, 3): 400.0})
     for folder in ("one", "two"):
         write_attribution(findings(made), tmp_path / folder, False)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
     for name in NAMES:
-        content = (tmp_path / "one" / f"{name}.png").read_bytes()
-        assert content == (tmp_path / "two" / f"{name}.png").read_bytes()
         with Image.open(tmp_path / "one" / f"{name}.png") as picture:
             assert picture.format == "PNG"
     with Image.open(tmp_path / "one" / "influence.png") as picture:

@@ -1,5 +1,3 @@
-"""Sub-scores of components equal what removing them takes from the stock model's logits."""
-
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,6 @@ def frozen(stock: PreTrainedModel, model: OpenModel, ids: Tensor) -> Frozen:
 
 
 def removal(reference: Frozen, sender: Sender) -> dict[str, Tensor]:
-    """What goes with a sender, by module."""
     if sender.kind == "token":
         return reference.whole(TOKEN)
     if sender.kind == "moe":

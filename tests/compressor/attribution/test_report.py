@@ -1,54 +1,22 @@
-"""An attribution's files and tables: numbers read back, strict JSON, nothing left behind by a failure."""
-
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from compressor.attribution import report as attribution_report
 from compressor.attribution.command import show_attribution
-from compressor.attribution.figures import (
-    COMPONENTS,
-    Attribution,
-    KeyInfluence,
-    Receiver,
-    sender_labels,
-)
-from compressor.attribution.graph import measured_graph
-from compressor.attribution.hubs import Hub
-from compressor.attribution.report import Findings, findings, rounded, whole_blocks, write_attribution
-from compressor.document.markdown import markdown
-from compressor.errors import CompressionError
+from compressor.attribution.figures import COMPONENTS, Attribution, KeyInfluence, Receiver, sender_labels
+from compressor.attribution.report import NAMES, Findings, findings, write_attribution
 from compressor.files import check_folder
 from tests.support.attribution_results import attribution, module, sender, with_massive
 
-NAMES = [
-    "attribution.json", "attribution.md", "causal.png", "experts.png", "graph.graphml", "graph.json", "graph.png",
-    "hubs.json", "influence.png", "scores.png",
-]  # fmt: skip
 MADE = with_massive(attribution(hubs={(1, 3): 400.0, (2, 6): 90.0}), 1, 3, 50.0)
 FOUND = findings(MADE)
 HUBS, SUPERS = FOUND.hubs, FOUND.supers
 assert [(hub.layer, hub.expert) for hub in HUBS] == [(1, 3), (2, 6)] and len(SUPERS) == 1
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes most of the time."""
-
-    monkeypatch.setattr(attribution_report, "png", lambda title, drawings: b"drawn")
-
-
-def write(made: Attribution, folder: Path, overwrite: bool = False, hubs: Sequence[Hub] = HUBS) -> list[Path]:
-    return write_attribution(replace(FOUND, attribution=made, hubs=hubs), folder, overwrite)
 
 
 def strict(text: str) -> Any:
@@ -66,11 +34,18 @@ def tables(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_the_json_holds_every_number(tmp_path: Path) -> None:
-    written = write(MADE, tmp_path / "out")
-    assert sorted(written) == sorted((tmp_path / "out").iterdir()) and list(tmp_path.iterdir()) == [tmp_path / "out"]
-    content = strict((tmp_path / "out" / "attribution.json").read_text())
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attributed")
+    written = write_attribution(FOUND, folder / "out", False)
+    assert sorted(written) == sorted((folder / "out").iterdir()) and list(folder.iterdir()) == [folder / "out"]
+    check_folder(folder / "out", NAMES, overwrite=True)
+    return folder / "out"
+
+
+def test_the_json_holds_every_number(reports: Path) -> None:
+    content = strict((reports / "attribution.json").read_text())
+    assert content["hubs"] == strict((reports / "hubs.json").read_text())
     assert content["threshold"] == 3.5 and content["tokens"] == MADE.tokens and content["seconds"] == MADE.seconds
     assert content["calibration"] == {"source": "wiki.txt", "tokens": 4096}  # no folders
     assert content["versions"] == MADE.versions
@@ -88,14 +63,12 @@ def test_the_json_holds_every_number(tmp_path: Path) -> None:
     assert content["overlap"]["both"] == [{"module": module(1), "layer": 1, "expert": 3}]
     assert content["overlap"]["only_super_experts"] == [] and content["overlap"]["jaccard"] == 0.5
     assert [each["max_entry"] for each in content["super_experts"]] == [50.0]
-    assert content["hubs"] == strict((tmp_path / "out" / "hubs.json").read_text())
     for each, hub in zip(content["hubs"], HUBS, strict=True):  # the strongest first
         assert (each["module"], each["layer"], each["expert"]) == (hub.module, hub.layer, hub.expert)
         for name in ("influence", "aarv", "influence_score", "aarv_score", "share"):
             assert each[name] == pytest.approx(getattr(hub, name), rel=5e-6)
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = replace(
         MADE,
@@ -106,8 +79,9 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
     )
     infinite = [replace(HUBS[0], influence_score=math.inf)]
-    write(odd, tmp_path / "out", hubs=infinite)
-    show_attribution(Findings(odd, infinite, SUPERS, 3.5, 5), as_json=True)
+    found = Findings(odd, infinite, SUPERS, 3.5, 5)
+    write_attribution(found, tmp_path / "out", False)
+    show_attribution(found, as_json=True)
     assert strict(capsys.readouterr().out)["hubs"][0]["influence_score"] is None
     content = strict((tmp_path / "out" / "attribution.json").read_text())
     assert content["senders"][-1]["influence"] == [None, None, None]
@@ -118,15 +92,8 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
     assert strict((tmp_path / "out" / "hubs.json").read_text())[0]["influence_score"] is None
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_keep_six_digits(value: float) -> None:
-    assert rounded(value) == pytest.approx(value, rel=5.1e-6, abs=5e-324)
-    assert len(Decimal(repr(rounded(value))).normalize().as_tuple().digits) <= 6
-    assert rounded({"a": [value, 7, None, True]})["a"][1:] == [7, None, True]
-
-
-def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
-    text = markdown(whole_blocks(replace(FOUND, top=6), *measured_graph(MADE)))
+def test_the_text_has_hubs_kinds_senders_and_super_experts(reports: Path) -> None:
+    text = (reports / "attribution.md").read_text()
     found = tables(text)
     assert [cells[0] for cells in found["Hubs"]] == ["L1 E3", "L2 E6"]
     assert float(found["Hubs"][0][1]) == pytest.approx(HUBS[0].influence, rel=6e-3)
@@ -135,7 +102,7 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
     assert list(kinds) == ["token", "attention", "mlp", "moe"]
     for kind, percent in kinds.items():
         assert percent == pytest.approx(100 * totals[kind] / sum(totals.values()), abs=0.051)
-    strong = sorted(MADE.senders, key=lambda each: -each.total_influence)[:6]
+    strong = sorted(MADE.senders, key=lambda each: -each.total_influence)[:10]
     assert [cells[1] for cells in found["Strongest senders"]] == [each.kind for each in strong]
     assert [float(cells[2]) for cells in found["Strongest senders"]] == [
         pytest.approx(each.total_influence, rel=6e-3) for each in strong
@@ -146,26 +113,24 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
     assert "within 4e-07 of the largest logit (layer 3), on 4,096 tokens of wiki.txt" in text
 
 
-@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "made",
     [
         attribution(layers=2, experts=2, heads=0, shared=False),  # one receiver, experts without any
         attribution(scale=0.0),
-        attribution(scale=1e-200),
-        attribution(dense=(), heads=0),
         replace(attribution(), receivers=(Receiver(module(0), 0, 1.0, 0.0),), senders=(), outputs=()),
     ],
 )
 def test_any_attribution_has_reports(made: Attribution, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = findings(made, top=5)
     written = write_attribution(found, tmp_path / "out", False)
-    assert sorted(path.name for path in written) == NAMES
+    assert sorted(path.name for path in written) == sorted(NAMES)
     content = strict(written[0].read_text())
     assert len(content["senders"]) == len(made.senders)
     tables(written[1].read_text())
     show_attribution(found, as_json=False)
-    assert f"{made.tokens:,} tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{made.tokens:,} tokens" in shown and ("No expert is a hub" in shown) == (not found.hubs)
 
 
 def test_labels_are_short_and_tell_senders_apart() -> None:
@@ -178,50 +143,3 @@ def test_labels_are_short_and_tell_senders_apart() -> None:
     assert sender_labels(twice) == [
         "token", "L1 E9", "L3 head 5", "model.layers.3.self_attn", "L0 shared", "model.layers.3.mamba",
     ]  # fmt: skip
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_an_earlier_attribution_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    written = write(MADE, tmp_path / "out")
-    with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
-        check_folder(tmp_path / "out", attribution_report.NAMES)
-    assert write(MADE, tmp_path / "out", overwrite=True, hubs=()) == written
-    assert strict((tmp_path / "out" / "hubs.json").read_text()) == []
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(CompressionError, match=r"holds notes\.txt beside attribution\.json"):
-        check_folder(tmp_path / "out", attribution_report.NAMES, overwrite=True)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "comparison.json").write_text("{}")
-    with pytest.raises(CompressionError, match=r"holds no attribution\.json"):
-        write(MADE, tmp_path / "other", overwrite=True)
-    assert (tmp_path / "other" / "comparison.json").read_text() == "{}"
-
-
-def test_the_terminal_shows_hubs_senders_kinds_and_exactness(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    show_attribution(replace(FOUND, top=4), as_json=False, written=[Path("out/hubs.json")])
-    text = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in text.splitlines() if "│" in line]
-    hubs, senders, kinds = rows[:2], rows[2:6], rows[6:]
-    assert [(cells[0], cells[-1]) for cells in hubs] == [("L1 E3", "yes"), ("L2 E6", "no")]
-    strong = sorted(MADE.senders, key=lambda each: -each.total_influence)[:4]
-    assert [(cells[1], float(cells[2]), float(cells[3])) for cells in senders] == [
-        (each.kind, pytest.approx(each.total_influence, rel=6e-3), pytest.approx(each.total_rank_change, rel=6e-3))
-        for each in strong
-    ]
-    assert [cells[0] for cells in kinds] == ["token", "attention", "mlp", "moe"]
-    assert "within 4e-07 of the largest logit" in text and "Written: out/hubs.json" in text
-    show_attribution(replace(FOUND, hubs=(), supers=()), as_json=False)
-    assert "No expert is a hub" in capsys.readouterr().out
-
-
-def test_json_on_stdout_has_the_agreed_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    show_attribution(FOUND, as_json=True, written=[Path("out/hubs.json")])
-    content = strict(capsys.readouterr().out)
-    assert list(content) == [
-        "model", "tokens", "hubs", "super_experts", "overlap", "receivers", "kinds", "seconds", "written",
-    ]  # fmt: skip
-    assert content["written"] == ["out/hubs.json"] and len(content["hubs"]) == 2
-    assert content["super_experts"][0]["expert"] == SUPERS[0].expert

@@ -1,5 +1,3 @@
-"""The contrastive loss against Algorithm 1 written as a loop, its gradient against finite differences."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Asking a tuned model: scores against a row at a time, workload and cosines against loops over tokens."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,19 +10,13 @@ from compressor.answers.items import Item, rows_of
 from compressor.comoe import comoe_layers
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, evaluate
 from compressor.comoe.layer import inject_config
-from compressor.comoe.report import (
-    NAMES,
-    similarity_figure,
-    workload_figure,
-    write_evaluation,
-)
+from compressor.comoe.report import NAMES, similarity_figure, workload_figure, write_evaluation
 from tests.support import small
 from tests.support.command_line import names
 from tests.support.tuning_setups import CONFIG, dense, questions
 
 
 def tuned() -> Any:
-    """An injected model whose experts answer something."""
     model = inject_config(dense(), CONFIG)
     generator = torch.Generator().manual_seed(5)
     for layer in comoe_layers(model).values():
@@ -33,7 +25,6 @@ def tuned() -> Any:
 
 
 def likelihood(model: Any, prompt: str, answer: str) -> float:
-    """Of an answer, one row at a time and without a mask."""
     (row,) = rows_of(Item(prompt, answer), small.tokenizer(), small.VOCABULARY)
     with torch.no_grad():
         logits = model(torch.tensor([row.tokens])).logits[0]
@@ -100,7 +91,6 @@ def test_a_model_without_experts_has_scores_alone() -> None:
 
 
 def result(task: str) -> TaskResult:
-    """Two layers of three experts."""
     return TaskResult(task, 8, 4, 0.5, ((0.5, 0.5, 0.0), (0.3, 0.3, 0.4)), ((1, 0.5, 0), (0.5, 1, -0.5), (0, -0.5, 1)))
 
 

@@ -1,5 +1,3 @@
-"""LoRA experts beside linear layers: against equations 1 to 3 written as loops, and as nothing while B is 0."""
-
 import json
 import math
 from pathlib import Path
@@ -11,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject, load_adapters, save_adapters
-from compressor.comoe.layer import apart, model_contrast, watching
+from compressor.comoe.layer import model_contrast, watching
 from compressor.errors import CompressionError
 from tests.support import zoo
 from tests.support.command_line import names
@@ -19,7 +17,6 @@ from tests.support.small import edit_json
 
 
 def layer(experts: int = 5, top_k: int = 2, seed: int = 0) -> LoraExperts:
-    """A layer from 7 to 6 features with rank 3, whose B is not 0."""
     generator = torch.Generator().manual_seed(seed)
     made = LoraExperts(nn.Linear(7, 6), ComoeConfig(3, experts, top_k, dropout=0.0), generator)
     made.up.data.normal_(generator=generator)
@@ -86,22 +83,6 @@ def test_only_experts_and_routers_are_trained() -> None:
     assert not any(value.grad is not None for value in model.parameters() if not value.requires_grad)
 
 
-def test_the_same_seed_begins_alike_and_another_does_not() -> None:
-    one, same, other = (inject(zoo.build("mixtral"), seed=seed) for seed in (3, 3, 4))
-    first = next(iter(comoe_layers(one)))
-    assert torch.equal(comoe_layers(one)[first].down, comoe_layers(same)[first].down)
-    assert not torch.equal(comoe_layers(one)[first].down, comoe_layers(other)[first].down)
-
-
-def test_anchor_positives_and_negatives_are_algorithm_1s() -> None:
-    outputs = torch.arange(2 * 5 * 1.0).reshape(2, 5, 1)  # expert e of token t answers 5 t + e
-    chosen = torch.tensor([[3, 0, 1], [2, 4, 0]])
-    anchor, positives, negatives = apart(outputs, chosen, torch.tensor([1, 0]))
-    assert anchor.flatten().tolist() == [0, 7]
-    assert positives.squeeze(-1).tolist() == [[1, 3], [5, 9]]
-    assert negatives.squeeze(-1).tolist() == [[2, 4], [6, 8]]
-
-
 def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int, seed: int) -> Tensor:
     with watching({"": made}):
         made(hidden)
@@ -160,11 +141,7 @@ def test_models_with_no_place_for_experts_or_none_to_save_are_refused(tmp_path: 
     assert names(tmp_path) == []
 
 
-# --- on disk ----------------------------------------------------------------------------------------------------------
-
-
 def trained(seed: int = 0) -> Any:
-    """An injected model whose B is not 0."""
     model = inject(zoo.build("mixtral"), r=4, experts=3)
     generator = torch.Generator().manual_seed(seed)
     for layer in comoe_layers(model).values():
@@ -204,10 +181,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_adapters(trained(), folder)
     tensors = load_file(folder / "adapters.safetensors")
     first = min(tensors)
-    for damage in (
-        {first: tensors[first][:1].contiguous()},
-        {"extra": torch.zeros(1)},
-    ):
+    for damage in ({first: tensors[first][:1].contiguous()}, {"extra": torch.zeros(1)}):
         save_file({**tensors, **damage}, folder / "adapters.safetensors")
         model = zoo.build("mixtral")
         with pytest.raises(CompressionError, match=r"does not fit the comoe\.json beside it"):

@@ -1,5 +1,3 @@
-"""Training: plain tuning where the contrastive loss has no weight, and the same bytes after a break as without one."""
-
 import json
 import math
 from dataclasses import replace
@@ -13,7 +11,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from compressor.answers.asking import with_rows
-from compressor.comoe import comoe_layers, load_adapters, training
+from compressor.comoe import comoe_layers
 from compressor.comoe.evaluating import IGNORED, collate, examples
 from compressor.comoe.layer import adapter_tensors, inject_config
 from compressor.comoe.options import ComoeConfig, TuningOptions
@@ -21,6 +19,7 @@ from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from tests.support import small
+from tests.support.audit import Moment, happening, press_ctrl_c
 from tests.support.command_line import names
 from tests.support.tuning_setups import CONFIG, OPTIONS, dense, questions
 
@@ -74,18 +73,6 @@ def test_the_log_tells_the_loss_by_its_parts_and_the_gap(tmp_path: Path) -> None
         assert line["information_gap"] == pytest.approx(math.log(2) - line["contrastive"])
 
 
-def test_accumulated_batches_have_the_loss_of_one(tmp_path: Path) -> None:
-    """The first step's cross entropy, without dropout, is that of all its items whichever way they are cut."""
-    config = replace(CONFIG, dropout=0.0)
-    whole, cut = (
-        tune(tmp_path / str(size), replace(OPTIONS, batch_size=size, accumulation=8 // size, steps=2), config)[1].log[0]
-        for size in (8, 4)
-    )
-    assert whole["cross_entropy"] == pytest.approx(cut["cross_entropy"], rel=1e-4)
-    assert whole["loss"] == pytest.approx(whole["cross_entropy"] + 0.01 * whole["contrastive"], rel=1e-5)
-    assert cut["loss"] == pytest.approx(cut["cross_entropy"] + 0.01 * cut["contrastive"], rel=1e-5)
-
-
 def test_the_contrastive_loss_falls_where_it_counts(tmp_path: Path) -> None:
     options = replace(OPTIONS, steps=20, contrastive_tokens=0)
     _, without = tune(tmp_path / "without", replace(options, contrastive=0.0))
@@ -94,8 +81,6 @@ def test_the_contrastive_loss_falls_where_it_counts(tmp_path: Path) -> None:
 
 
 class Broken(Silent):
-    """Breaks off after so many steps."""
-
     def __init__(self, steps: int) -> None:
         self.left = steps
 
@@ -128,15 +113,6 @@ def test_another_run_does_not_go_on_from_it(tmp_path: Path) -> None:
     assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
 
 
-def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
-    model, made = tune(tmp_path / "out", label="tiny")
-    fresh = load_adapters(dense(), tmp_path / "out")
-    assert same(adapter_tensors(model), adapter_tensors(fresh))
-    assert made.parameters == sum(value.numel() for value in adapter_tensors(model).values())
-    facts = json.loads((tmp_path / "out" / "comoe.json").read_text())
-    assert facts["model"] == "tiny" and facts["training"]["tasks"] == {"letters": 12, "digits": 12}
-
-
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
@@ -164,15 +140,11 @@ def test_options_that_cannot_be_meant(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("steps", [5, 6])
-def test_a_run_that_breaks_off_while_it_writes_trains_no_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_a_run_that_breaks_off_while_it_writes_trains_no_further(tmp_path: Path, steps: int) -> None:
     options = replace(OPTIONS, steps=steps, accumulation=2)
     tune(tmp_path / "whole", options)
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "write_adapters", lambda *_: Broken(0).advance(""))
-        with pytest.raises(KeyboardInterrupt):
-            tune(tmp_path / "broken", options)
+    with happening(Moment("open", r"/comoe\.json$"), press_ctrl_c), pytest.raises(KeyboardInterrupt):
+        tune(tmp_path / "broken", options)
     assert names(tmp_path) == [".broken.moe-compressor", "whole"]
     tune(tmp_path / "broken", options)
     assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")

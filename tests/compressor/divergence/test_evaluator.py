@@ -1,5 +1,3 @@
-"""An evaluator's figures against those of whole stock models' logits, statistics against numpy, and the one rule."""
-
 import math
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,6 @@ NAMES = [
 
 
 def sets(stock: Any) -> list[EvaluationSet]:
-    """Two sets, of several batches and of sequences of another length."""
     first, second = zoo.tokens(stock, 5, 12, seed=8), zoo.tokens(stock, 2, 7, seed=9)
     return [EvaluationSet("first", (first[:3], first[3:])), EvaluationSet("second", (second,))]
 
@@ -92,9 +89,7 @@ def test_streamed_models_have_the_figures_of_whole_ones(
 
 @pytest.mark.parametrize("name", zoo.sweep(NAMES))
 @torch.no_grad()
-def test_tokens_that_count_and_marks_have_the_figures_of_whole_models_without_padding(
-    name: str, tmp_path: Path
-) -> None:
+def test_counted_tokens_and_marks_have_the_figures_of_whole_models(name: str, tmp_path: Path) -> None:
     base_stock, stock = zoo.save(name, tmp_path / "base"), zoo.save(name, tmp_path / "other", seed=1)
     base, other = (open_model(locate(str(tmp_path / part)), "float32", "cpu") for part in ("base", "other"))
     stop_tokens, spans = ((2, 5), (3,)), ((4, 11), (2, 3), (6, 9))  # of the tokens that count, by sequence
@@ -237,8 +232,6 @@ def test_fewer_than_eight_sequences_accept_nothing(kl: list[float], gain: float)
 @pytest.mark.parametrize(
     ("before", "after", "accepted"),
     [
-        ([0.2] * 8, [0.1] * 8, True),
-        ([0.1] * 8, [0.2] * 8, False),
         ([0.1, 0.3] * 4, [0.1] * 8, True),  # 0.1 gained, standard error 0.038
         ([0.0, 0.3] * 4, [0.1] * 8, False),  # 0.05 gained, standard error 0.057
         ([math.nan] * 8, [0.1] * 8, True),

@@ -1,5 +1,3 @@
-"""The base's distributions as they are kept, against log probabilities of the stock model in memory."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""`evaluate` and the gate on text by domain and on the base's answers, with a domain that a calibration left out."""
-
 import json
 import random
 import re
@@ -18,7 +16,7 @@ from compressor.hub.card import card_text
 from compressor.model.opened import load_whole
 from compressor.model.tokenizer import load_tokenizer
 from tests.support import small
-from tests.support.command_line import Run, captured, refused
+from tests.support.command_line import Run, captured, refused, succeeded
 
 END = 2
 LETTERS = "".join(
@@ -43,34 +41,21 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a copy, half of it calibrated on letters alone, and text of both domains."""
     place = tmp_path_factory.mktemp("judged")
     small.edit_tensors(small.save(place / "base"), split_experts)
     shutil.copytree(place / "base", place / "copy", copy_function=shutil.copyfile)
     (place / "letters.txt").write_text(LETTERS)
     (place / "digits.txt").write_text(DIGITS)
-    made = captured(*compressing(place, place / "half", "letters.txt"))
-    assert made.status == 0, made.err
+    succeeded(captured(*compressing(place, place / "half", "letters.txt")))
     return place
 
 
-def compressing(models: Path, out: Path, *texts: str) -> list[Any]:
+def compressing(
+    models: Path, out: Path, *texts: Path | str, experts: int = 4, correct: str = "none", strategy: str = "reap"
+) -> list[Any]:
     text = [part for name in texts for part in ("--calibration", models / name)]
-    sizes = ["--samples", 16, "--sequence-length", 64]
-    return [
-        "compress",
-        models / "base",
-        "-o",
-        out,
-        "--experts",
-        4,
-        "--strategy",
-        "reap",
-        "--correct",
-        "none",
-        *text,
-        *sizes,
-    ]
+    ways = ["--experts", experts, "--strategy", strategy, "--correct", correct]
+    return ["compress", models / "base", "-o", out, *ways, *text, "--samples", 16, "--sequence-length", 64]
 
 
 def reading(models: Path) -> list[Any]:
@@ -78,8 +63,7 @@ def reading(models: Path) -> list[Any]:
 
 
 def test_a_domain_that_the_calibration_left_out_is_named(run: Run, models: Path, tmp_path: Path) -> None:
-    result = run("evaluate", models / "base", models / "half", *reading(models), "-o", tmp_path / "out")
-    assert result.status == 0, result.err
+    result = succeeded(run("evaluate", models / "base", models / "half", *reading(models), "-o", tmp_path / "out"))
     assert "The domain numbers is degraded: its" in result.out and "domain prose is degraded" not in result.out
     content = json.loads((tmp_path / "out" / "behaviour.json").read_text())
     prose, numbers = content["text"]["domains"]
@@ -96,10 +80,8 @@ def test_the_gate_fails_by_the_name_of_the_domain(run: Run, models: Path, tmp_pa
     limits = ["--max-flips", 0.02, "--max-loss-rise", 0.05]
     result = run("gate", models / "base", models / "half", *reading(models), *limits, "-o", tmp_path / "gate")
     assert result.status == 1, result.err
-    assert (
-        "the share of flips on numbers is more than 0.02" in result.out
-        and "The domain numbers is degraded" in result.out
-    )
+    assert "the share of flips on numbers is more than 0.02" in result.out
+    assert "The domain numbers is degraded" in result.out
     content = json.loads((tmp_path / "gate" / "gate.json").read_text())
     verdicts = {each["name"]: each["verdict"] for each in content["conditions"]}
     assert verdicts.keys() == {
@@ -111,14 +93,6 @@ def test_the_gate_fails_by_the_name_of_the_domain(run: Run, models: Path, tmp_pa
     assert any("share of flips on numbers" in str(each.get("message")) for each in failures)
 
 
-def test_a_copy_passes_by_domain(run: Run, models: Path) -> None:
-    result = run(
-        "gate", models / "base", models / "copy", *reading(models), "--max-flips", 0.01, "--max-loss-rise", 0.01
-    )
-    assert result.status == 0, result.err
-    assert "is degraded" not in result.out and "is at most 0.01" in result.out
-
-
 def test_compress_puts_in_place_only_what_passes_by_domain(run: Run, models: Path, tmp_path: Path) -> None:
     gate = [*reading(models), "--max-flips", 0.02]
     result = run(*compressing(models, tmp_path / "out", "letters.txt"), *gate)
@@ -128,8 +102,7 @@ def test_compress_puts_in_place_only_what_passes_by_domain(run: Run, models: Pat
     assert kept.status == 1 and (tmp_path / "kept" / "gate.json").is_file()
     recipe = (tmp_path / "kept" / "recipe.yaml").read_text()
     assert "letters.txt=prose" in recipe and "max_flips: 0.02" in recipe and str(models) not in recipe
-    report = run("report", tmp_path / "kept", "-o", tmp_path / "report.html")
-    assert report.status == 0, report.err
+    succeeded(run("report", tmp_path / "kept", "-o", tmp_path / "report.html"))
     assert "The domain numbers is degraded" in (tmp_path / "report.html").read_text()
 
 
@@ -137,8 +110,7 @@ def test_answers_are_read_with_the_probabilities_of_their_ends(run: Run, models:
     rows = [{"prompt": f"word {n}", "answer": f"{n} and more"} for n in range(12)]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = ["--answers", f"{tmp_path / 'answers.jsonl'}=made"]
-    result = run("evaluate", models / "base", models / "half", *given, "--json")
-    assert result.status == 0, result.err
+    result = succeeded(run("evaluate", models / "base", models / "half", *given, "--json"))
     content = json.loads(result.out)
     (row,) = content["answers"]["domains"]
     assert row["domain"] == "made" and row["sequences"] == 12 and len(content["each"]) == 12
@@ -148,10 +120,8 @@ def test_answers_are_read_with_the_probabilities_of_their_ends(run: Run, models:
     for folder in ("base", "half"):
         stock, found = load_whole(models / folder, dtype="float32"), []
         for each in rows:
-            ids = [
-                *tokenizer(each["prompt"])["input_ids"],
-                *tokenizer(each["answer"], add_special_tokens=False)["input_ids"],
-            ]
+            answer = tokenizer(each["answer"], add_special_tokens=False)["input_ids"]
+            ids = [*tokenizer(each["prompt"])["input_ids"], *answer]
             with torch.no_grad():
                 found.append(float(stock(input_ids=torch.tensor([ids])).logits[0, -1].softmax(-1)[END]))
         ends.append(sum(found) / len(found))
@@ -169,8 +139,7 @@ def test_prompts_may_be_answered_by_the_base_alone(run: Run, models: Path, tmp_p
     one, other = json.loads(forced.out), json.loads(both.out)
     assert one["written"] is None and other["written"]["prompts"] == 10
     assert one["answers"] == other["answers"] and one["each"] == other["each"] and len(one["each"]) == 10
-    gate = run("gate", models / "base", models / "half", *asked, "--teacher-forced", "--max-flips", 0.5)
-    assert gate.status == 0, gate.err
+    gate = succeeded(run("gate", models / "base", models / "half", *asked, "--teacher-forced", "--max-flips", 0.5))
     assert [each["name"] for each in json.loads(gate.out)["conditions"]] == ["share of flips on answers of prompts"]
 
 
@@ -181,7 +150,7 @@ def test_prompts_may_be_answered_by_the_base_alone(run: Run, models: Path, tmp_p
         (["gate", "--tasks", "moe_demo_facts", "--max-flips", 0.1], "judged by --max-flips or --max-loss-rise"),
         (["gate", "--text", "letters.txt", "--max-flips", 0], "max_flips"),
         (["evaluate", "--text", "missing.txt"], "text file missing.txt does not exist"),
-        (["evaluate", "--text", "short.txt=few"], r"--text short.txt gives \d+ tokens, too few to tell a difference"),
+        (["evaluate", "--text", "short.txt=few"], r"--text short.txt gives \d+ tokens, too few .* at least 128"),
         (
             ["evaluate", "--text", "letters.txt", "--text-samples", 7],
             "--text-samples 8 and --text-length 16 at the least",
@@ -202,15 +171,11 @@ def test_what_cannot_be_judged_is_said_in_a_sentence(
 
 
 def test_a_run_on_several_sources_names_the_degraded_one(run: Run, models: Path, tmp_path: Path) -> None:
-    """Held-out text of each source is compared with the base."""
     sources = [f"{models / 'letters.txt'}=0.8", f"{models / 'digits.txt'}=0.2"]
-    arguments = compressing(models, tmp_path / "out", *sources)
-    arguments[arguments.index("reap")] = "count-guided"
-    result = run(*arguments)
-    assert result.status == 0, result.err
+    arguments = compressing(models, tmp_path / "out", *sources, strategy="count-guided")
+    result = succeeded(run(*arguments))
     assert "Held-out text by source" in result.out and "The domain digits is degraded" in result.out
-    report = run("report", tmp_path / "out", "-o", tmp_path / "report.html")
-    assert report.status == 0, report.err
+    succeeded(run("report", tmp_path / "out", "-o", tmp_path / "report.html"))
     assert "The domain digits is degraded" in (tmp_path / "report.html").read_text()
     card = card_text(tmp_path / "out", "owner/name").text
     assert "The domain digits is degraded" in card and "Held-out text by source" in card
@@ -224,9 +189,7 @@ ROWS = [f"{n * 7919 % 100_003} quick brown foxes jump over {n * 104_729 % 1_299_
 
 
 def cutting(models: Path, out: Path, text: Path, *more: Any, correct: str = "ridge") -> list[Any]:
-    ways = ["--experts", 2, "--strategy", "reap", "--correct", correct]
-    sizes = ["--samples", 16, "--sequence-length", 64, "--calibration", text]
-    return ["compress", models / "base", "-o", out, *ways, *sizes, *more]
+    return [*compressing(models, out, text, experts=2, correct=correct), *more]
 
 
 def rows_in(folder: Path, rows: list[str]) -> Path:
@@ -235,12 +198,9 @@ def rows_in(folder: Path, rows: list[str]) -> Path:
     return path
 
 
-def test_a_run_ends_with_what_stock_models_give_on_text_behind_the_calibration(
-    run: Run, models: Path, tmp_path: Path
-) -> None:
+def test_a_run_ends_with_the_figures_of_stock_models(run: Run, models: Path, tmp_path: Path) -> None:
     arguments = cutting(models, tmp_path / "out", rows_in(tmp_path, ROWS))
-    made = run(*arguments, "--json")
-    assert made.status == 0, made.err
+    made = succeeded(run(*arguments, "--json"))
     record = json.loads((tmp_path / "out" / "compression.json").read_text())["heldout"]
     (found,) = record["domains"]
     assert json.loads(made.out)["heldout"] == record and record["note"] == ""
@@ -290,16 +250,10 @@ def test_comparing_changes_no_weight_and_no_plan(run: Run, models: Path, tmp_pat
     assert applied.read_bytes() == (tmp_path / "with" / "compression.json").read_bytes()
 
 
-def test_a_plan_that_needs_no_text_any_more_is_compared_where_it_is_still_there(
-    run: Run, models: Path, tmp_path: Path
-) -> None:
+def test_a_plan_whose_text_is_gone_is_applied_and_not_compared(run: Run, models: Path, tmp_path: Path) -> None:
     text = rows_in(tmp_path, ROWS)
-    arguments = cutting(models, tmp_path / "made", text, correct="none")
     plan = ["plan", *cutting(models, tmp_path / "plan.json", text, correct="none")[1:]]
-    assert run(*arguments).status == 0 and run(*plan).status == 0
-    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
-    applied = tmp_path / "applied" / "compression.json"
-    assert applied.read_bytes() == (tmp_path / "made" / "compression.json").read_bytes()
+    assert run(*cutting(models, tmp_path / "made", text, correct="none")).status == run(*plan).status == 0
     text.unlink()
     moved = run("apply", tmp_path / "plan.json", "-o", tmp_path / "moved")
     assert moved.status == 0 and re.search("not compared on held-out text: .*rows.jsonl does not exist", moved.err)
@@ -311,8 +265,7 @@ def test_text_that_is_too_short_or_not_read_is_no_fault(run: Run, models: Path, 
     short = run(*cutting(models, tmp_path / "short", rows_in(tmp_path, ROWS[:5]), correct="none"))
     assert short.status == 0 and "sequences to compare on, fewer than 8; give more text" in short.err
     sizes = ("--sequence-length", 16, "--samples", 100)
-    little = run(*cutting(models, tmp_path / "little", rows_in(tmp_path, ROWS[:25]), *sizes))
-    assert little.status == 0, little.err
+    little = succeeded(run(*cutting(models, tmp_path / "little", rows_in(tmp_path, ROWS[:25]), *sizes)))
     assert "Held-out text (10 sequences)" in little.out and "had too little text for this alone" in little.out
     none = ["compress", models / "base", "-o", tmp_path / "none", "--experts", 4, "--strategy", "model-centric"]
     done = run(*none, "--correct", "none")
@@ -326,8 +279,7 @@ def test_outputs_of_every_kind_are_compared(more: tuple[Any, ...], run: Run, mod
     arguments = cutting(models, tmp_path / "out", rows_in(tmp_path, ROWS), *more, correct="none")
     if "mone" in more:  # which takes neither a strategy nor --correct none
         del arguments[arguments.index("--strategy") : arguments.index("none") + 1]
-    made = run(*arguments, "--json")
-    assert made.status == 0, made.err
+    made = succeeded(run(*arguments, "--json"))
     (found,) = json.loads(made.out)["heldout"]["domains"]
     tokens, losses = found["tokens"], found["loss"]
     assert tokens == 48 * 63 and 0 < found["kl"]["change"] < 5 and losses["base"] != losses["compressed"]

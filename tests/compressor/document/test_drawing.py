@@ -1,5 +1,3 @@
-"""Dots, heat maps and scales: what matplotlib gets is what was given, and all that is finite lies on the axis."""
-
 import math
 
 import numpy as np
@@ -8,17 +6,7 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from compressor.document.drawing import (
-    COLOURS,
-    DECADES,
-    ROLES,
-    Dots,
-    draw_dots,
-    draw_heat,
-    ink_on,
-    scale_axis,
-    ticks,
-)
+from compressor.document.drawing import COLOURS, DECADES, ROLES, Dots, draw_dots, draw_heat, ink_on, scale_axis, ticks
 
 
 def fresh() -> Axes:

@@ -1,5 +1,3 @@
-"""Blocks as one page: whatever words they hold come out as the same words, and as nothing else."""
-
 from collections.abc import Callable
 
 import pytest
@@ -21,10 +19,8 @@ from compressor.document.blocks import (
     Table,
     Text,
     Toned,
-    Words,
-    plain_words,
 )
-from compressor.document.html import page, stylesheet, words_html
+from compressor.document.html import page, stylesheet
 from compressor.document.picture import Drawing
 from compressor.formatting import readable
 from tests.support.report_data import HOSTILE, Tree
@@ -67,25 +63,6 @@ def test_any_text_comes_out_as_the_same_text(kind: str, text: str) -> None:
     assert readable(text) in found or (kind == "figure" and f"Title. {readable(text)}" in found)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_no_text_makes_elements(kind: str) -> None:
-    build, _ = BLOCKS[kind]
-    plain, wild = ([tag for tag, _, _ in made(build(text)).elements] for text in ("word", HOSTILE))
-    assert plain == wild
-
-
-WORDS: st.SearchStrategy[Words] = st.recursive(
-    st.one_of(st.text(max_size=6), *(st.text(max_size=6).map(kind) for kind in (Code, Note))),
-    lambda inner: st.one_of(inner.map(Strong), st.lists(inner, max_size=3).map(tuple)),
-    max_leaves=6,
-)
-
-
-@given(WORDS)
-def test_words_keep_their_text(words: Words) -> None:
-    assert [text for _, text in Tree(f"<p>{words_html(words)}</p>").named("p")] == [readable(plain_words(words))]
-
-
 def test_sections_hold_what_stands_below_their_heading() -> None:
     figure = Figure("f", "F", "c", (DRAWING,))
     tree = made(Text("1"), Heading("inner", 3), Heading("B", 2, "b"), figure, Text("2"))
@@ -103,16 +80,6 @@ def test_wide_figures_scroll_by_keyboard_and_groups_name_themselves() -> None:
     assert found["many"]["role"] == "group" and found["many"]["aria-label"] == "The many"
     assert found["one scrolls"]["tabindex"] == "0" and found["one scrolls"]["aria-label"] == "The wide"
     assert set(found["one"]) == {"class"}
-
-
-def test_tables_have_headers_and_scroll() -> None:
-    tree = made(Table("Caption", ("name", "count", "word"), (("a", "1", "b"),), frozenset({"word"})))
-    assert [(each["scope"], each.get("class")) for each, _ in tree.named("th")] == [
-        ("col", "word"), ("col", None), ("col", "word"), ("row", "word"),
-    ]  # fmt: skip
-    assert [each.get("class") for each, _ in tree.named("td")] == [None, "word"]
-    (region,) = (each for each, _ in tree.named("div") if each.get("class") == "scroll")
-    assert region == {"class": "scroll", "role": "region", "tabindex": "0", "aria-label": "Table: Caption"}
 
 
 def test_signs_are_hidden_from_who_hears_the_page_and_there_is_one_style_sheet() -> None:

@@ -1,5 +1,3 @@
-"""Blocks as Markdown, read back by a parser of somebody else's: every foreign word is shown as it is written."""
-
 from html.parser import HTMLParser
 
 import pytest
@@ -31,8 +29,6 @@ LINE = st.one_of(NASTY, st.text(st.characters(codec="utf-8", exclude_categories=
 
 
 class _Reader(HTMLParser):
-    """Texts by the element that holds them, and attributes of images and links."""
-
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []

@@ -1,5 +1,3 @@
-"""Drawings as SVG and as PNG: the same for the same, self-contained, and with their words."""
-
 import io
 import re
 from typing import Any
@@ -7,13 +5,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from compressor.document.drawing import draw_bars, draw_heat, draw_key
 from compressor.document.picture import DPI, Drawing, inline_svgs, png
-from compressor.formatting import readable
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -65,12 +60,3 @@ def test_png_shows_title_key_and_drawings() -> None:
     pixels = np.asarray(whole.convert("L"))
     for top, bottom in ((0.0, 0.34), (0.34, 0.94), (0.94, 2.94)):  # something is drawn in every line
         assert pixels[int(top * DPI) : int(bottom * DPI)].min() < 100
-
-
-@settings(max_examples=20)
-@given(st.text(max_size=30), st.text(max_size=30))
-def test_any_words_are_shown_as_they_are(title: str, alt: str) -> None:
-    (text,) = inline_svgs("one", [Drawing(title, alt, (1.0, 0.5), lambda canvas: None)])
-    said = {each.tag.removeprefix(SVG): each.text or "" for each in ElementTree.fromstring(text)}
-    wanted = [" ".join(readable(words).splitlines()) for words in (title, alt)]
-    assert [" ".join(said[name].splitlines()) for name in ("title", "desc")] == wanted

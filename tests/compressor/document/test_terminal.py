@@ -1,5 +1,3 @@
-"""Blocks on a terminal: what is left out where there is little room, what is never taken for markup, and rules."""
-
 import contextlib
 import io
 import re
@@ -39,7 +37,6 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *blocks: object) -> str:
-    """What is printed, without colours."""
     show(blocks)  # type: ignore[arg-type]
     return re.sub(r"\x1b(\[[0-9;]*m|\]8;.*?\x1b\\)", "", capsys.readouterr().out)
 
@@ -48,9 +45,7 @@ def header(text: str) -> str:
     return " ".join(" ".join(line[1:-1].split("┃")) for line in text.splitlines() if line.startswith("┃"))
 
 
-def test_columns_go_one_by_one_as_the_terminal_narrows(
-    capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
-) -> None:
+def test_columns_go_one_by_one(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
     seen = []
     for width in range(90, 20, -1):
         terminal.setenv("COLUMNS", str(width))
@@ -64,9 +59,7 @@ def test_columns_go_one_by_one_as_the_terminal_narrows(
     assert list(dict.fromkeys(seen)) == [(), ("third figure",), ("third figure", "second figure")]
 
 
-def test_columns_of_words_fold_before_a_column_goes(
-    capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
-) -> None:
+def test_words_fold_before_a_column_goes(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
     name = "a name of many words that takes more room than is left on one line of it"
     terminal.setenv("COLUMNS", "60")
     text = shown(capsys, Table("", ("name", "one", "two"), ((name, "0.1234", "5"),), optional=("two",)))
@@ -97,9 +90,7 @@ def test_any_word_is_shown_as_it_is(word: str) -> None:
     assert printed.getvalue() == f"{word}\n"
 
 
-def test_paragraphs_stay_on_one_line_and_links_name_their_target(
-    capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
-) -> None:
+def test_paragraphs_stay_on_one_line(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
     links = Link("paper", "https://a.org/b"), Link("https://a.org/b", "https://a.org/b"), Link("below", "#below")
     assert shown(capsys, *map(Text, links)) == "paper (https://a.org/b)\nhttps://a.org/b\nbelow\n"
     terminal.setenv("COLUMNS", "40")

@@ -1,21 +1,28 @@
-"""The table of a model card says what the plan says, and stays readable for the largest models."""
-
+import json
+import logging
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.document.markdown import markdown
 from compressor.formatting import joined, label, one_line, ranges, without_paths
-from compressor.hub.card import experts_details
+from compressor.hub.card import base_metadata, card_text, languages, licence
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan, Source
+from compressor.recipe.steps_plan import Plan
+from compressor.records import readable_json
 from compressor.report.data import experts_table
-from tests.support.plans import Decided
+from tests.support.hub.cards import LICENCES, mistakes
+from tests.support.plans import Decided, by_hand
 
 
 def group(members: list[int], scale: float = 1.0) -> Group:
-    """These experts in equal parts."""
     shares = (1 / len(members),) * len(members)
     return Group(tuple(members), shares, shares, scale)
 
@@ -79,37 +86,24 @@ def test_ranges_are_as_short_as_runs(numbers: set[int]) -> None:
     assert text == "-" or text.count(",") == runs - 1
 
 
-def largest(protect: int = 0) -> Decided:
-    """64 layers of 256 experts that become 128: pairs of neighbours, and apart ones, merged."""
-    members = [[number, 255 - number] for number in range(40)] + [[number] for number in range(40, 128)]
-    layer_plan = [LayerPlan.of(moe_layer(index, 256), [group(each) for each in members]) for index in range(64)]
-    plan = a_plan(layer_plan)
-    return replace(plan, protected={layer.module: tuple(range(40, 40 + protect)) for layer in plan.layers})
-
-
-def test_64_layers_of_256_experts_stay_readable() -> None:
-    plan = largest(4)
-    text = markdown(experts_details(plan))
-    assert len(text.encode()) < 150_000
-    assert all(f"| {index} | 40-127 | 0+255, 1+254" in text for index in range(64))
-    assert text.count("| 128-215 |") == 64
+def kept(layers: int) -> tuple[LayerPlan, ...]:
+    return tuple(LayerPlan.keep(moe_layer(index, 8), range(4)) for index in range(layers))
 
 
 def test_corrections_are_told_as_they_were_recorded() -> None:
-    layers = list(largest().layers[:3])
     corrections = [
         {"kept": "tune", "heldout_error": 0.0145321, "heldout_error_before": 0.114467},
         {"kept": "none", "heldout_error": 0.2, "heldout_error_before": 0.2},
         {"kept": "none", "reason": "no calibration token reached the layer"},
     ]
-    told = [replace(layer, figures={"correction": each}) for layer, each in zip(layers, corrections, strict=True)]
+    told = [replace(layer, figures={"correction": each}) for layer, each in zip(kept(3), corrections, strict=True)]
     table = experts_table(a_plan(told))
     assert table.columns[-1] == "held-out error"
     assert [row[-1] for row in table.rows] == ["0.1145 to 0.01453 (tune)", "0.2, not corrected", "-"]
 
 
 def test_layers_with_several_modules_are_told_apart_by_name() -> None:
-    first, second = largest().layers[:2]
+    first, second = kept(2)
     plan = a_plan([first, replace(second, layer=0)])
     assert [row[0] for row in experts_table(plan).rows] == [f"0 ({layer.module})" for layer in plan.layers]
 
@@ -138,3 +132,122 @@ def test_words_are_joined_and_names_stay_on_one_line() -> None:
     assert [joined(words) for words in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
     assert one_line("a\n\u202e|b\x00`c`") == "a |b `c`"
     assert len(one_line("y" * 10**6)) < 400
+
+
+LINK = "https://a.b/c"
+BASE, COMMIT = "org/big-moe", "0123456789" * 4
+
+
+def recorded(folder: Path, source: Source) -> Path:
+    """An output by its record, config and a weight of four numbers, of an architecture that nobody knows."""
+    kept = a_plan([LayerPlan.keep(moe_layer(index, 8), [0, 3, 4]) for index in range(2)])
+    plan = by_hand(Decided(source, 3, "by-hand", {}, None, kept.layers))
+    folder.mkdir()
+    header = b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["OddModel"], "model_type": "odd"}))
+    record = {
+        "parameters": {"before": 9, "after": 4}, "bytes": {"before": 36, "after": 16}, "plan_digest": plan.digest(),
+        "plan": plan.to_dict(),
+    }  # fmt: skip
+    (folder / "compression.json").write_text(readable_json(record))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return recorded(tmp_path / "small", Source(BASE, COMMIT, "f" * 64))
+
+
+def card_of_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let the Hub have this card at the base's commit, and nothing else."""
+    path = tmp_path / "README.md"
+    path.write_text(text, encoding="utf-8")
+
+    def download(repo_id: str, filename: str, *, revision: str | None = None) -> str:
+        assert (repo_id, filename, revision) == (BASE, "README.md", COMMIT)
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+
+def front(text: str) -> Any:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_licence_and_language_come_from_the_base_at_its_commit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inherited = "license: other\nlicense_name: odd-1.0\nlicense_link: LICENSE.md\nlanguage: [en, no, zh]\n"
+    card_of_base(tmp_path, monkeypatch, f"---\n{inherited}tags: [theirs]\nmodel-index: 7\n---\n# Big\n")
+    with caplog.at_level(logging.WARNING):
+        card = card_text(folder, "me/small")
+        back = ModelCard(card.text)
+    assert not caplog.records
+    assert front(card.text) == {
+        "license": "other", "license_name": "odd-1.0",
+        "license_link": f"https://huggingface.co/{BASE}/blob/{COMMIT}/LICENSE.md",
+        "language": ["en", "no", "zh"], "base_model": BASE, "base_model_relation": "finetune",
+        "library_name": "transformers", "pipeline_tag": "text-generation",
+        "tags": ["moe", "moe-compressor", "by-hand", "pruned", "expert-pruning"],
+    }  # fmt: skip
+    assert back.data.to_dict() == front(card.text) and back.content == card.text
+    assert mistakes(front(card.text)) == [] and front(card.text)["license"] in LICENCES
+    assert f"[{BASE}](https://huggingface.co/{BASE}) (revision {COMMIT})" in card.text
+    assert "No licence" not in card.text and f"revision: {COMMIT}" in card.text and "local checkpoint" not in card.text
+
+
+@pytest.mark.parametrize("text", ["", "# no metadata", "---\n- a\n- list\n---\n", "---\na: [\n---\n", "---\n---\n"])
+def test_a_card_without_metadata_gives_nothing(
+    text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card_of_base(tmp_path, monkeypatch, text)
+    card = card_text(folder, "me/small")
+    assert not {"license", "language"} & set(front(card.text)) and front(card.text)["base_model"] == BASE
+    assert "No licence was found" in card.text
+
+
+def test_without_a_network_or_a_known_architecture_the_card_is_made_all_the_same(folder: Path) -> None:
+    text = card_text(folder, "me/small").text
+    assert front(text)["base_model"] == BASE
+    assert "active" not in text and 'OddModel.from_pretrained("me/small"' in text and "AutoTokenizer" not in text
+
+
+def test_a_local_base_is_no_repository_but_its_card_gives_the_licence(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "small", Source("big-moe", None, "f" * 64))
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage: de\npipeline_tag: image-text-to-text\n---\n"
+    )
+    header = front(card_text(folder, "me/small", base=tmp_path).text)
+    assert "base_model" not in header and "base_model_relation" not in header
+    assert (header["license"], header["language"]) == ("apache-2.0", ["de"])
+    assert header["pipeline_tag"] == "image-text-to-text"
+    assert 'local checkpoint "big-moe"' in card_text(folder, "me/small").text
+    assert base_metadata(Plan.from_dict(json.loads((folder / "compression.json").read_text())["plan"]).source) == {}
+
+
+def test_a_name_that_the_hub_could_not_have_is_no_base(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "small", Source("org/../x y", COMMIT, "f" * 64))
+    assert "base_model" not in front(card_text(folder, "me/small").text)
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        ({}, {}),
+        ({"license": ["mit", "apache-2.0"]}, {"license": ["mit", "apache-2.0"]}),
+        ({"license": "Our Own\nTerms"}, {"license": "other", "license_name": "Our Own Terms"}),
+        ({"license": "other", "license_link": "LICENSE"}, {"license": "other", "license_link": "LICENSE"}),
+        ({"license": "llama3.1", "license_link": LINK}, {"license": "llama3.1", "license_link": LINK}),
+        ({"license": 7, "license_name": "x"}, {}),
+    ],
+)
+def test_licences_that_the_hub_takes_are_taken(base: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "LICENSE").write_text("terms")
+    assert licence(base, tmp_path, BASE, COMMIT) == expected
+
+
+def test_languages_are_codes() -> None:
+    assert languages({"language": ["en", False, "zh-Hans"]}) == ["en", "no", "zh-Hans"]
+    assert languages({}) is None and languages({"language": "de"}) == ["de"]

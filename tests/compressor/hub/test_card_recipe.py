@@ -1,5 +1,3 @@
-"""The recipe in a model card makes the same plan when it is run."""
-
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +13,7 @@ from compressor.api import on_text
 from compressor.hub.card import card_text, recipe_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
-from tests.support.command_line import captured
+from tests.support.command_line import captured, succeeded
 
 DEMO = Path("compressor/demo/checkpoint").absolute()
 SMALL: dict[str, Any] = {"experts": 12, "samples": 4, "sequence_length": 32}
@@ -25,7 +23,6 @@ ROUTERS: dict[str, Any] = {"rounds": 1, "sequences": 8, "sequence_length": 32}
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the model and two texts, where the recipe is run."""
     shutil.copytree(DEMO, tmp_path / "checkpoint")
     for name, text in (("a.txt", "one two three "), ("b=2.txt", "7 + 5 = 12; ")):
         (tmp_path / name).write_text(text * 400)
@@ -34,24 +31,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def published(folder: Path) -> Plan:
-    """The plan in an output."""
     return Plan.from_dict(json.loads((folder / "compression.json").read_text())["plan"])
 
 
 def told(plan: Plan) -> str:
-    """Return the recipe in a card of a plan."""
     recipe = recipe_text(plan)
     assert recipe is not None
     return recipe
 
 
 def run_again(folder: Path, place: Path) -> Plan:
-    """Run the recipe and read the plan of what it made."""
     recipe = told(published(folder))
     assert str(place) not in recipe
     (place / "recipe.yaml").write_text(recipe)
-    result = captured("compress", "recipe.yaml", "-o", "again")
-    assert result.status == 0, result
+    succeeded(captured("compress", "recipe.yaml", "-o", "again"))
     return published(place / "again")
 
 
@@ -65,10 +58,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     ("wanted", "extra"),
     [
         ({"strategy": "count-guided", "calibration": ["a.txt=3", "b=2.txt=1"]}, []),
-        (
-            {"strategy": "reap", "calibration": ["b=2.txt"], "options": {"saliency": "ean"}, "seed": 3},
-            ["seed: 3"],
-        ),
+        ({"strategy": "reap", "calibration": ["b=2.txt"], "options": {"saliency": "ean"}, "seed": 3}, ["seed: 3"]),
         ({"strategy": "count-guided", "calibration": "demo", "correct": "ridge"}, ["method: ridge"]),
         ({"strategy": "count-guided", "calibration": "demo", "sequential": True, "seed": 5}, ["sequential: true"]),
         (
@@ -98,7 +88,6 @@ def test_protected_experts_are_in_the_recipe_one_by_one(place: Path) -> None:
 
 
 def changed(folder: str, out: str, step: StepOptions, base: str = "checkpoint", **text: Any) -> None:
-    """Carry out one step on an output, on a text of its own."""
     changing = on_text(step.name, step.changed(), TextOptions(**text))
     compressor.compress(folder, out, [changing], base=base, seed=3)
 

@@ -1,5 +1,3 @@
-"""What of a folder gets onto a Hub: no litter, no links out of it; and what of an earlier model goes."""
-
 import shutil
 from pathlib import Path
 

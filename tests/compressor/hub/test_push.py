@@ -1,5 +1,4 @@
-"""Publishing on a Hub: one commit of the folder's bytes, going on after a fault, branches, tags and pull requests."""
-
+import json
 import logging
 from hashlib import sha256
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from compressor.errors import CompressionError
 from compressor.hub.push import push
 from tests.support import small
+from tests.support.command_line import Run, refused
 from tests.support.hub import Fault, Hub
 from tests.support.hub_pushes import (
     CANARY,
@@ -20,13 +20,12 @@ from tests.support.hub_pushes import (
     refusal,
     sent,
     shards,
+    with_card,
     writes,
-)
+)  # fmt: skip
 
 
-def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card_and_another_writes_nothing(
-    made: Path, hub: Hub
-) -> None:
+def test_a_push_is_one_commit_and_another_writes_nothing(made: Path, hub: Hub) -> None:
     before = small.tree(made)
     summary = push(made, REPOSITORY)
     there = hub.repositories[REPOSITORY]
@@ -50,16 +49,6 @@ def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card_and_another_writ
     assert (again.commit, again.uploaded, again.uploaded_bytes, again.changed) == (None, (), 0, False)
     assert sorted(again.unchanged) == sorted({*content(made), *CARD})
     assert (len(writes(hub)), hub.uploaded, len(there.commits())) == (written, large, 2)
-
-
-def test_only_what_has_changed_is_sent(folder: Path, hub: Hub) -> None:
-    push(folder, REPOSITORY)
-    large = len(hub.uploaded)
-    small.edit_json(folder / "generation_config.json", lambda config: config.update(temperature=0.5))
-    summary = push(folder, REPOSITORY, message="Cooler")
-    assert [(file.path, file.state) for file in summary.uploaded] == [("generation_config.json", "changed")]
-    assert len(hub.uploaded) == large
-    assert hub.repositories[REPOSITORY].commits()[0].title == "Cooler"
 
 
 def test_a_push_cut_off_leaves_the_branch_alone_and_goes_on(made: Path, hub: Hub) -> None:
@@ -141,9 +130,7 @@ def test_private_is_never_published(carded: Path, hub: Hub) -> None:
         (REPOSITORY, {"message": f"with {CANARY}"}, "holds an access token"),
     ],
 )
-def test_arguments_that_cannot_be_meant(
-    made: Path, hub: Hub, repository: str, options: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_cannot_be_meant(made: Path, hub: Hub, repository: str, options: Any, message: str) -> None:
     with pytest.raises(CompressionError, match=message) as caught:
         push(made, repository, **options)
     assert hub.requests == []
@@ -172,3 +159,28 @@ def test_a_dry_run_without_a_hub(made: Path, hub: Hub, caplog: pytest.LogCapture
         summary = push(made, REPOSITORY, dry_run=True)
     assert {file.state for file in summary.uploaded} == {"unknown"}
     assert "could not be asked" in caplog.text and CANARY not in caplog.text
+
+
+def test_a_push_as_a_table_then_nothing_new_as_json(made: Path, hub: Hub, run: Run) -> None:
+    dry = run("push", made, REPOSITORY, "--dry-run")
+    assert (dry.status, dry.err) == (0, "")
+    assert "nothing is sent" in dry.out and writes(hub) == []
+    done = run("push", made, REPOSITORY, "--tag", "v1", "--private", "--message", "First of all")
+    assert (done.status, done.err) == (0, "")
+    for text in ("model-00001-of-", "README.md", "Commit: First of all", "tagged v1", f"{hub.url}/{REPOSITORY}\n"):
+        assert text in done.out
+    there = hub.repositories[REPOSITORY]
+    assert there.private and there.commits()[0].title == "First of all"
+    again = run("push", made, REPOSITORY)
+    assert (again.status, again.err) == (0, "") and "Nothing has changed" in again.out
+    report = json.loads(run("push", made, REPOSITORY, "--json").out)
+    assert (report["changed"], report["commit"], report["uploaded"]) == (False, None, [])
+    assert sorted(report["unchanged"]) == sorted({*content(made), *CARD})
+
+
+def test_a_refusal_is_one_sentence_and_status_2(made: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
+    folder = with_card(made, tmp_path / "smaller")
+    small.edit_json(folder / "generation_config.json", lambda config: config.update(note=CANARY))
+    result = run("push", folder, REPOSITORY)
+    refused(result, "^Error: generation_config.json holds what looks like an access token")
+    assert CANARY not in result.err and hub.requests == []

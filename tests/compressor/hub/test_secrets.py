@@ -1,9 +1,8 @@
-"""No secret gets onto a Hub, whatever the service, the file and the spelling; and what is none is not taken for one."""
-
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -107,9 +106,7 @@ def test_any_bytes_can_be_read(data: bytes, mark: bytes) -> None:
 
 @pytest.mark.parametrize("offset", [-40, -20, -1, 0, 1])
 @pytest.mark.parametrize("spell", [str.encode, lambda secret: escaped(secret).encode()])
-def test_a_secret_across_two_pieces_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, spell: Callable[[str], bytes]
-) -> None:
+def test_a_secret_across_two_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, spell: Any) -> None:
     monkeypatch.setattr(secrets, "CHUNK_BYTES", 5000)
     monkeypatch.setattr(secrets, "OVERLAP_BYTES", 1000)
     path = tmp_path / "vocab.txt"
@@ -136,9 +133,7 @@ def test_a_file_that_holds_a_secret_is_refused_by_name(folder: Path, hub: Hub) -
     assert hub.requests == []
 
 
-def test_the_token_in_use_is_known_whatever_it_looks_like(
-    folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_in_use_is_known(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "the-very-token-in-use")
     (folder / "chat_template.jinja").write_bytes(b"{# the-very-token-in-use #}")
     assert "in-use" not in refusal(folder, hub, "^chat_template.jinja holds what looks like an access token of the Hub")

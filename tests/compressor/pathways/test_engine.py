@@ -1,5 +1,3 @@
-"""Late layers run again: the stock forward bit for bit, and with moved logits what a changed router gives."""
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.answers.items import TokenRow, is_greedy, likelihoods
+from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, PlainForward
@@ -25,7 +23,6 @@ LENGTH, START = 12, 9
 
 
 def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> PathwayModel:
-    """A zoo model in memory, as it was built."""
     model = zoo.build(name, seed)
     model.requires_grad_(False)
     model.config.architectures = [type(model).__name__]  # as a checkpoint's config names it
@@ -39,7 +36,6 @@ def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> P
 
 
 def rows(model: PathwayModel, seed: int = 3) -> tuple[TokenRow, ...]:
-    """A prompt with two answers, of which one is shorter."""
     prompt, one, other = torch.split(zoo.tokens(model.model, 1, LENGTH + 1, seed)[0], [START, LENGTH - START, 1])
     return tuple(TokenRow((*prompt.tolist(), *answer.tolist()), START) for answer in (one, other))
 
@@ -105,33 +101,6 @@ def test_moved_logits_are_those_of_a_router_that_puts_them_out(late: int, moves:
     assert not torch.equal(found, plain.logits)
 
 
-def test_layers_may_write_into_what_they_are_given() -> None:
-    model = engine("mixtral")
-    layer = model.model.model.layers[-1]
-    own = layer.forward
-    layer.forward = lambda hidden, *args, **named: own(hidden.mul_(2), *args, **named)
-    plain = model.run(rows(model))
-    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
-    for _ in range(2):
-        assert torch.equal(model.again(plain, unmoved), plain.logits)
-
-
-def test_likelihoods_and_greed_are_those_of_the_logits() -> None:
-    model = engine("olmoe")
-    plain = model.run(rows(model))
-    expected = []
-    for row in plain.rows:
-        own = model.model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].log_softmax(-1)
-        expected.append(sum(float(own[at - 1, row.tokens[at]]) for at in range(row.start, len(row.tokens))))
-    assert likelihoods(plain.logits, plain.rows).tolist() == pytest.approx(expected, abs=1e-4)
-    assert not is_greedy(plain.logits, plain.rows[0])
-    tokens = list(plain.rows[0].tokens[:START])
-    for _ in range(2):
-        tokens.append(int(model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    greedy = TokenRow(tuple(tokens), START)
-    assert is_greedy(model.run([greedy]).logits, greedy)
-
-
 def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:
     for name, score in (("mixtral", "softmax"), ("deepseek_v3", "sigmoid"), ("deepseek_v4", "sqrt-softplus")):
         model = engine(name)
@@ -147,16 +116,3 @@ def test_the_pathway_is_the_routers_weights_at_the_last_prompt_token() -> None:
             experts, weights = chosen[layer.name][:, START - 1]
             ratio = pathway[experts.long()] / weights
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)
-
-
-def test_work_counts_layers_and_tokens() -> None:
-    model = engine("qwen3_moe-sparse_step", late=1)
-    plain = model.run(rows(model))
-    tokens, layer_names = plain.tokens.numel(), len(model.opened.architecture.decoder_layers)
-    assert model.work == layer_names * tokens == plain.work
-    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
-    model.again(plain, unmoved)
-    late = layer_names - len(model.early_layers)
-    assert 0 < late < layer_names and model.work == (layer_names + late) * tokens
-    model.again(plain, unmoved.requires_grad_())
-    assert model.work == (layer_names + 4 * late) * tokens

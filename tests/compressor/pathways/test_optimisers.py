@@ -1,7 +1,7 @@
-"""Optimised pathways on a tiny model in memory: gradients against finite differences, and what changes nothing."""
+import math
+from typing import Any, get_args
 
-from typing import Any
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +12,15 @@ from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import (
     Neighbour,
     core,
+    descend,
+    kernel_weights,
+    mean_shift,
     neighbours_gradient,
     neighbours_loss,
     optimised,
+    towards,
 )
-from compressor.pathways.options import PathwayOptions
+from compressor.pathways.options import Kernel, PathwayOptions
 from tests.compressor.pathways.test_engine import engine, rows
 from tests.support import zoo
 
@@ -24,7 +28,6 @@ WEIGHTS = torch.tensor([0.7, 0.3])
 
 
 def neighbours(model: PathwayModel) -> list[Neighbour]:
-    """Two items, each with one answer."""
     found = []
     for seed in (11, 12):
         tokens = zoo.tokens(model.model, 1, 8 + seed % 2, seed)[0].tolist()
@@ -115,16 +118,6 @@ def test_descent_lowers_the_neighbours_loss_and_moves_the_core_alone() -> None:
     assert not found[~movable].any() and found[movable].any()
 
 
-@pytest.mark.parametrize("right", [0, 1])
-def test_an_item_that_is_its_own_neighbour_lifts_whatever_answer_it_has(right: int) -> None:
-    model = engine("mixtral", 2)
-    plain = model.run(rows(model)[right : right + 1])
-    own = plain.pathway[-2:]
-    found = optimised(model, own, [Neighbour(own, plain)], torch.ones(1), PathwayOptions())
-    lifted = likelihoods(model.again(plain, found), plain.rows)
-    assert float(lifted) > float(likelihoods(plain.logits, plain.rows)) + 0.01
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -138,3 +131,78 @@ def test_an_item_that_is_its_own_neighbour_lifts_whatever_answer_it_has(right: i
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
         PathwayOptions(**options)
+
+
+POINTS, LAYERS, EXPERTS = 4, 2, 5
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_numpy(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | None) -> np.ndarray:
+    found = []
+    x = query.numpy().astype(np.float64).ravel()
+    rows = [row.numpy().astype(np.float64).ravel() for row in points]
+    distances = [math.sqrt(sum((a - b) ** 2 for a, b in zip(row, x, strict=True))) for row in rows]
+    width = sum(distances) / len(distances) if bandwidth is None else bandwidth
+    for row, distance in zip(rows, distances, strict=True):
+        far = math.sqrt(3) * distance / width
+        found.append(
+            {
+                "gaussian": math.exp(-(distance**2) / (2 * width**2)),
+                "matern": (1 + far) * math.exp(-far),
+                "linear": max(0.0, float(row @ x)),
+                "polynomial": (1 + float(row @ x)) ** 2,
+            }[kernel]
+        )
+    return np.array(found) / sum(found)
+
+
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+@pytest.mark.parametrize("bandwidth", [None, 0.7])
+def test_kernel_weights_and_the_regression_are_those_of_numpy(kernel: Kernel, bandwidth: float | None) -> None:
+    query, points = drawn(7), drawn(POINTS, 7, seed=1)
+    weights = kernel_weights(kernel, query, points, bandwidth)
+    expected = in_numpy(kernel, query, points, bandwidth)
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
+    own, pathways = drawn(LAYERS, EXPERTS, seed=2), drawn(POINTS, LAYERS, EXPERTS, seed=3)
+    mean = sum(weight * pathway for weight, pathway in zip(expected, pathways.numpy(), strict=True))
+    np.testing.assert_allclose(towards(own, pathways, weights, 0.3).numpy(), 0.7 * own.numpy() + 0.3 * mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+def test_mode_finding_is_that_of_numpy(kernel: Kernel) -> None:
+    own, points = drawn(LAYERS, EXPERTS), drawn(POINTS, LAYERS, EXPERTS, seed=1)
+    expected = own.numpy().astype(np.float64)
+    for _ in range(6):
+        weights = in_numpy(kernel, torch.tensor(expected), points, 0.4)
+        mean = sum(weight * point for weight, point in zip(weights, points.numpy(), strict=True))
+        expected = 0.5 * expected + 0.5 * mean
+    np.testing.assert_allclose(mean_shift(own, points, kernel, 0.4, 0.5, 6).numpy(), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+def test_points_at_one_place_or_without_a_weight_share_it_alike(kernel: Kernel) -> None:
+    query = torch.tensor([1.0, 0.0])
+    torch.testing.assert_close(kernel_weights(kernel, query, query.expand(3, 2)), torch.full((3,), 1 / 3))
+    opposite = kernel_weights(kernel, query, -query.expand(3, 2))
+    torch.testing.assert_close(opposite, torch.full((3,), 1 / 3))
+
+
+def test_far_points_keep_a_weight() -> None:
+    """exp(-d^2) of all of them is nothing in floating point."""
+    weights = kernel_weights("gaussian", torch.zeros(1), torch.tensor([[1e3], [2e3]]), 1.0)
+    assert weights.tolist() == [1.0, 0.0]
+
+
+def test_the_core_is_each_layers_largest() -> None:
+    pathway = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
+    assert core(pathway, 2).tolist() == [[False, True, True, False], [True, False, False, True]]
+    assert core(pathway, 20).all()
+
+
+def test_descent_goes_down_at_a_rate_that_falls() -> None:
+    steps = descend(torch.ones_like, torch.zeros(1), 4, 2.0)
+    torch.testing.assert_close(steps, -torch.tensor([2.0 + 1.707107 + 1.0 + 0.292893]))
+    assert descend(lambda place: 2 * (place - 3), torch.zeros(1), 10, 0.4).item() == pytest.approx(3, abs=0.1)

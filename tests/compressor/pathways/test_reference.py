@@ -1,10 +1,6 @@
-"""Reference sets on disk: there and back, neighbours, and what does not belong together."""
-
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,18 +47,6 @@ def test_a_set_is_read_as_it_was_written(folder: Path, tmp_path: Path) -> None:
     assert small.tree(tmp_path / "again") == small.tree(folder)
 
 
-def test_only_a_reference_set_is_replaced(folder: Path, tmp_path: Path) -> None:
-    before = small.tree(folder)
-    with pytest.raises(CompressionError, match="exists already"):
-        write_reference(made(), folder, False)
-    assert small.tree(folder) == before
-    write_reference(made(), folder, True)
-    (folder / "mine.txt").write_text("kept")
-    with pytest.raises(CompressionError, match=r"holds mine\.txt"):
-        write_reference(made(), folder, True)
-    assert (folder / "mine.txt").read_text() == "kept"
-
-
 def test_neighbours_are_the_nearest_by_angle() -> None:
     query = torch.tensor([5.0, 0.0])
     places, decoder_layer, near = made().neighbours(query, 2)
@@ -106,16 +90,3 @@ def test_what_is_no_reference_set_is_told(name: str, folder: Path) -> None:
     with pytest.raises(CompressionError, match=message) as error:
         read_reference(folder)
     assert "\n" not in str(error.value)
-
-
-def test_another_model_or_tokenizer_is_refused() -> None:
-    opened: Any = SimpleNamespace(fingerprint="f" * 64, source=SimpleNamespace(label="other"))
-    made().check(opened, small.tokenizer())
-    for name in ("fingerprint", "tokenizer"):
-        other = replace(made(), facts=replace(made().facts, **{name: "e" * 64}))
-        with pytest.raises(CompressionError, match=r"is of another model \(model\) or tokenizer than other; make one"):
-            other.check(opened, small.tokenizer())
-    added = small.tokenizer()
-    added.add_tokens(["quick"])
-    with pytest.raises(CompressionError, match="or tokenizer than other"):
-        made().check(opened, added)

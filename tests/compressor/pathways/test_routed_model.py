@@ -1,5 +1,3 @@
-"""The model that lm-eval asks: unmoved the stock model's answers, long items cut as lm-eval cuts them."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ ASKED = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that takes few tokens, with a reference set; its pathways are not those of what is asked."""
     folder = tmp_path_factory.mktemp("routed")
     small.save(folder / "model", max_position_embeddings=MOST)
     items = [Item(f"{n} or {n}", answer, (" a", " b")) for n in range(3) for answer in (" a", " b")]
@@ -44,7 +41,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed(place: Path, share: float) -> PathwayLM:
-    """The model moved by this share of the way to its neighbours."""
     folders = str(place / "model"), str(place / "reference")
     return PathwayLM(*folders, device="cpu", optimizer="kernel", share=share)
 
@@ -68,7 +64,6 @@ def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> 
 
 
 def test_choices_with_prompts_of_their_own_have_pathways_of_their_own(place: Path, tmp_path: Path) -> None:
-    """As winogrande asks them."""
     data, folder = tmp_path / "blanks.jsonl", tmp_path / "tasks"
     rows = [{"right": n % 2, "names": [f"{n} and Ann", f"{n} and Bo"], "rest": "sat down"} for n in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

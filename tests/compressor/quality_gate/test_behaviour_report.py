@@ -1,6 +1,5 @@
-"""Marks in answers that are shown side by side, and which pairs come first."""
-
 import re
+from typing import Any
 
 import pytest
 
@@ -28,9 +27,7 @@ def ending(text: str, ended: bool = True, loop: int | None = None) -> Ending:
         ("a <b> & c", "a", 4, [" <b"], ["> & c"]),
     ],
 )
-def test_marks_leave_the_text_as_it_is(
-    text: str, other: str, loop: int | None, difference: list[str], looped: list[str]
-) -> None:
+def test_marks_leave_the_text_as_it_is(text: str, other: str, loop: Any, difference: Any, looped: list[str]) -> None:
     words = marked(text, other, ending(text, loop=loop))
     assert isinstance(words, tuple) and plain_words(words) == text
     found = [each for each in words if isinstance(each, Marked)]

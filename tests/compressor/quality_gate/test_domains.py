@@ -1,6 +1,5 @@
-"""Figures by domain against numpy and scipy, and which domain is degraded."""
-
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,19 +43,16 @@ def test_changes_are_means_over_tokens_with_bounds_of_students_t() -> None:
         assert row.kl.change == pytest.approx(float(own.kl.mean())) and row.tokens == 40 * 64
     assert found.together is not None and found.together.sequences == 80
     assert found.together.loss.change == pytest.approx(float((given.loss - given.base_loss).mean()))
-    uneven = Figures(*(value for value in (given.kl, given.loss, given.flips)), torch.arange(80) + 1, given.domain)
-    uneven = Figures(uneven.kl, uneven.loss, uneven.flips, uneven.tokens, uneven.domain, given.base_loss)
+    uneven = domain_divergence(replace(given, tokens=torch.arange(80) + 1), ONE_TWO)
     weighted = np.average(given.kl[:40], weights=np.arange(40) + 1)
-    assert domain_divergence(uneven, ONE_TWO).domains[0].kl.change == pytest.approx(weighted)
+    assert uneven.domains[0].kl.change == pytest.approx(weighted)
     assert read_as(DomainDivergence, plain_json(found)) == found
 
 
 def test_a_copy_differs_by_nothing_and_its_bounds_shrink_with_tokens() -> None:
     same = figures([0.0])
     zero = same.kl * 0
-    (row,) = domain_divergence(
-        Figures(zero, same.base_loss, zero, same.tokens, same.domain, same.base_loss), {0: "one"}
-    ).domains
+    (row,) = domain_divergence(replace(same, kl=zero, loss=same.base_loss, flips=zero), {0: "one"}).domains
     assert row.loss.change == row.kl.change == row.flips.change == 0
     assert row.flips.upper == pytest.approx(-math.log(0.05) / (40 * 64)) and row.flips.lower == 0
     assert domain_divergence(figures([0.0]), {0: "one"}).together is None
@@ -88,8 +84,7 @@ def test_a_domain_is_degraded_above_three_times_the_mean_of_the_others(rises: li
 def test_a_difference_within_its_error_is_no_degradation() -> None:
     RANDOM.bit_generator.state = np.random.default_rng(1).bit_generator.state
     few = figures([0.1, 0.1, 0.32], 2)
-    few = Figures(few.kl, few.loss + torch.tensor([0, 0, 0, 0, -0.2, 0.2]), *[few.flips, few.tokens, few.domain])
-    few = Figures(few.kl, few.loss, few.flips, few.tokens, few.domain, figures([0, 0, 0], 2).base_loss)
+    few = replace(few, loss=few.loss + torch.tensor([0, 0, 0, 0, -0.2, 0.2]), base_loss=figures([0, 0, 0], 2).base_loss)
     assert "loss" not in {each.measure for each in domain_divergence(few, dict(enumerate("abc"))).degraded}
 
 
@@ -106,13 +101,8 @@ def test_probabilities_of_ends_are_means_where_they_come_and_elsewhere() -> None
     shown = markdown(divergence_blocks(found, "Answers"))
     assert "token that ends the end" in shown and "0.9000 | 0.6000 | -0.300 (" in shown
     stop_tokens[:, 0, 0] = 0
-    assert (
-        domain_divergence(figures([0.1], 4, 10, stop_tokens=stop_tokens), {0: "one"}, ["the end"])
-        .domains[0]
-        .stop_tokens[0]
-        .here
-        is None
-    )
+    without = domain_divergence(figures([0.1], 4, 10, stop_tokens=stop_tokens), {0: "one"}, ["the end"])
+    assert without.domains[0].stop_tokens[0].here is None
 
 
 def test_figures_that_are_no_numbers_are_refused() -> None:

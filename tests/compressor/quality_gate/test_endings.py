@@ -1,5 +1,3 @@
-"""Loops against brute force, markers of templates, tool calls, and rates paired as the gate pairs items."""
-
 import random
 from types import SimpleNamespace
 from typing import Any

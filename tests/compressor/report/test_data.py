@@ -1,5 +1,3 @@
-"""A report's data: what an output says of itself, its JSON, and how evenly visits spread."""
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,14 +73,6 @@ def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
         assert layer.heldout_error_before == figures["heldout_error_before"]
         assert layer.heldout_error_after == figures["heldout_error"]
         assert (layer.similarity, layer.visits_before, layer.error) == (None, None, None)
-
-
-def test_an_output_from_elsewhere_lacks_only_the_runs_figures(out: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path))
-    data = report_data(out)
-    assert (data.seconds, data.peak_memory, data.command) == ({}, 0, None)
-    assert data.missing == ("This machine has no record of the run, so its times and memory are not shown.",)
-    assert str(out.parent) not in data.to_json()
 
 
 def test_what_was_measured_goes_to_its_layer(out: Path, cached: None) -> None:

@@ -1,5 +1,3 @@
-"""A report's figures: what is drawn, on the page and in the PNG, and what their text alternatives say."""
-
 import base64
 import io
 import math
@@ -12,14 +10,14 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import Rectangle, StepPatch
+from matplotlib.patches import StepPatch
 from PIL import Image
 
 from compressor.document.blocks import Figure
-from compressor.document.picture import Drawing, drawing_settings, inline_svgs, png
+from compressor.document.picture import inline_svgs, png
 from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
 from compressor.report.figures import LEVELS, cells, figures, limits, matrix_alt, visit_alt
+from tests.support.rendered_figures import canvases
 from tests.support.report_data import STEPS, bare, layer, report
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,16 +37,7 @@ def groups(each: LayerReport) -> list[tuple[int, ...]]:
 
 
 def svgs(figure: Figure) -> list[ElementTree.Element]:
-    """The figure's SVG elements, which must be well-formed."""
     return [ElementTree.fromstring(svg) for svg in inline_svgs(figure.name, figure.drawings)]
-
-
-def drawn(drawing: Drawing) -> Canvas:
-    """What matplotlib was told."""
-    canvas = Canvas(figsize=drawing.size)
-    with drawing_settings():
-        drawing.draw(canvas)
-    return canvas
 
 
 def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[str, Figure]) -> None:
@@ -67,20 +56,6 @@ def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[st
         assert (np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) == shades).all()
 
 
-def test_groups_are_outlined_where_they_lie(made: dict[str, Figure]) -> None:
-    each = report().layers[0]
-    (axes,) = drawn(made["similarity"].drawings[1]).axes
-    outlines = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    at, gone, squares = 0, len(each.plan.dropped), []
-    for size in sorted((len(group) for group in groups(each) if len(group) > 1), reverse=True):
-        squares.append((at, size, size, "solid"))
-        at += size
-    found = [(patch.get_x() + 0.5, patch.get_width(), patch.get_height()) for patch in outlines]
-    assert found == [square[:3] for square in squares] + [(each.plan.experts - gone, gone, gone)]
-    assert [patch.get_linestyle() == "solid" for patch in outlines] == [True] * len(squares) + [False]
-    assert all(patch.get_path_effects() for patch in outlines)  # a black line below the white one
-
-
 def test_alternative_of_a_matrix_by_hand() -> None:
     matrix = ((1.0, 0.2, 0.9), (0.2, 1.0, 0.4), (0.9, 0.4, 1.0))
     each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), similarity=matrix)
@@ -93,8 +68,8 @@ def test_alternative_of_a_matrix_by_hand() -> None:
 
 
 def test_bars_are_as_high_as_the_shares(made: dict[str, Figure]) -> None:
-    for each, drawing in zip(report().layers, made["visits"].drawings[1:], strict=True):
-        above, below = drawn(drawing).axes
+    for each, canvas in zip(report().layers, canvases(made["visits"])[1:], strict=True):
+        above, below = canvas.axes
         for axes, shares in ((above, each.visits_before), (below, each.visits_after)):
             bars = [patch for patch in axes.patches if isinstance(patch, StepPatch)]
             assert all(bar.get_fill() == (bar.get_label() != "dropped") for bar in bars)
@@ -129,7 +104,7 @@ def test_every_expert_has_one_disposition_and_layers_are_told_apart() -> None:
 def test_grid_of_experts_draws_every_cell(made: dict[str, Figure]) -> None:
     """Kept, merged, dropped and protected are told apart without colours, too: equal marks are equal groups."""
     data = report()
-    (axes,) = drawn(made["experts"].drawings[1]).axes
+    (axes,) = canvases(made["experts"])[1].axes
     shades = np.asarray(axes.images[0].get_array())
     filled = {(column, row, to_hex(shades[row, column])) for row, column in np.ndindex(shades.shape[:2])}
     looks = [(column, row, *cell) for row, each in enumerate(data.layers) for column, cell in enumerate(cells(each))]
@@ -145,17 +120,8 @@ def test_grid_of_experts_draws_every_cell(made: dict[str, Figure]) -> None:
     assert len(set(cells(layer(0, 144, 72, 0)))) == 72
 
 
-def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:
-    (axes,) = drawn(made["errors"].drawings[0]).axes
-    dots = {str(line.get_label()): np.asarray(line.get_xdata()).tolist() for line in axes.lines}
-    layers = report().layers
-    assert dots["of the MoE block"] == pytest.approx([each.error for each in layers])
-    assert dots["held-out, after reconstruction"] == pytest.approx([each.heldout_error_after for each in layers])
-    assert [label.get_text() for label in axes.get_yticklabels()] == [f"Layer {each.plan.layer}" for each in layers]
-
-
 def test_the_curve_of_a_distillation_runs_through_its_evaluations(made: dict[str, Figure]) -> None:
-    (axes,) = drawn(made["distillation"].drawings[0]).axes
+    (axes,) = canvases(made["distillation"])[0].axes
     start, curve, ring = axes.get_lines()
     told = STEPS[1]["result"]
     assert list(curve.get_xdata()) == [entry["step"] for entry in told["curve"]]

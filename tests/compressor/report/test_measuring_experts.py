@@ -1,5 +1,3 @@
-"""The matrices of a report, against outputs and weights of the whole stock model and formulas written another way."""
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any]) -> Decided:
-    """A plan that keeps everything, as if this strategy had made it."""
     layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
     return Decided(Source("model", None, "0"), 8, strategy, options, None, layers)
 
@@ -88,9 +85,7 @@ def surrogate(experts: Any, expert: int) -> Tensor:
 
 
 @pytest.mark.parametrize("representation", ["surrogate", "vectorized"])
-def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
-    representation: str, tmp_path: Path
-) -> None:
+def test_model_centric_experts_are_compared_by_weights(representation: str, tmp_path: Path) -> None:
     both = opened("mixtral", tmp_path)
     plan = plan_of(both[1], "model-centric", {"representation": representation})
     for layer in measured(both, plan):
@@ -125,9 +120,7 @@ def test_without_text_router_rows_are_compared_where_outputs_would_be(both: tupl
     assert all(value.is_meta for value in both[1].partial.model.parameters())
 
 
-def test_a_router_without_rows_is_named_with_what_the_report_lacks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_router_without_rows_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = opened("mixtral", tmp_path)[1]
     plan = plan_of(model, "reap", {})
     others = [  # as if its rows were none of an expert's tensors
@@ -153,9 +146,7 @@ def similarity(stats, options): {body}
 """
 
 
-def test_a_plugins_likeness_is_asked(
-    both: tuple[Any, OpenModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugins_likeness_is_asked(both: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "return 'logits on <36>', (stats.router_logits.T.corrcoef() + 1) / 2"
     install(tmp_path, monkeypatch, "theirs", THEIRS.format(body=body))
     stock, model = both

@@ -1,5 +1,3 @@
-"""Visits and errors, streamed, against whole models in memory: the stock source, and the output as stock loads it."""
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring import RelativeError, measure_layers, similarity_of
+from compressor.report.measuring import measure_layers, similarity_of
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened, plain_calls
 from tests.support.plans import Decided, by_hand, make_plan
@@ -37,8 +35,6 @@ CASES = {  # the strategy that plans, by family
 
 @dataclass(frozen=True)
 class Case:
-    """A source and its output, opened, and both whole in memory."""
-
     stock: Any
     model: OpenModel
     small: Any
@@ -89,7 +85,6 @@ class Call:
 
 @torch.no_grad()
 def calls_of(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, list[Call]]:
-    """What these modules are called with and return while `run` runs."""
     seen: dict[str, list[Call]] = {name: [] for name in names}
     handles = [
         model.get_submodule(name).register_forward_hook(
@@ -208,14 +203,3 @@ def test_models_of_different_depth_are_refused(tmp_path: Path) -> None:
     flat = open_model(locate(str(tmp_path / "flat")), "float32", "cpu")
     with pytest.raises(CompressionError, match="flat and out have different layers"):
         list(case.layers(flat))
-
-
-def test_a_gap_by_hand() -> None:
-    gap = RelativeError()
-    assert (gap.error, gap.cosine) == (None, None)
-    gap.add(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]]), 2)
-    assert (gap.error, gap.cosine) == pytest.approx((16 / 25, 3 / 5))
-    gap.add(torch.zeros(4), torch.tensor([0.0, 0.0, 1.0, 0.0]), 2)  # the first of two tokens is as it was
-    assert (gap.error, gap.cosine) == pytest.approx((17 / 25, (3 / 5 + 1 + 0) / 3))
-    gap.add(torch.zeros(1, 2), torch.tensor([[float("nan"), 1.0]]), 2)
-    assert (gap.error, gap.cosine) == (None, None)

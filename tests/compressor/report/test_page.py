@@ -1,5 +1,3 @@
-"""A report's page: complete, self-contained, readable in both modes, and nothing in it that the data does not say."""
-
 import re
 import shlex
 from itertools import pairwise
@@ -12,7 +10,6 @@ from compressor.quality_gate.report import verdict_line
 from compressor.report.data import Report
 from compressor.report.figures import NAMES, figures
 from compressor.report.page import page
-from tests.support.gate_results import gate, task
 from tests.support.report_data import HOSTILE, STEPS, Tree, bare, hostile, report
 
 ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "steps", "heldout", "hubs", "gate", "cost")
@@ -124,11 +121,6 @@ def test_hostile_names_are_shown_as_they_are() -> None:
     assert len(list(tree.named("section"))) == len(ANCHORS) and not set("\x00\x1b\u202e") & set(content)
     assert content.encode("utf-8").decode("utf-8") == content
     assert HOSTILE not in content
-
-
-def test_verdict_says_what_would_decide_it() -> None:
-    text = text_of(made(bare(gate=gate(task("openbookqa", "inconclusive")))))
-    assert "items would decide it instead of 500" in text
 
 
 def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:

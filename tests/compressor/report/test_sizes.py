@@ -1,5 +1,3 @@
-"""Pairs of a share and a format: their KL, loss and bytes are those of models that `compress` writes."""
-
 import json
 from fractions import Fraction
 from pathlib import Path

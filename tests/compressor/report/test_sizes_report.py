@@ -1,5 +1,3 @@
-"""What is made of rows in number formats: the frontier, the best that fits and how sure that is, files and picture."""
-
 import json
 import math
 from dataclasses import replace
@@ -9,10 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from compressor.document.drawing import ROLES
-from compressor.document.picture import drawing_settings
 from compressor.report.comparison_report import (
     Comparison,
     Row,
@@ -22,6 +18,7 @@ from compressor.report.comparison_report import (
     sentences,
     write_reports,
 )
+from tests.support.rendered_figures import canvases
 
 BASE = (1.0, 1.2, 0.9, 1.1)  # losses of sequences
 
@@ -46,10 +43,6 @@ def comparison(pairs: list[Row], **others: Any) -> Comparison:
         **others,
     }
     return Comparison(model="tiny", rows=related([base, *pairs]), **fields)
-
-
-def label(made: Comparison, nbytes: int) -> Row:
-    return next(each for each in made.rows if each.bytes == nbytes)
 
 
 @given(st.lists(st.tuples(st.integers(1, 7000), st.floats(0.01, 5)), unique_by=(lambda x: x[0], lambda x: x[1])))
@@ -117,10 +110,7 @@ def test_files_hold_all_pairs_and_the_picture_its_marks(tmp_path: Path) -> None:
     assert content["rows"][-1]["kl"] is None and content["best"] == "4 of 8 experts, int2"
     text = written[1].read_text(encoding="utf-8")
     assert "**4 of 8**" in text and "Calibrated with wiki.txt (64 tokens)" in text and "/home" not in text
-    (drawing,) = comparison_figure(made).drawings
-    with drawing_settings():
-        canvas = Figure(figsize=drawing.size, layout="constrained")
-        drawing.draw(canvas)
+    (canvas,) = canvases(comparison_figure(made))
     (axes,), (legend,) = canvas.axes, canvas.legends
     drawn = {(float(x), float(y)) for line in axes.lines for x, y in zip(*line.get_data(), strict=True) if x > 1}
     shown = {size for size, increase in drawn if math.isfinite(increase) and size != 2000}

@@ -369,6 +369,7 @@ class Handler(BaseHTTPRequestHandler):
             reply = Answer(fault.status or 500, fault.body, fault.headers)
         elif not is_cut:  # half a body must not be taken for a whole one
             with self.hub.lock:
+                self.hub.meanwhile(path)
                 reply = answer(self.hub, self.command, path, query, headers, body)
         sent = 0 if reply is None or self.command == "HEAD" else len(reply.body)
         sent = sent // 2 if fault is not None and fault.half else sent

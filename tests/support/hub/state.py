@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -182,6 +182,7 @@ class Hub:
     uploaded: list[tuple[str, int]] = field(default_factory=list)
     grants: dict[str, tuple[Repository, str, int]] = field(default_factory=dict)  # by signature: object and its size
     faults: list[Fault] = field(default_factory=list)
+    meanwhile: Callable[[str], object] = lambda path: None  # called with a request's path before it is answered
     lock: RLock = field(default_factory=RLock)
 
     def create(self, name: str, files: Mapping[str, bytes] | None = None, private: bool = False) -> Repository:
