@@ -85,7 +85,8 @@ def _verify_weights(folder: Path) -> dict[str, int]:
 
     Returns its files of weights with the bytes of their headers, and the index that names them with all of its bytes.
     """
-    experts, heads = None, True
+    experts = None
+    heads = True
     if (folder / COMPRESSION).is_file():
         expert_plan = read_plan(folder).expert_plan
         experts = expert_plan.experts if expert_plan.layers else None  # where no step decided on them, all stayed
@@ -210,7 +211,8 @@ def default_message(found: VerifiedFolder) -> str:
     suffix = " as ONNX" if found.is_graph else ""
     try:
         plan = read_plan(found.folder)
-        expert_plan, base = plan.expert_plan, plan.source.model
+        expert_plan = plan.expert_plan
+        base = plan.source.model
         if not expert_plan.layers:
             return f"Made from {base} by {', '.join(step.name for step in plan.steps)}{suffix}"
         counts = {layer.experts for layer in expert_plan.layers}
