@@ -25,6 +25,7 @@ from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.opened import open_model
 from compressor.model.serving import Advice
+from compressor.options import validated
 from compressor.pathways.options import OWN
 from compressor.pathways.reference import (
     NAMES,
@@ -228,7 +229,7 @@ def compare(
     `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
     """
-    grid, text = Grid(**options), _text_options(calibration)
+    grid, text = validated(Grid, options, "compare"), _text_options(calibration)
     contenders = contenders_of(grid)  # refused before a model is read
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         run_grid = compare_formats if grid.schemes else compare_strategies

@@ -1,4 +1,4 @@
-"""What the commands do where the model is a GGUF file, and what they print of it."""
+"""The commands on GGUF files: their options, and what they print."""
 
 import shlex
 from collections.abc import Collection
@@ -11,12 +11,13 @@ import typer
 from compressor.cli.options import flag, given
 from compressor.cli.terminal import print_report
 from compressor.distributed import refuse_several
-from compressor.document.blocks import Text
+from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.formatting import counted
+from compressor.formatting import counted, human_bytes, human_count, ranges
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
+    from compressor.gguf_files.blocks import GgufInspection
     from compressor.gguf_files.writing import GgufSummary
 
 CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
@@ -27,7 +28,7 @@ Imatrix = Annotated[
 
 
 def takes_gguf(context: typer.Context, model: str, imatrix: Path | None, known: Collection[str]) -> bool:
-    """Return True if the model is a GGUF file; then options that need numbers to compute with are refused, by name."""
+    """Return True if the model is a GGUF file; options that need numbers to compute with are then refused, by name."""
     from compressor.gguf_files.header import is_gguf
 
     if not is_gguf(model):
@@ -37,27 +38,30 @@ def takes_gguf(context: typer.Context, model: str, imatrix: Path | None, known: 
     require("gguf")
     refuse_several("a GGUF file")
     options = {option.name: option.opts[0] for option in context.command.params}
-    if other := sorted(options[name] for name in given(context) - {*known, "model", "output", "json", "overwrite"}):
+    refused = given(context) - {*known, "model", "output", "json", "overwrite"}
+    if refused:
+        first = min(options[name] for name in refused)
         raise CompressionError(
-            f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or compress the checkpoint and "
+            f"{first} does not go with a GGUF file, which is only cut; leave it out, or compress the checkpoint and "
             "convert the result"
         )
     return True
 
 
 def choosing(flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
-    """How experts of a GGUF file are chosen."""
+    """Return the options that choose experts of a GGUF file."""
     chosen = {name: flags.get(f"prune.{name}") for name in CHOOSING if name != "imatrix"}
     return {**chosen, "strategy": chosen["strategy"] or "auto", "imatrix": imatrix}
 
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
-    """Sizes before and after, what could not be checked, and where the files are."""
-    from compressor.cli.rendering import next_blocks
+    """Print sizes before and after, what could not be checked, and where the files are."""
     from compressor.pipeline.outcome import size_rows, size_table
     from compressor.recipe.document import protected_blocks_of
+    from compressor.report.terminal import next_blocks
 
-    before, after = summary.before, summary.after
+    before = summary.before
+    after = summary.after
     content = {
         "output": list(summary.out),
         "architecture": summary.architecture,
@@ -81,3 +85,24 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
             *next_blocks([f"llama-server -m {shlex.quote(summary.out[0])}"]),
         ),
     )
+
+
+def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
+    """Print what `inspect` shows of a GGUF file."""
+    from compressor.report.inspection import inspected_sizes
+
+    facts = {
+        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
+        "files": str(report.files),
+        "MoE layers": f"{report.moe_layers} of {report.layers}",
+        "experts": f"{report.experts} in each, top-{report.top_k}",
+        "routing": report.routing,
+        "shared experts": str(report.shared_experts or "none"),
+        **report.quantization,
+        "parameters": human_count(report.parameters),
+        "bytes": human_bytes(report.bytes),
+        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
+        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
+    }
+    blocks = (Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report))
+    print_report(as_json, asdict(report), blocks)

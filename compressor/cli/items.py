@@ -18,7 +18,7 @@ from compressor.cli.options import (
     options_of,
     spread,
 )
-from compressor.cli.terminal import alone, print_report, progress_bars, reporting
+from compressor.cli.terminal import alone, print_report, progress_bars, reporting, written_line
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
 from compressor.extras import TASKS, require
 from compressor.options import Options
@@ -66,7 +66,6 @@ def reference(
 ) -> None:
     """Ask a model items and keep those that it answers right, each with the experts it is routed to."""
     items.check_packages()
-    from compressor.cli.rendering import written_line
     from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
 
@@ -104,7 +103,6 @@ def train(
     """
     items.check_packages()
     require("accelerate")  # for transformers' Trainer
-    from compressor.cli.rendering import written_line
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
@@ -137,7 +135,6 @@ def evaluate(
     items.check_packages()
     if output is not None:
         require("matplotlib", "jinja2")
-    from compressor.cli.rendering import written_line
     from compressor.comoe.report import NAMES, evaluation_blocks, write_evaluation
     from compressor.records import plain_json
 

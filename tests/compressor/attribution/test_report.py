@@ -24,7 +24,7 @@ from compressor.attribution.figures import (
 from compressor.attribution.graph import measured_graph
 from compressor.attribution.hubs import Hub
 from compressor.attribution.report import Findings, findings, rounded, whole_blocks, write_attribution
-from compressor.cli.rendering import show_attribution
+from compressor.cli.measure import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder

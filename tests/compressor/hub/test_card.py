@@ -24,7 +24,6 @@ from compressor.hub.card import Card, card_text
 from compressor.quality_gate.report import card_metrics, gate_json
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.steps_plan import Plan
-from compressor.report.data import LayerMeasures, Measured
 from compressor.steps.quantize.options import Quantize
 from tests.support import small
 from tests.support.gate_results import gate, likelihood, mixed, task
@@ -155,7 +154,7 @@ def test_a_merge_and_a_correction_and_protection_are_told(tmp_path: Path) -> Non
         error = rows[str(layer["layer"])][-1]
         assert error.startswith(f"{figures['heldout_error_before']:.4g}")
         assert figures["kept"] == "none" or error.endswith(f"to {figures['heldout_error']:.4g} ({figures['kept']})")
-        assert rows[str(layer["layer"])][3] == ("2" if layer["layer"] == 1 else "-")
+        assert rows[str(layer["layer"])][4] == ("2" if layer["layer"] == 1 else "-")
     assert "    - layer: 1\n      expert: 2\n" in text and "compressed earlier layers" in text
     assert str(tmp_path) not in card.text and "keep.json" not in text
 
@@ -375,15 +374,3 @@ def test_a_record_that_does_not_belong_to_the_files_is_refused(copied: Path) -> 
         card_text(copied, REPOSITORY)
     with pytest.raises(CompressionError, match=r"has no compression\.json, so nothing is known"):
         card_text(DEMO, REPOSITORY)
-
-
-def test_what_a_report_measured_is_shown(dropped: Path) -> None:
-    modules = [
-        layer["module"] for layer in pruned(json.loads((dropped / "compression.json").read_text())["plan"])["layers"]
-    ]
-    similarity = tuple(tuple(1.0 if row == column else 0.25 for column in range(16)) for row in range(16))
-    layers = tuple(LayerMeasures(module, similarity, "similarity", (1 / 16,) * 16, error=0.125) for module in modules)
-    card = card_text(dropped, REPOSITORY, measured=Measured(layers, 512, "a text"))
-    assert set(card.pictures) == {GRID, "images/similarity.png", "images/visits.png", "images/errors.png"}
-    assert all(content.startswith(b"\x89PNG") and f"]({path})" in card.text for path, content in card.pictures.items())
-    assert "0.125" in body(card) and "Mean similarity of all pairs 0.25" in body(card)

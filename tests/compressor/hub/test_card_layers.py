@@ -62,9 +62,10 @@ def read_ranges(text: str) -> list[int]:
 @given(plans())
 def test_the_table_parses_back_to_the_plan(plan: Decided) -> None:
     table = experts_table(plan)
-    assert table.columns == ("layer", "kept", "merged", "dropped", "decided by")
+    assert table.columns == ("layer", "experts", "kept", "merged", "dropped", "decided by")
     for layer, row in zip(plan.layers, table.rows, strict=True):
-        number, kept, merged, dropped, _ = map(str, row)
+        number, counts, kept, merged, dropped, _ = map(str, row)
+        assert counts == f"{layer.experts} → {len(layer.groups)}"
         changed = [] if merged == "-" else [[int(each) for each in part.split("+")] for part in merged.split(", ")]
         found = [([expert], True) for expert in read_ranges(kept)] + [(members, False) for members in changed]
         assert sorted(found) == sorted((sorted(each.members), each.untouched) for each in layer.groups)
@@ -91,7 +92,7 @@ def test_64_layers_of_256_experts_stay_readable() -> None:
     plan = largest(4)
     text = markdown(experts_details(plan))
     assert len(text.encode()) < 150_000
-    assert all(f"| {index} | 40-127 | 0+255, 1+254" in text for index in range(64))
+    assert all(f"| {index} | 256 → 128 | 40-127 | 0+255, 1+254" in text for index in range(64))
     assert text.count("| 128-215 |") == 64
 
 

@@ -24,7 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy.stats import norm
 
-from compressor.cli.rendering import show_gate, show_gated
+from compressor.cli.compress import show_gated
+from compressor.cli.gate import show_gate
 from compressor.document.drawing import ROLES
 from compressor.document.picture import inline_svgs, png
 from compressor.errors import CompressionError

@@ -149,8 +149,8 @@ def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:
     (axes,) = drawn(made["errors"].drawings[0]).axes
     dots = {str(line.get_label()): np.asarray(line.get_xdata()).tolist() for line in axes.lines}
     layers = report().layers
-    assert dots["of the MoE block"] == pytest.approx([each.error for each in layers])
-    assert dots["held-out, after reconstruction"] == pytest.approx([each.heldout_error_after for each in layers])
+    assert dots["error of the block"] == pytest.approx([each.error for each in layers])
+    assert dots["held-out error, after reconstruction"] == pytest.approx([each.heldout_error_after for each in layers])
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"Layer {each.plan.layer}" for each in layers]
 
 
