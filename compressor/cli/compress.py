@@ -54,13 +54,14 @@ OF_OUTPUTS = (  # which a plan is without
     "output.max_shard_bytes",
     "output.evaluate",
 )
+OF_PLANS = [option for option in OPTIONS if not option[0].startswith(OF_OUTPUTS)]
 
 
 def plan(
     context: typer.Context,
     model: Source,
     output: Out,
-    flags: Annotated[dict[str, Any], [each for each in OPTIONS if not each[0].startswith(OF_OUTPUTS)]],
+    flags: Annotated[dict[str, Any], OF_PLANS],
     running: Making,
     settings: Settings = None,
     imatrix: Imatrix = None,
@@ -81,14 +82,14 @@ def plan(
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if is_gguf:
-            made = compressor.plan_gguf(model, **choosing(flags, imatrix))
+            planned = compressor.plan_gguf(model, **choosing(flags, imatrix))
         else:
-            made = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
+            planned = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
         if ranks().is_first:
             check_file(output, running.overwrite)  # planning takes a while
-            write_plan(output, made)
-    blocks = [*plan_blocks(made, output), *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers)]
-    print_report(running.as_json, made.to_dict(), blocks)
+            write_plan(output, planned)
+    blocks = [*plan_blocks(planned, output), *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers)]
+    print_report(running.as_json, planned.to_dict(), blocks)
 
 
 def apply(
@@ -218,7 +219,7 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
     def command(
         checkpoint: Model,
         output: Out,
-        text: Annotated[TextOptions, [each for each in TEXT if each[0] in fields]],
+        text: Annotated[TextOptions, [option for option in TEXT if option[0] in fields]],
         running: Computing,
         comparing: Comparing,
         base: Annotated[dict[str, Any], of_base],

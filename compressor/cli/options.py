@@ -234,7 +234,7 @@ Seed = Annotated[
 ]
 TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]
-Unweighted = Annotated[TextOptions, [each for each in TEXT if each[0] != "emphasis"]]  # of what fits nothing
+Unweighted = Annotated[TextOptions, [option for option in TEXT if option[0] != "emphasis"]]  # of what fits nothing
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
 BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
 SERVER_OPTIONS = options_of(ServerOptions, SERVERS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
-from compressor.document.blocks import Block, Code, Details, Figure, Heading, Items, Link, Listing, Text, Words
+from compressor.document.blocks import Block, Code, Details, Heading, Items, Link, Listing, Text, Words
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
@@ -48,6 +48,8 @@ CARD = "README.md"
 TASK = "text-generation"
 HUGGING_FACE = "https://huggingface.co"
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
+
+CARD_FIGURES = ("experts", "gate", "distillation")
 
 Blocks = tuple[Block, ...]
 
@@ -188,26 +190,24 @@ def card_text(
     facts = read_facts(folder, gate)
     data = facts.outcome
     name = repo_id.rpartition("/")[2]
-    drawn = {figure.name: figure for figure in figures(data, ("experts", "gate", "distillation"))}
+    drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
     images = {figure: f"images/{figure}.png" for figure in drawn}
     header = metadata(facts, repo_id, base_metadata(data.plan.source, base))
-
-    def pictures(*names: str) -> list[Figure]:
-        return [drawn[name] for name in names if name in drawn]
-
-    blocks = (
+    blocks: list[Block | None] = [
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        *pictures("gate", "distillation"),
+        drawn.get("gate"),
+        drawn.get("distillation"),
         *provenance(facts, command, name),
         Heading("Experts"),
-        *pictures("experts"),
+        drawn.get("experts"),
         *experts_details(data.expert_plan),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),
-    )
-    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{markdown(blocks, images)}")
+    ]
+    text = markdown([block for block in blocks if block is not None], images)
+    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{text}")
     return Card(text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()})
 
 
@@ -295,7 +295,7 @@ def _what_became(facts: CardFacts) -> str:
 
 def comparison(facts: CardFacts) -> Blocks:
     """Return base and compressed model, side by side."""
-    (table,) = page.sizes(facts.outcome)
+    table = page.sizes(facts.outcome)
     note = "Parameters are weights, in whatever format, without the scales of quantised ones."
     if facts.active is not None:
         before, after = facts.active

@@ -74,9 +74,9 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     if inside.is_dir() and not is_graph:
         refuse_link(inside, folder)
         refuse_links(inside)
-        found = _verify_graph(inside)
-        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, found).items()}
-        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in found.items()}
+        graph = _verify_graph(inside)
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, graph).items()}
+        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in graph.items()}
     return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights, prefixes)
 
 
@@ -163,9 +163,9 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(attribute.g)
 
 
-def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
+def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
-    if found.is_graph:
+    if verified.is_graph:
         raise CompressionError(
             "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
             "its graph goes with it from onnx/"
@@ -178,14 +178,14 @@ def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
     judged = result.compressed_identity
     if "commit" in judged:
         raise CompressionError(
-            f"the gate in {path} judged {judged['repository']} on the Hub and not {found.folder}; run "
+            f"the gate in {path} judged {judged['repository']} on the Hub and not {verified.folder}; run "
             "moe-compress gate on the folder"
         )
-    changed = _changed(found.folder, judged)
+    changed = _changed(verified.folder, judged)
     if changed is not None:
         raise CompressionError(
-            f"{changed} of {found.folder} is not the one that the gate in {path} judged; run moe-compress gate on the "
-            "folder as it is"
+            f"{changed} of {verified.folder} is not the one that the gate in {path} judged; run moe-compress gate "
+            "on the folder as it is"
         )
     return result
 
@@ -206,11 +206,11 @@ def _facts_by_file(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity.get("files", {}), **weights}
 
 
-def default_message(found: VerifiedFolder) -> str:
+def default_message(verified: VerifiedFolder) -> str:
     """Return a commit's message: how the model was made, as far as compression.json tells."""
-    suffix = " as ONNX" if found.is_graph else ""
+    suffix = " as ONNX" if verified.is_graph else ""
     try:
-        plan = read_plan(found.folder)
+        plan = read_plan(verified.folder)
         expert_plan = plan.expert_plan
         base = plan.source.model
         if not expert_plan.layers:
@@ -219,7 +219,7 @@ def default_message(found: VerifiedFolder) -> str:
         kept = f"{expert_plan.experts} of {max(counts)} experts"
         return f"Compressed from {base} by {plan.strategy}, {kept}{suffix}"
     except (OSError, CompressionError):
-        return f"Checkpoint {found.folder.resolve().name}{suffix}"
+        return f"Checkpoint {verified.folder.resolve().name}{suffix}"
 
 
 def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:

@@ -110,11 +110,11 @@ def push(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     check_arguments(repo_id, revision, create_pr, message, tag)
-    found = verify_folder(Path(folder))
-    gate = None if require_gate is None else require_pass(found, Path(require_gate))
-    files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
-    refuse_secrets(files, found.prefixes)
-    title, branch = message or default_message(found), revision or hub.DEFAULT_BRANCH
+    verified = verify_folder(Path(folder))
+    gate = None if require_gate is None else require_pass(verified, Path(require_gate))
+    files = {**verified.files, **_staged(verified, repo_id, gate, require_gate)}
+    refuse_secrets(files, verified.prefixes)
+    title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
     api = repository.api
     added = {name: CommitOperationAdd(name, content) for name, content in files.items()}  # which remember their hashes
@@ -131,11 +131,11 @@ def push(
         branch=branch,
         create_pr=create_pr,
         tag=tag,
-        left_out=found.left_out,
+        left_out=verified.left_out,
         message=title,
         dry_run=dry_run,
     )
-    head, summary = _compare(summary, repository, found, added, remote)
+    head, summary = _compare(summary, repository, verified, added, remote)
     if remote is not None:
         repository.refuse_public(remote, private)
         if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
@@ -146,7 +146,7 @@ def push(
     if not dry_run and remote is not None:
         fresh = repository.open(remote, private)
         if not remote.exists:  # a new repository begins with files of the Hub's own
-            head, summary = _compare(summary, repository, found, added, fresh)
+            head, summary = _compare(summary, repository, verified, added, fresh)
         if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
             repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True))
         if summary.changed:
@@ -207,16 +207,16 @@ def check_access(repo_id: str, private: bool) -> None:
 
 
 def _staged(
-    found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
+    verified: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
 ) -> dict[str, hub.Content]:
     """Return files pushed beside the folder's own, or in their place: card, pictures, gate, configs without code."""
-    coded = [path for path in naming_code(found.folder) if path.name in found.files]  # code itself is left out
+    coded = [path for path in naming_code(verified.folder) if path.name in verified.files]  # code itself is left out
     staged: dict[str, hub.Content] = {path.name: json_bytes(without_code(read_object(path))) for path in coded}
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
-    if CARD not in found.files and COMPRESSION in found.files:  # by which it is known how it was made
-        card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
+    if CARD not in verified.files and COMPRESSION in verified.files:  # by which it is known how it was made
+        card = card_text(verified.folder, repo_id, gate, **known_here(verified.folder))
         return staged | {CARD: card.text.encode(), **card.pictures}
     return staged
 
@@ -224,7 +224,7 @@ def _staged(
 def _compare(
     summary: PushSummary,
     repository: hub.Repository,
-    found: VerifiedFolder,
+    verified: VerifiedFolder,
     added: Mapping[str, Any],
     remote: hub.Remote | None,
 ) -> tuple[str | None, PushSummary]:
@@ -237,7 +237,7 @@ def _compare(
         state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
         files.append(PushedFile(name, addition.upload_info.size, state))
     same = tuple(file.path for file in files if file.state == "unchanged")
-    stale = () if found.is_graph else superseded(there, added, not found.weights <= {*same})
+    stale = () if verified.is_graph else superseded(there, added, not verified.weights <= {*same})
     sent = tuple(file for file in files if file.state != "unchanged")
     nbytes = sum(file.nbytes for file in sent)
     return head, replace(summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale)

@@ -170,7 +170,7 @@ def hub_error(repo_id: str, error: BaseException) -> CompressionError:
         what, remedy = NO_ROOM
     elif status is not None:
         what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
-    elif any(NETWORK & {kind.__name__ for kind in type(cause).__mro__} for cause in _chain(error)):
+    elif any(map(_is_network_fault, _chain(error))):
         what, remedy = BROKEN
     else:
         what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
@@ -185,6 +185,10 @@ def status_of(error: BaseException) -> int | None:
         if isinstance(status, int):
             return status
     return None
+
+
+def _is_network_fault(error: BaseException) -> bool:
+    return bool(NETWORK & {kind.__name__ for kind in type(error).__mro__})
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

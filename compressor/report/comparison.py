@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Candidate:
     """A strategy with options and corrections, by its name in the table."""
 
     name: str
@@ -90,7 +90,7 @@ def correction(method: str) -> Correct:
     return step
 
 
-def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
+def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
     """Read name or name:option=value:option=value; by default, its own correction is tried beside none."""
     name, *settings = text.split(":")
     options = dict(
@@ -99,7 +99,7 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
     strategy = load_strategy(name, options)
     methods = dict.fromkeys(corrections or ("none", strategy.correction))
     shown = " ".join([name, *(f"({setting})" for setting in settings)])
-    return Contender(shown, strategy, options, tuple(correction(method) for method in methods))
+    return Candidate(shown, strategy, options, tuple(correction(method) for method in methods))
 
 
 def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
@@ -156,26 +156,26 @@ class _RowBuilder:
             **more,
         )
 
-    def planned(self, planned: Planned, contender: Contender) -> list[Row]:
+    def planned(self, planned: Planned, candidate: Candidate) -> list[Row]:
         """Carry a plan out with each correction layer by layer without writing it, and evaluate the result.
 
         As in `compress`, a correction is undone that takes the whole model further away on what is held out.
         """
         heldout = range(len(self.sets), len(self.evaluator.names))
-        corrections = list(contender.corrections)
+        corrections = list(candidate.corrections)
         none = Correct(method="none")
-        plain, uncorrected = self._carried_out(planned, contender, none)
+        plain, uncorrected = self._carried_out(planned, candidate, none)
         rows = {none.method: plain}
         for correction in corrections:
             if correction.wanted:
-                row, figures = self._carried_out(planned, contender, correction)
+                row, figures = self._carried_out(planned, candidate, correction)
                 if accepts(figures.of(heldout), uncorrected.of(heldout)):
                     undone = replace(plain, correction=correction.method, undone=True)
                     row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
                 rows[correction.method] = row
         return [rows[correction.method] for correction in corrections]
 
-    def _carried_out(self, planned: Planned, contender: Contender, correction: Correct) -> tuple[Row, Figures]:
+    def _carried_out(self, planned: Planned, candidate: Candidate, correction: Correct) -> tuple[Row, Figures]:
         begin = time.perf_counter()
         experts = planned.plan.experts
         plans = {layer.module: layer for layer in planned.plan.layers}
@@ -184,11 +184,11 @@ class _RowBuilder:
         )
         if correction.wanted:
             calibration = self.calibration
-            name = f"{contender.name} + {correction.method}"
+            name = f"{candidate.name} + {correction.method}"
         else:  # nothing is fitted, and errors are those of what is held out
             heldout = self.calibration.heldout_batches
             calibration = Calibration(heldout, self.calibration.identity, heldout=frozenset(range(len(heldout))))
-            name = contender.name
+            name = candidate.name
         phase = f"{name}, {experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
             layers = compress_sequentially(self.model, work, calibration, self.progress, probe=probe, phase=phase)
@@ -196,13 +196,13 @@ class _RowBuilder:
         row = self.row(
             probe.figures[0],
             experts,
-            name=contender.name,
-            strategy=contender.strategy.name,
+            name=candidate.name,
+            strategy=candidate.strategy.name,
             correction=correction.method,
             error=_layer_error(layer.figures["correction"] for layer in layers),
             seconds=planned.seconds + correcting,
             peak_memory=peak.anonymous,
-            seed=contender.seed,
+            seed=candidate.seed,
         )
         return row, probe.figures[0]
 
@@ -267,7 +267,7 @@ def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
     return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
 
 
-def contenders_of(grid: Grid) -> list[Contender]:
+def candidates_of(grid: Grid) -> list[Candidate]:
     """Return the strategies to compare, each once, and without formats random drops; no model is read.
 
     Raises `CompressionError` for unknown strategies, options and corrections, and constants on several processes.
@@ -275,13 +275,13 @@ def contenders_of(grid: Grid) -> list[Contender]:
     if grid.constants:
         refuse_several("--format mone", "leave it out, or start the command without torchrun")
     texts = grid.strategies or (["auto"] if grid.schemes else [strategy.name for strategy in working_strategies()])
-    contenders = [parse_contender(text, grid.corrections) for text in texts]
+    candidates = [parse_candidate(text, grid.corrections) for text in texts]
     none = (Correct(method="none"),)
     for seed in range(0 if grid.schemes else grid.random_seeds):
-        contenders.append(Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed))
-    if len({contender.name for contender in contenders}) < len(contenders):
+        candidates.append(Candidate(f"random (seed {seed})", random_drop(seed), {}, none, seed))
+    if len({candidate.name for candidate in candidates}) < len(candidates):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
-    return contenders
+    return candidates
 
 
 def read_texts(run: Session, grid: Grid, text: TextOptions, seed: int) -> tuple[Calibration, Sequence[EvaluationSet]]:
@@ -294,16 +294,25 @@ def read_texts(run: Session, grid: Grid, text: TextOptions, seed: int) -> tuple[
     return read_calibration(run, text, seed, HELDOUT), evaluation
 
 
-def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
-    """Return the contenders, without unnamed ones that need an attribution if the model has none."""
+def _heldout_sets(calibration: Calibration) -> list[EvaluationSet]:
+    """Return the held-out batches of each calibration source."""
+    sets = list[EvaluationSet]()
+    for index, name in enumerate(calibration.source_names):
+        numbers = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == index]
+        sets.append(EvaluationSet(name, tuple(calibration.batches[number] for number in numbers)))
+    return sets
+
+
+def _attributable(candidates: Sequence[Candidate], planner: Planner, named: bool) -> list[Candidate]:
+    """Return the candidates, without unnamed ones that need an attribution if the model has none."""
     try:
-        planner.rank_changes([contender.strategy for contender in contenders])
+        planner.rank_changes([candidate.strategy for candidate in candidates])
     except CompressionError as error:
         if named:
             raise
         logger.warning("%s; it is left out", error)
-        return [contender for contender in contenders if not contender.strategy.needs & ATTRIBUTED]
-    return list(contenders)
+        return [candidate for candidate in candidates if not candidate.strategy.needs & ATTRIBUTED]
+    return list(candidates)
 
 
 def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
@@ -323,7 +332,7 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
 
 
 def compare_strategies(
-    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+    run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
 ) -> Comparison:
     """Plan with every strategy at every count, carry plans out with each correction, and evaluate all alike.
 
@@ -341,13 +350,10 @@ def compare_strategies(
     if constants:
         refuse_model(base)
     calibration, sets = read_texts(run, grid, text, seed)
-    changed = any(method.wanted for contender in contenders for method in contender.corrections)
-    held = list[EvaluationSet]()  # of each calibration source, by which corrections of whole models are kept or undone
-    if changed:
-        for index, name in enumerate(calibration.source_names):
-            numbers = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == index]
-            held.append(EvaluationSet(name, tuple(calibration.batches[number] for number in numbers)))
-    evaluator = Evaluator(base, [*sets, *held])
+    changed = any(method.wanted for candidate in candidates for method in candidate.corrections)
+    # by which corrections of whole models are kept or undone
+    heldout = _heldout_sets(calibration) if changed else []
+    evaluator = Evaluator(base, [*sets, *heldout])
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
     table = _RowBuilder(base, calibration, evaluator, sets, progress, seed)
@@ -359,19 +365,19 @@ def compare_strategies(
         if view.is_split:
             view = partitioned(view, calibration, progress, seed, changed=changed)
         planner = Planner(view, calibration, progress, seed)
-        contenders = _attributable(contenders, planner, named=bool(grid.strategies))
+        candidates = _attributable(candidates, planner, named=bool(grid.strategies))
         for top_k in top_ks:
             model = with_top_k(view, top_k)
             counts = _counts(model, grid, prune)
             protected = protected_experts(prune.protect, min(counts, default=view.architecture.experts), planner)
-            pairs = list(product(counts, contenders))
-            specs = [PruneSpec(contender.strategy, count) for count, contender in pairs]
+            pairs = list(product(counts, candidates))
+            specs = [PruneSpec(candidate.strategy, count) for count, candidate in pairs]
             begin = time.perf_counter()
             plans = replace(planner, model=model).plans(specs, protected)
             shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
             table = _RowBuilder(model, calibration, evaluator, sets, progress, seed)
-            for planned, (_, contender) in zip(plans, pairs, strict=True):
-                rows += table.planned(planned, contender)
+            for planned, (_, candidate) in zip(plans, pairs, strict=True):
+                rows += table.planned(planned, candidate)
             if constants and model is base:
                 rows += table.constants(counts, protected, constants)
     return Comparison(

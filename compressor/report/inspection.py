@@ -61,5 +61,5 @@ def inspected_sizes(report: Any) -> tuple[Table, Table]:
 
     sizes = ("parameters", "bytes", "share")
     parts = tuple(row(part.name, part) for part in report.parts)
-    left = tuple(row(each.experts, each) for each in report.outcomes)
+    left = tuple(row(outcome.experts, outcome) for outcome in report.outcomes)
     return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)

@@ -75,9 +75,9 @@ def steps(data: Report) -> list[Block]:
     return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
 
 
-def sizes(data: Report) -> tuple[Table]:
+def sizes(data: Report) -> Table:
     """Return experts, parameters and bytes, exactly."""
-    return (size_table("Sizes before and after", data.sizes(), exactly=True),)
+    return size_table("Sizes before and after", data.sizes(), exactly=True)
 
 
 def heldout(data: Report) -> Sequence[Block]:
@@ -246,7 +246,7 @@ def hubs(data: Report) -> list[Block]:
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
-    ("sizes", "Sizes", None, sizes),
+    ("sizes", "Sizes", None, lambda data: [sizes(data)]),
     ("experts", "Experts", "experts", lambda data: experts(data.expert_plan)),
     ("similarity", "Similarity and groups", "similarity", similarity),
     ("visits", "Routed tokens before and after", "visits", visits),

@@ -37,7 +37,7 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, default_steps, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import FORMAT, StepOptions, TextOptions
-from compressor.report.comparison import Contender, measured, read_texts
+from compressor.report.comparison import Candidate, measured, read_texts
 from compressor.report.comparison_report import Comparison, Row, choice, related
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
@@ -260,13 +260,13 @@ def plan_shares(
 
 
 def compare_formats(
-    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+    run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
 ) -> Comparison:
     """Compare each share of the experts in each format, for each strategy, correction and number of sub-experts."""
     ways = list[list[StepOptions]]()
     methods = grid.corrections or (None,)
-    for contender, parts, method in product(contenders, grid.splits or ("auto",), methods):
-        options = {"strategy": contender.strategy.name, "options": contender.options, "protect": grid.protect}
+    for candidate, parts, method in product(candidates, grid.splits or ("auto",), methods):
+        options = {"strategy": candidate.strategy.name, "options": candidate.options, "protect": grid.protect}
         ways.append(default_steps(split=parts, correct=method, **options))
     data, sets = read_texts(run, grid, text, seed)
     return measure_sizes(run, ways, data, sets, seed, grid)
