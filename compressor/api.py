@@ -21,6 +21,7 @@ from compressor.files import default_folder
 from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.serving import Advice
+from compressor.options import validated
 from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
@@ -35,7 +36,7 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.report.comparison import compare_strategies, contenders_of
+from compressor.report.comparison import candidates_of, compare_strategies
 from compressor.report.comparison_report import Comparison
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_formats
@@ -211,11 +212,12 @@ def compare(
     `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
     """
-    grid, text = Grid(**options), text_options(calibration)
-    contenders = contenders_of(grid)  # refused before a model is read
+    grid = validated(Grid, options, "compare")
+    text = text_options(calibration)
+    candidates = candidates_of(grid)  # refused before a model is read
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         run_grid = compare_formats if grid.schemes else compare_strategies
-        return run_grid(run, grid, contenders, text, seed)
+        return run_grid(run, grid, candidates, text, seed)
 
 
 def _two_sources(
@@ -273,9 +275,9 @@ def gate(
     passable(power)
     named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
     (base_source, base_server), (compressed_source, server) = named
-    for asked in (base_server, server):
-        if asked is not None:
-            refuse_tasks(asked, tasks)
+    for served in (base_server, server):
+        if served is not None:
+            refuse_tasks(served, tasks)
     if announce is not None:
         announce(power)
     return run_gate(

@@ -287,9 +287,7 @@ def test_only_what_passed_is_published_and_only_that_job_has_a_token() -> None:
     (call,) = [step["run"] for step in publish["steps"] if "push" in step.get("run", "")]
     assert str(parse(shlex.split(call)[1:])["require_gate"]) == "gate-report/gate.json"
     handed = {
-        step["with"]["name"]: step.get("if")
-        for step in steps_of(content)
-        if "upload-artifact" in step.get("uses", "")
+        step["with"]["name"]: step.get("if") for step in steps_of(content) if "upload-artifact" in step.get("uses", "")
     }
     assert handed["gate-report"] == "${{ !cancelled() && steps.gate.outputs.report }}"
 

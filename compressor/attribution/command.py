@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import compressor
 from compressor.cli.options import Computing, Model, Seed, Unweighted, flag, spread
-from compressor.cli.terminal import on_ranks, print_report, reporting
+from compressor.cli.terminal import on_ranks, print_report, reporting, written_line
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.extras import require
@@ -59,7 +59,6 @@ def attribute(
 def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
     """Print hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
     from compressor.attribution.report import brief_blocks, brief_content
-    from compressor.cli.rendering import written_line
 
     content = {**brief_content(findings), "written": [str(path) for path in written]}
     print_report(as_json, content, (*brief_blocks(findings), *written_line(written)))

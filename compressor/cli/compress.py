@@ -1,8 +1,8 @@
 """The commands that make models: `plan`, `apply` and `compress`, and `split`, `calibrate-router` and `distill`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,16 +26,22 @@ from compressor.cli.options import (
 from compressor.cli.outputs import show_hub_bars
 from compressor.cli.settings import Settings, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
-from compressor.cli.terminal import print_report, progress_bars
+from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.distributed import held, ranks
+from compressor.document.blocks import Block
 from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.model.serving import Advice, server_line
+from compressor.model.serving import Advice, servers_in_words
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.steps.distill.options import Distill
 from compressor.steps.routers.options import Routers
 from compressor.steps.split.options import Split
+
+if TYPE_CHECKING:  # loaded only where a model is made
+    from compressor.pipeline.outcome import Attempt, Outcome
+    from compressor.quality_gate.verdict import GateResult
+    from compressor.recipe.recipe import Recipe
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, GGUF file or recipe.yaml.")]
 Base = Annotated[str, flag("Model that the checkpoint was made from: a folder or a Hub id.")]
@@ -48,13 +54,14 @@ OF_OUTPUTS = (  # which a plan is without
     "output.max_shard_bytes",
     "output.evaluate",
 )
+OF_PLANS = [option for option in OPTIONS if not option[0].startswith(OF_OUTPUTS)]
 
 
 def plan(
     context: typer.Context,
     model: Source,
     output: Out,
-    flags: Annotated[dict[str, Any], [each for each in OPTIONS if not each[0].startswith(OF_OUTPUTS)]],
+    flags: Annotated[dict[str, Any], OF_PLANS],
     running: Making,
     settings: Settings = None,
     imatrix: Imatrix = None,
@@ -66,24 +73,23 @@ def plan(
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs
         require(*recipe.packages)
-    from compressor.cli.rendering import show_dry_run
-    from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_file, write_plan
+    from compressor.report.terminal import plan_blocks
 
     if dry_run and package is None:
-        return show_dry_run(compressor.dry_run(recipe), running.as_json)
+        return show_dry_run(recipe, running.as_json)
     ranks().broadcast(lambda: check_file(output, running.overwrite))
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if package is None:
-            made = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
+            planned = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
         else:
-            made = package.plan(model, flags, imatrix)
+            planned = package.plan(model, flags, imatrix)
         if ranks().is_first:
             check_file(output, running.overwrite)  # planning takes a while
-            write_plan(output, made)
-    blocks = [*plan_blocks(made, output), *(Line(server_line(advice)) for advice in servers)]
-    print_report(running.as_json, made.to_dict(), blocks)
+            write_plan(output, planned)
+    blocks = [*plan_blocks(planned, output), *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers)]
+    print_report(running.as_json, planned.to_dict(), blocks)
 
 
 def apply(
@@ -99,11 +105,9 @@ def apply(
     if package is not None:
         package.apply(plan_file, model, output, running)
         return
-    from compressor.cli import rendering
-
     with progress_bars(running.as_json) as progress:
         outcome = compressor.apply(plan_file, output, model=model, **comparing, **running.making(progress))
-    rendering.show_outcome(outcome, running.as_json)
+    show_outcome(outcome, running.as_json)
 
 
 def compress(
@@ -127,15 +131,13 @@ def compress(
         return
     recipe = recipe_of(model, flags, settings)
     require(*recipe.packages)
-    from compressor.cli.rendering import show_dry_run, show_gated, show_outcome
-
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")
     if nbytes is not None:
         with progress_bars(running.as_json) as progress:
             recipe = fit_into(recipe, nbytes, servers, running.device, progress)
     if dry_run or output is None:
-        return show_dry_run(compressor.dry_run(recipe), running.as_json)
+        return show_dry_run(recipe, running.as_json)
     if recipe.output.push_to_hub is not None:
         show_hub_bars(running.as_json)
     announce = None if running.as_json else print_power
@@ -143,13 +145,61 @@ def compress(
         with progress_bars(running.as_json) as progress:
             outcome = compressor.compress(recipe, output, announce=announce, **running.making(progress))
     except compressor.GateFailedError as failure:
-        summarise(failure.result)
         show_gated(failure.result, failure.outcome, failure.attempts, failure.reports, running.as_json)
         raise typer.Exit(failure.status) from None
     if recipe.gate is None or outcome.gate is None:
         return show_outcome(outcome, running.as_json)
-    summarise(outcome.gate)
     show_gated(outcome.gate, outcome, outcome.attempts, outcome.reports, running.as_json)
+
+
+def show_dry_run(recipe: "Recipe", as_json: bool) -> None:
+    """Print a run in advance."""
+    from compressor.report.terminal import dry_run_blocks
+
+    run = compressor.dry_run(recipe)
+    print_report(as_json, run.to_dict(), dry_run_blocks(run))
+
+
+def show_outcome(outcome: "Outcome", as_json: bool) -> None:
+    """Print the outcome of a run, and where it was published."""
+    from compressor.report.terminal import outcome_blocks
+
+    print_report(as_json, {**outcome.to_dict(), **published(outcome)}, () if as_json else outcome_blocks(outcome))
+
+
+def published(outcome: "Outcome") -> dict[str, Any]:
+    """Return the entry of a push in --json; empty without one."""
+    return {} if outcome.pushed is None else {"push": outcome.pushed.to_dict()}
+
+
+def show_gated(
+    result: "GateResult",
+    outcome: "Outcome | None",
+    attempts: "Sequence[Attempt]",
+    written: Sequence[Path],
+    as_json: bool,
+) -> None:
+    """Print the gate of the model in place, or of the last one if none passed, and the outcome of what is in place."""
+    from compressor.quality_gate.report import full_content, gate_blocks
+    from compressor.report.terminal import attempts_table, outcome_blocks
+
+    summarise(result)
+    content = {
+        **full_content(result),
+        "written": [str(path) for path in written],
+        "attempts": [
+            {"experts": attempt.experts, "accepted": attempt.accepted, "verdict": attempt.result.verdict}
+            for attempt in attempts
+        ],
+        "compression": None if outcome is None else outcome.to_dict(),
+        **({} if outcome is None else published(outcome)),
+    }
+    blocks: list[Block] = [*attempts_table(attempts), *gate_blocks(result), *written_line(written)]
+    if outcome is None:
+        blocks.append(Line(f"{result.compressed} was not written."))
+    elif not as_json:
+        blocks += outcome_blocks(outcome)
+    print_report(as_json, content, blocks)
 
 
 def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) -> Callable[..., None]:
@@ -161,7 +211,7 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
     def command(
         checkpoint: Model,
         output: Out,
-        text: Annotated[TextOptions, [each for each in TEXT if each[0] in fields]],
+        text: Annotated[TextOptions, [option for option in TEXT if option[0] in fields]],
         running: Computing,
         comparing: Comparing,
         base: Annotated[dict[str, Any], of_base],
@@ -170,13 +220,12 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
         dry_run: DryRun = False,
     ) -> None:
         from compressor.api import make_recipe, on_text
-        from compressor.cli.rendering import show_dry_run, show_outcome
 
         revision = {"base_revision" if against_base else "revision": running.revision}
         settings = {"seed": seed, "dtype": running.dtype, "resident": running.resident, **base, **revision}
         recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], output=comparing, **settings)
         if dry_run:
-            return show_dry_run(compressor.dry_run(recipe), running.as_json)
+            return show_dry_run(recipe, running.as_json)
         with progress_bars(running.as_json) as progress:
             outcome = compressor.compress(recipe, output, **running.making(progress))
         show_outcome(outcome, running.as_json)

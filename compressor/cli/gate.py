@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from compressor.cli.options import (
     flag,
     listed,
 )
-from compressor.cli.terminal import print_report, reporting
+from compressor.cli.terminal import print_report, reporting, written_line
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
@@ -64,7 +64,6 @@ def gate(
     judges_otherwise = bool({"prompts", "text", "answers"} & options.keys())
     if tasks or demo or not judges_otherwise:
         require(*TASKS)
-    from compressor.cli.rendering import show_gate
     from compressor.quality_gate.report import NAMES, power_blocks, write_gate
     from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable, read_tasks
 
@@ -118,6 +117,14 @@ def _demo_models(progress: Progress) -> Iterator[tuple[str, str]]:
         choice |= {"samples": 2 * SAMPLES, "evaluate": False}
         compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
         yield str(source), str(target)
+
+
+def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
+    """Print a row for each task, then the verdict and what would decide it; `written` are the reports' files."""
+    from compressor.quality_gate.report import full_content, gate_blocks
+
+    content = {**full_content(result), "written": [str(path) for path in written]}
+    print_report(as_json, content, [*gate_blocks(result), *written_line(written)])
 
 
 def print_power(power: "PowerAnalysis") -> None:

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,12 +19,11 @@ from compressor.cli.options import (
     Text,
     described,
     flag,
-    listed,
-    numbers,
+    options_of,
 )
 from compressor.cli.settings import MONE
 from compressor.cli.sizes import Bytes, For
-from compressor.cli.terminal import print_report, progress_bars, reporting
+from compressor.cli.terminal import print_report, progress_bars, reporting, written_line
 from compressor.distributed import ranks
 from compressor.document.blocks import Table
 from compressor.entry_points import EXPORTERS, STEPS, working
@@ -33,8 +31,27 @@ from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import human_bytes, human_count, known_names, read_bytes
 from compressor.recipe.recipe import step_class
+from compressor.report.grid import Grid
 from compressor.steps.prune.options import protecting_packages
 
+if TYPE_CHECKING:
+    pass
+
+GRID_NAMES = {
+    "ratios": "ratio",
+    "splits": "split",
+    "top_ks": "top_k",
+    "corrections": "correct",
+    "evaluate": "heldout",
+}
+COUNTS = options_of(Grid, KEEP, ("experts", "protect", "ratios", "splits", "top_ks"), names=GRID_NAMES)
+WAYS = options_of(
+    Grid,
+    None,
+    ("strategies", "corrections", "evaluate", "evaluation_samples", "random_seeds"),
+    names=GRID_NAMES,
+)
+FORMATS = options_of(Grid, SIZES, ("sizes", "bits", "context", "shares", "schemes"))
 LISTS = ("steps", "strategies", "exporters", "optimizers")
 
 
@@ -42,75 +59,42 @@ def compare(
     model: Model,
     text: Text,
     running: Computing,
+    counts: Annotated[dict[str, Any], COUNTS],
+    grid: Annotated[dict[str, Any], WAYS],
+    sizes: Annotated[dict[str, Any], FORMATS],
     output: Annotated[Path, flag("New folder for comparison.json, comparison.md and comparison.png.")] = Path(
         "comparison"
     ),
-    experts: Annotated[str | None, flag("Experts to keep, one count or several: 6,4.", KEEP)] = None,
-    protect: Annotated[str | None, flag("As for `compress`: auto, graph:N, or a JSON list.", KEEP)] = None,
-    ratio: Annotated[str | None, flag("Shares of the experts to remove instead, such as 0.25,0.5.", KEEP)] = None,
-    split: Annotated[
-        str | None,
-        flag("Sub-experts to split each expert into first: 1,2,4 (default: 1; with formats auto).", KEEP),
-    ] = None,
-    top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: unchanged).", KEEP)] = None,
-    strategies: Annotated[
-        str | None, flag("Comma-separated names, options as name:option=value (default: all; with formats auto).")
-    ] = None,
-    correct: Annotated[str | None, flag("Corrections, such as none,ridge,tune (default: its own, and none).")] = None,
-    heldout: Annotated[
-        list[str] | None, flag("Text to measure on. May be repeated (default: calibration text that no plan saw).")
-    ] = None,
-    evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
     format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
-    random_seeds: Annotated[int, flag("Random prunings to compare with.", min=1)] = 3,
-    sizes: Annotated[bool, flag("Shares of the experts in number formats, by bytes.", SIZES)] = False,
     nbytes: Bytes = None,
-    bits: Annotated[float | None, flag("Bits for each parameter of the base, in place of --bytes.", SIZES)] = None,
-    context: Annotated[int, flag("Tokens whose keys and values count as bytes, too.", SIZES, min=0)] = 0,
-    shares: Annotated[str, flag("Shares of the experts that stay.", SIZES)] = "1,3/4,1/2,1/4",
-    schemes: Annotated[
-        str | None, flag("Number formats, none for as stored (default: none and all of `quantize`).", SIZES)
-    ] = None,
     servers: For = None,
     seed: Seed = 0,
 ) -> None:
     """Compare strategies, corrections, expert counts and number formats on a model and text: one table, one plot."""
-    require("matplotlib", *protecting_packages(protect))
-    from compressor.cli.rendering import show_comparison
+    require("matplotlib", *protecting_packages(counts.get("protect")))
     from compressor.report.comparison_report import NAMES, write_reports
-    from compressor.report.grid import SCHEMES
 
     if format not in ("safetensors", MONE):
         raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
-    formats = listed(schemes, "--schemes")
-    if formats is None and (sizes or nbytes is not None or bits is not None):
-        formats = list(SCHEMES)
-    options: dict[str, Any] = {
-        "experts": numbers(experts, "--experts", int),
-        "ratios": numbers(ratio, "--ratio", float),
-        "splits": ["auto"] if formats and split == "auto" else numbers(split, "--split", int),
-        "top_ks": numbers(top_k, "--top-k", int),
-        "strategies": listed(strategies, "--strategies"),
-        "corrections": listed(correct, "--correct"),
-        "protect": protect,
-        "random_seeds": random_seeds,
+    options = {
+        **counts,
+        **grid,
+        **sizes,
         "constants": format == MONE,
-        "schemes": formats or (),
-        "shares": numbers(shares, "--shares", Fraction),
-        "servers": listed(servers, "--for") or (),
         "nbytes": None if nbytes is None else read_bytes(nbytes, "--bytes"),
-        "bits": bits,
-        "context": context,
-        "calibration": text,
-        "evaluate": heldout or (),
-        "evaluation_samples": evaluation_samples,
-        "seed": seed,
-        "resident": running.resident,
+        "servers": servers or (),
     }
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        comparison = compressor.compare(model, **options, **running.reading(progress))
+        comparison = compressor.compare(
+            model,
+            calibration=text,
+            seed=seed,
+            resident=running.resident,
+            **options,
+            **running.reading(progress),
+        )
         written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []
-    show_comparison(comparison, running.as_json, written)
+    print_report(running.as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)])
 
 
 def installed(

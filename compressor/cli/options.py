@@ -5,10 +5,9 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -30,7 +29,6 @@ from compressor.recipe.recipe import (
 from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
-Number = TypeVar("Number", int, float, Fraction)
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
 GATE, SERVERS, RUNNING, SIZES = "Gate", "Servers", "Running", "Prune or quantise"
@@ -49,14 +47,14 @@ class Described:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """Types that a value may have, None apart."""
+        """The types that a value may have, None apart."""
         union = get_origin(self.annotation) in (Union, UnionType)
         kinds = get_args(self.annotation) if union else (self.annotation,)
         return tuple(kind for kind in kinds if kind is not type(None))
 
     @property
     def type_name(self) -> str:
-        """Its values in words: `int`, `auto | cpu`, `yes | no`."""
+        """The values in words: `int`, `auto | cpu`, `yes | no`."""
         names = list(self.choices)
         for kind in () if self.choices else self.kinds:
             literals = get_args(kind) if get_origin(kind) is Literal else ()
@@ -65,7 +63,7 @@ class Described:
 
 
 def described(model: Any) -> dict[str, Described]:
-    """The fields of a pydantic model or a dataclass; those without a text are not for users."""
+    """Return the fields of a pydantic model or a dataclass; those without a text are not for users."""
 
     if issubclass(model, BaseModel):
         return {
@@ -116,9 +114,10 @@ def options_of(
             kind = entry.kinds[0]
         elif entry.kinds and get_origin(entry.kinds[0]) is tuple:
             kind = list[str]
-        text, name = entry.text, names.get(field, field)
+        text = entry.text
+        name = names.get(field, field)
         if mention and entry.default is not False and entry.default not in (None, {}, ()):
-            shown = ",".join(entry.default) if isinstance(entry.default, tuple) else entry.default
+            shown = ",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else entry.default
             shown = "yes" if shown is True else shown
             first, dot, more = text.rstrip(".").partition(". ")
             text = f"{first} (default: {shown}){dot}{more}."
@@ -175,7 +174,7 @@ def _position(parameter: Parameter, shown: Sequence[str]) -> int:
 
 
 def _spelled(parameter: Parameter, shown: Sequence[str]) -> Parameter:
-    """The option with its names: no `--no-` beside a switch, `-o` for an output; hidden if it is not to be shown."""
+    """Return the option with its names: no `--no-` beside a switch, `-o` for an output; hidden unless shown."""
     kind, option = (*get_args(parameter.annotation), None, None)[:2]
     if not isinstance(option, OptionInfo):
         return parameter
@@ -192,13 +191,13 @@ def _spelled(parameter: Parameter, shown: Sequence[str]) -> Parameter:
 
 
 def given(context: typer.Context) -> set[str]:
-    """The parameters that stand on the command line, by name."""
+    """Return the names of parameters that stand on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 class Running(ModelOptions):
-    """Where and in which dtype a model computes, and how a command writes and prints."""
+    """Options on where and in which dtype a model computes, and how a command writes and prints."""
 
     device: str = "auto"
     """cpu, cuda, cuda:1 or another device."""
@@ -209,11 +208,11 @@ class Running(ModelOptions):
     """Print JSON instead of a table."""
 
     def reading(self, progress: Progress) -> dict[str, Any]:
-        """Arguments of a function that reads a model and computes."""
+        """Return the arguments of a function that reads a model and computes."""
         return {"device": self.device, "dtype": self.dtype, "revision": self.revision, "progress": progress}
 
     def making(self, progress: Progress) -> dict[str, Any]:
-        """Arguments of a function that makes a model, whose record names the command."""
+        """Return the arguments of a function that makes a model, whose record names the command."""
         called = Path(sys.argv[0])  # by another program's code, it may be
         ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")
         shared = {"device": self.device, "overwrite": self.overwrite, "progress": progress}
@@ -235,7 +234,7 @@ Seed = Annotated[
 ]
 TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]
-Unweighted = Annotated[TextOptions, [each for each in TEXT if each[0] != "emphasis"]]  # of what fits nothing
+Unweighted = Annotated[TextOptions, [option for option in TEXT if option[0] != "emphasis"]]  # of what fits nothing
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
 BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
 SERVER_OPTIONS = options_of(ServerOptions, SERVERS)
@@ -249,14 +248,3 @@ def listed(text: str | None, option: str) -> list[str] | None:
     if not names:
         raise CompressionError(f"{option} names none; name some, or leave it out for the default")
     return names
-
-
-def numbers(text: str | None, option: str, kind: type[Number]) -> list[Number]:
-    """'6,4' -> [6, 4]; of nothing, none."""
-    try:
-        return [kind(part) for part in listed(text, option) or ()]
-    except (ValueError, ZeroDivisionError) as error:
-        wanted = (
-            "whole numbers separated by commas, as 6,4" if kind is int else "shares separated by commas, as 0.25,0.5"
-        )
-        raise CompressionError(f"{option} {text!r} should be {wanted}") from error

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from compressor.cli.options import (
     options_of,
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars
+from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, require
 from compressor.files import lock_output
@@ -62,7 +64,6 @@ def export(
     if format == "onnx":
         require(*ONNX)
     from compressor.checkpoint.source import locate
-    from compressor.cli.rendering import show_export
     from compressor.entry_points import read_option
     from compressor.pipeline.formats import export_checkpoint, find_exporter
     from compressor.recipe.registry import exporter_options
@@ -79,6 +80,17 @@ def export(
         folder = Path(checkpoint) if is_plan else locate(checkpoint, running.revision, progress).folder
         summary = export_checkpoint(format, folder, output, settings, running.overwrite, progress)
     show_export(format, output, summary, running.as_json)
+
+
+def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
+    """Print an exporter's summary, in its own blocks if it has any, and where its output is."""
+    if hasattr(summary, "describe"):
+        return print_report(as_json, summary.to_dict(), [*summary.describe(), Text(f"Written to {summary.folder}")])
+    values = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
+    facts = {key: str(value) for key, value in values.items()}
+    blocks: list[Block] = [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
+    content = {"format": name, **facts, "folder": str(output)}
+    return print_report(as_json, content, [*blocks, Text(f"Written to {output}")])
 
 
 def generate(
@@ -182,7 +194,6 @@ def push(
         require("onnx")
     if (checkpoint / COMPRESSION).is_file() and not (checkpoint / "README.md").is_file():
         require("matplotlib")  # for the pictures of the card that is written
-    from compressor.cli.rendering import published, push_blocks
     from compressor.hub.push import push as publish
 
     show_hub_bars(running.as_json)
@@ -197,7 +208,7 @@ def push(
         dry_run=dry_run,
         require_gate=require_gate,
     )
-    print_report(running.as_json, published(summary)["push"], push_blocks(summary))
+    print_report(running.as_json, summary.to_dict(), summary.blocks())
 
 
 def show_hub_bars(as_json: bool) -> None:

@@ -74,7 +74,7 @@ class StrategyFlags(Options):
 
 
 def recipe_options() -> Choices:
-    """An option for each field of a recipe, by the field's path."""
+    """Return an option for each field of a recipe, by the field's path."""
     options = Choices()
     for name, (step, field) in FIELDS.items():
         named = options_of(step_class(step), only=(field,), names={field: name}, mention=False)
@@ -97,7 +97,7 @@ def recipe_options() -> Choices:
 
 
 def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:
-    """The recipe that a command line asks for; `model` is one, or a recipe's file, which flags and settings change."""
+    """Return the recipe that a command line asks for; `model` may be a recipe's file, changed by flags and settings."""
     values = dict(flags)
     if values.pop("prune.options.no_merge_routers", False):
         values["prune.options.merge_routers"] = False
@@ -121,7 +121,7 @@ def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | No
 
 
 def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with these values, by path; a step that it lacks is put in its usual place."""
+    """Return the recipe with these values, by path; a step that it lacks is put in its usual place."""
     steps = {step.name: step for step in recipe.steps}
     if "constants" not in steps and any(path.startswith("constants.") for path in values):
         raise CompressionError(f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out")
@@ -152,7 +152,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The options with a value at a path, such as `calibration.emphasis.end`."""
+    """Return the options with a value at a path, such as `calibration.emphasis.end`."""
     name, _, inner = path.partition(".")
     old = options.get(name)
     below = dict(old) if isinstance(old, BaseModel | dict) else {}

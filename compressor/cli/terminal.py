@@ -1,4 +1,4 @@
-"""How the command line speaks: progress bars, JSON, the command as it was typed, and which process does the talking."""
+"""Output of the command line: progress bars, blocks or JSON, by the first process alone."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from compressor.distributed import held, process_group, ranks, refuse_several
-from compressor.document.blocks import Block
+from compressor.document.blocks import Block, Text
 from compressor.document.terminal import show
 from compressor.files import check_folder
 from compressor.formatting import one_line
@@ -49,7 +49,7 @@ class Bars:
 
 @contextmanager
 def progress_bars(quiet: bool) -> Iterator[Any]:
-    """Bars on stderr, unless only JSON is wanted."""
+    """Show bars on stderr, unless only JSON is wanted."""
     if quiet or not ranks().is_first:
         yield Silent()
         return
@@ -80,7 +80,7 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 
 @contextmanager
 def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet: bool) -> Iterator[Any]:
-    """Progress bars while the folder for reports of these names, if one is wanted, is checked and held by this run."""
+    """Show progress bars while the folder for reports of these names, if any, is checked and held by this run."""
     if output is not None:
         ranks().broadcast(lambda: check_folder(output, names, overwrite))
     with held(output) if output else nullcontext(), progress_bars(quiet) as progress:
@@ -88,7 +88,7 @@ def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet:
 
 
 def print_json(content: Any) -> None:
-    """Indented JSON on stdout; what a terminal would obey, and what its encoding cannot hold, is escaped."""
+    """Print indented JSON on stdout; what a terminal would obey, and what its encoding cannot hold, is escaped."""
     is_unicode = str(sys.stdout.encoding or "utf-8").lower().startswith("utf")
     text = json.dumps(content, indent=2, ensure_ascii=not is_unicode)
     print("".join(x if x.isprintable() or x in "\n\xa0" else json.dumps(x)[1:-1] for x in text))
@@ -99,8 +99,13 @@ def print_report(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
     print_json(content) if as_json else show(blocks)
 
 
+def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:
+    """Return a line on where files were written; empty if none were."""
+    return (Text(f"Written: {', '.join(map(str, paths))}"),) if paths else ()
+
+
 def on_ranks(command: Command) -> Command:
-    """The command, done by all ranks together; the first one alone prints."""
+    """Return the command, run by all ranks together; the first one alone prints."""
 
     @wraps(command)
     def run(*arguments: Any, **named: Any) -> None:
@@ -119,7 +124,7 @@ def on_ranks(command: Command) -> Command:
 
 
 def alone(command: Command, group: str = "") -> Command:
-    """The command, of a group of commands if it is in one, refused where several processes would all do the same."""
+    """Return the command, of a group if it is in one, refused where several processes would all do the same."""
 
     @wraps(command)
     def run(*arguments: Any, **named: Any) -> None:

@@ -9,7 +9,7 @@ import typer
 import compressor
 from compressor.cli.items import HeldoutItems, Items
 from compressor.cli.options import EXPERTS, TRAINING, Model, Out, Reading, flag, listed, options_of, spread
-from compressor.cli.terminal import alone, print_report, progress_bars, reporting
+from compressor.cli.terminal import alone, print_report, progress_bars, reporting, written_line
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
 from compressor.extras import require
 
@@ -40,7 +40,6 @@ def train(
     """
     items.check_packages()
     require("accelerate")  # for transformers' Trainer
-    from compressor.cli.rendering import written_line
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
@@ -76,7 +75,6 @@ def evaluate(
     items.check_packages()
     if output is not None:
         require("matplotlib", "jinja2")
-    from compressor.cli.rendering import written_line
     from compressor.comoe.report import NAMES, evaluation_blocks, write_evaluation
     from compressor.records import plain_json
 

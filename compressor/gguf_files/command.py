@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import compressor
-from compressor.cli.inspection import inspected_sizes
 from compressor.cli.options import Running
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import refuse_several
@@ -16,6 +15,7 @@ from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import counted, human_bytes, human_count, ranges
 from compressor.gguf_files.header import is_gguf
+from compressor.report.inspection import inspected_sizes
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
     from compressor.gguf_files.blocks import GgufInspection
@@ -74,9 +74,9 @@ def _choices(flags: Mapping[str, Any], imatrix: Path | None) -> dict[str, Any]:
 
 def _show_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
-    from compressor.cli.rendering import next_blocks
     from compressor.pipeline.outcome import size_rows, size_table
     from compressor.recipe.document import protected_blocks_of
+    from compressor.report.terminal import next_blocks
 
     before, after = summary.before, summary.after
     content = {

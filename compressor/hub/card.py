@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
-from compressor.document.blocks import Block, Code, Details, Figure, Heading, Items, Link, Listing, Text, Words
+from compressor.document.blocks import Block, Code, Details, Heading, Items, Link, Listing, Text, Words
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.serving import FORMATS
 from compressor.pipeline.outcome import Outcome
@@ -32,9 +31,9 @@ from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan
 from compressor.records import read_object
 from compressor.report import page
-from compressor.report.data import Measured, Report, all_dispositions, report_data
+from compressor.report.data import Report, all_dispositions, report_data
+from compressor.report.facts import facts as outcome_facts
 from compressor.report.figures import figures
-from compressor.report.measuring import kept_measures
 from compressor.run_record import COMPRESSION, read_record
 
 if TYPE_CHECKING:
@@ -50,12 +49,13 @@ TASK = "text-generation"
 HUGGING_FACE = "https://huggingface.co"
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
 
+CARD_FIGURES = ("experts", "gate", "distillation")
+
 Blocks = tuple[Block, ...]
-MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CardFacts:
     """The facts of a checkpoint's card: the outcome in its folder, and the contents of its files."""
 
     folder: Path
@@ -64,7 +64,6 @@ class Facts:
     active: tuple[int | None, int] | None  # parameters less the experts that a token isn't routed to, before and after
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
-    fault: str | None = None  # what stock transformers does wrong with quantised experts
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -82,14 +81,14 @@ def without_folders(value: Any) -> Any:
     return label(value) if isinstance(value, str) else value
 
 
-def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured | None = None) -> Facts:
+def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
     """Return all that a card says, from the files in `folder`; raises `CompressionError` where they disagree."""
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
             "moe-compress, or write its README.md by hand"
         )
-    outcome = report_data(folder, measured, gate=gate)
+    outcome = report_data(folder, gate=gate)
     if outcome.recorded_digest != outcome.plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
     if outcome.gate is not None:
@@ -107,14 +106,13 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
     if has_weights:
         with suppress(CompressionError):  # as for constants
             model = open_model(ModelSource(str(folder), None, folder), device="cpu")
-    return Facts(
+    return CardFacts(
         folder=folder,
         outcome=outcome,
         config=read_object(folder / "config.json"),
         active=_active_parameters(model, outcome) if model is not None else None,
         dtypes=_check_weights(folder, outcome.after) if has_weights else {},
         graph=graphs[0] if graphs else None,
-        fault=stock_fault(model) if model is not None else None,
     )
 
 
@@ -138,11 +136,13 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
 
     The base's alone are None where it stores its tensors in another way.
     """
-    layout, plan = model.layout, outcome.expert_plan
+    layout = model.layout
+    plan = outcome.expert_plan
     towers = {layer.decoder_layer.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
-    expert_size, row_size = Counter[str](), Counter[str]()  # elements of an expert and of its router row, by layer
+    expert_size = Counter[str]()  # elements of an expert, by layer
+    row_size = Counter[str]()  # elements of its router row
     for name, role in layout.roles.items():
         info = model.checkpoint.tensors[name]
         sizes = row_size if role.is_router else expert_size
@@ -158,7 +158,8 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
         idle += (plan.experts - layer.top_k) * expert_size[layer.module]
         gone += (layer.experts - plan.experts) * expert_size[layer.module]
         rows += (layer.experts // parts - plan.experts) * row_size[layer.module]
-    before, after = outcome.before.parameters, outcome.after.parameters
+    before = outcome.before.parameters
+    after = outcome.after.parameters
     same = plan.top_k is None and before - after == gone + rows
     return before - gone - idle if same else None, after - idle
 
@@ -178,45 +179,41 @@ def card_text(
     *,
     command: str | None = None,
     base: Path | None = None,
-    measured: Measured | None = None,
 ) -> Card:
     """Return the card of the checkpoint in `folder` as the repository `repo_id`.
 
-    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
-    the folder of a local base, whose card gives the licence, and `measured` what a report found, to be shown too.
+    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, and
+    `base` the folder of a local base, whose card gives the licence.
     """
     if not is_hub_id(repo_id):
         raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
-    facts = read_facts(folder, gate, measured)
-    data, plan, name = facts.outcome, facts.outcome.plan, repo_id.rpartition("/")[2]
-    names = ("experts", "gate", "distillation", *(MEASURED if measured else ()))
-    drawn = {figure.name: figure for figure in figures(data, names)}
+    facts = read_facts(folder, gate)
+    data = facts.outcome
+    name = repo_id.rpartition("/")[2]
+    drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
     images = {figure: f"images/{figure}.png" for figure in drawn}
-    header = metadata(facts, repo_id, base_metadata(plan.source, base))
-
-    def pictures(*names: str) -> list[Figure]:
-        return [drawn[name] for name in names if name in drawn]
-
-    blocks = (
+    header = metadata(facts, repo_id, base_metadata(data.plan.source, base))
+    blocks: list[Block | None] = [
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        *pictures("gate", "distillation"),
+        drawn.get("gate"),
+        drawn.get("distillation"),
         *provenance(facts, command, name),
         Heading("Experts"),
-        *pictures("experts"),
+        drawn.get("experts"),
         *experts_details(data.expert_plan),
-        *pictures(*MEASURED),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),
-    )
-    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{markdown(blocks, images)}")
+    ]
+    text = markdown([block for block in blocks if block is not None], images)
+    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{text}")
     return Card(text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()})
 
 
 def known_here(folder: Path) -> dict[str, Any]:
-    """Return what only this machine knows of an output, as arguments of `card_text`: command, local base, measures."""
-    known: dict[str, Any] = {"measured": kept_measures(folder)}
+    """Return what only this machine knows of an output, as arguments of `card_text`: the command and a local base."""
+    known = dict[str, Any]()
     record = read_record(folder)
     if record is not None:
         known["command"] = shlex.join(record.command) if record.command else None
@@ -250,10 +247,10 @@ def cited(name: str) -> str:
         return name
 
 
-def introduction(facts: Facts) -> Blocks:
+def introduction(facts: CardFacts) -> Blocks:
     """Return what it is, in one paragraph, with the strategies that won layers where several were tried."""
-    outcome, plan = facts.outcome, facts.outcome.plan
-    source = plan.source
+    outcome = facts.outcome
+    source = outcome.plan.source
     base: Words = f'the local checkpoint "{label(source.model)}"'
     name = base_id(source)
     if name is not None:
@@ -268,9 +265,10 @@ def introduction(facts: Facts) -> Blocks:
     return (Text(("This is ", base, f"{what} It was made with moe-compressor.{kind}")),)
 
 
-def _what_became(facts: Facts) -> str:
+def _what_became(facts: CardFacts) -> str:
     """Return what became of the base's experts; it follows the base's name."""
-    plan, split = facts.outcome.expert_plan, facts.outcome.plan.split
+    plan = facts.outcome.expert_plan
+    split = facts.outcome.plan.split
     count = counted(len(plan.layers), "MoE layer")
     after_split = f", after a split of {describe_split(split)}" if split else ""
     if plan.has_constants:
@@ -295,9 +293,9 @@ def _what_became(facts: Facts) -> str:
     )
 
 
-def comparison(facts: Facts) -> Blocks:
+def comparison(facts: CardFacts) -> Blocks:
     """Return base and compressed model, side by side."""
-    (table,) = page.sizes(facts.outcome)
+    table = page.sizes(facts.outcome)
     note = "Parameters are weights, in whatever format, without the scales of quantised ones."
     if facts.active is not None:
         before, after = facts.active
@@ -310,7 +308,7 @@ def comparison(facts: Facts) -> Blocks:
     return Heading("Before and after"), table, Text(note), *heldout, *gate
 
 
-def provenance(facts: Facts, command: str | None, out: str) -> Blocks:
+def provenance(facts: CardFacts, command: str | None, out: str) -> Blocks:
     """Return the recipe of all steps, the text that was read, versions and digest; `command` is the last one run."""
     blocks: list[Block] = [Heading("How it was made")]
     recipe = recipe_text(facts.outcome.plan)
@@ -327,7 +325,7 @@ def provenance(facts: Facts, command: str | None, out: str) -> Blocks:
         blocks.append(Text("The last command that was run, in which paths are shortened to names:"))
         blocks.append(Listing(without_paths(command), "bash"))
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return *blocks, page.made_with(facts.outcome), Text(whole)
+    return *blocks, outcome_facts(facts.outcome, "card"), Text(whole)
 
 
 def experts_details(plan: ExpertPlan) -> Blocks:
@@ -338,7 +336,7 @@ def experts_details(plan: ExpertPlan) -> Blocks:
     return (Details("Layer by layer", (legend, table)),)
 
 
-def loading(facts: Facts, repo_id: str) -> Blocks:
+def loading(facts: CardFacts, repo_id: str) -> Blocks:
     """Return how to load it, by what is there."""
     blocks: list[Block] = [Heading("How to load it")]
     scheme = scheme_of(facts.outcome)
@@ -349,7 +347,8 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
             "architecture unquantised (not tested with this checkpoint):"
         )
     elif facts.dtypes:
-        blocks += [Text(f"{facts.fault[0].upper()}{facts.fault[1:]}.")] if facts.fault else _stock(facts, repo_id)
+        fault = facts.outcome.loader_fault
+        blocks += [Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else _stock(facts, repo_id)
         if scheme is None or scheme in FORMATS["vllm"]:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
     if vllm:
@@ -367,7 +366,7 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
     return tuple(blocks)
 
 
-def _stock(facts: Facts, repo_id: str) -> Blocks:
+def _stock(facts: CardFacts, repo_id: str) -> Blocks:
     """Return how stock transformers load it."""
     name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
@@ -387,7 +386,7 @@ def _stock(facts: Facts, repo_id: str) -> Blocks:
     return Text((checked, Code("device_map"), packages, "):")), Listing(code, "python")
 
 
-def limits(facts: Facts, has_licence: bool) -> Blocks:
+def limits(facts: CardFacts, has_licence: bool) -> Blocks:
     """Return the last section; `has_licence` if the card inherits one."""
     outcome = facts.outcome
     sentences = ["Accuracy was measured on the tasks above and on nothing else."]
@@ -519,23 +518,24 @@ def languages(base: Mapping[str, Any]) -> list[str] | None:
     return ["no" if entry is False else entry for entry in entries] or None  # YAML makes False of Norwegian
 
 
-def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
+def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
     """Return the card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
-    outcome, plans = facts.outcome, facts.outcome.expert_plan.layers
-    repository, revision = base_id(outcome.plan.source), outcome.plan.source.revision
+    outcome = facts.outcome
+    layers = outcome.expert_plan.layers
+    repository = base_id(outcome.plan.source)
     tags = ["moe", "moe-compressor", *facts.strategies]
-    if any(plan.merged for plan in plans):
+    if any(layer.merged for layer in layers):
         tags += ["merged", "expert-merging"]
-    if any(plan.dropped for plan in plans):
+    if any(layer.dropped for layer in layers):
         tags += ["pruned", "expert-pruning"]
     scheme = scheme_of(outcome)
     if scheme is not None:
         tags += ["compressed-tensors", scheme]
     if facts.graph is not None:
         tags.append("onnx")
-    more = licence(base, facts.folder, repository, revision)
+    more = licence(base, facts.folder, repository, outcome.plan.source.revision)
     if repository is not None:
         more["base_model_relation"] = relation(outcome)
     results = [] if outcome.gate is None else card_metrics(outcome.gate)

@@ -74,9 +74,9 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     if inside.is_dir() and not is_graph:
         refuse_link(inside, folder)
         refuse_links(inside)
-        found = _verify_graph(inside)
-        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, found).items()}
-        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in found.items()}
+        graph = _verify_graph(inside)
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, graph).items()}
+        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in graph.items()}
     return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights, prefixes)
 
 
@@ -85,7 +85,8 @@ def _verify_weights(folder: Path) -> dict[str, int]:
 
     Returns its files of weights with the bytes of their headers, and the index that names them with all of its bytes.
     """
-    experts, heads = None, True
+    experts = None
+    heads = True
     if (folder / COMPRESSION).is_file():
         expert_plan = read_plan(folder).expert_plan
         experts = expert_plan.experts if expert_plan.layers else None  # where no step decided on them, all stayed
@@ -162,9 +163,9 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(attribute.g)
 
 
-def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
+def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
-    if found.is_graph:
+    if verified.is_graph:
         raise CompressionError(
             "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
             "its graph goes with it from onnx/"
@@ -177,14 +178,14 @@ def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
     judged = result.compressed_identity
     if "commit" in judged:
         raise CompressionError(
-            f"the gate in {path} judged {judged['repository']} on the Hub and not {found.folder}; run "
+            f"the gate in {path} judged {judged['repository']} on the Hub and not {verified.folder}; run "
             "moe-compress gate on the folder"
         )
-    changed = _changed(found.folder, judged)
+    changed = _changed(verified.folder, judged)
     if changed is not None:
         raise CompressionError(
-            f"{changed} of {found.folder} is not the one that the gate in {path} judged; run moe-compress gate on the "
-            "folder as it is"
+            f"{changed} of {verified.folder} is not the one that the gate in {path} judged; run moe-compress gate "
+            "on the folder as it is"
         )
     return result
 
@@ -205,19 +206,20 @@ def _facts_by_file(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity.get("files", {}), **weights}
 
 
-def default_message(found: VerifiedFolder) -> str:
+def default_message(verified: VerifiedFolder) -> str:
     """Return a commit's message: how the model was made, as far as compression.json tells."""
-    suffix = " as ONNX" if found.is_graph else ""
+    suffix = " as ONNX" if verified.is_graph else ""
     try:
-        plan = read_plan(found.folder)
-        expert_plan, base = plan.expert_plan, plan.source.model
+        plan = read_plan(verified.folder)
+        expert_plan = plan.expert_plan
+        base = plan.source.model
         if not expert_plan.layers:
             return f"Made from {base} by {', '.join(step.name for step in plan.steps)}{suffix}"
         counts = {layer.experts for layer in expert_plan.layers}
         kept = f"{expert_plan.experts} of {max(counts)} experts"
         return f"Compressed from {base} by {plan.strategy}, {kept}{suffix}"
     except (OSError, CompressionError):
-        return f"Checkpoint {found.folder.resolve().name}{suffix}"
+        return f"Checkpoint {verified.folder.resolve().name}{suffix}"
 
 
 def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:

@@ -5,12 +5,14 @@ The folder itself is only read; the card is written into the commit.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compressor.answers.lm_eval_run import REPORT
+from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
+from compressor.formatting import counted, human_bytes
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
@@ -36,7 +38,7 @@ class PushedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSummary:
-    """What a push did, or would do."""
+    """Files that a push sends, or would send, and where they are."""
 
     repo_id: str
     url: str
@@ -56,6 +58,36 @@ class PushSummary:
     @property
     def changed(self) -> bool:
         return bool(self.uploaded or self.removed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {**asdict(self), "changed": self.changed}
+
+    def blocks(self) -> list[Block]:
+        """Return the files that were sent, or would be, and where they are now."""
+        verb, also = ("would go", "would be") if self.dry_run else ("went", "was")
+        blocks, lines = list[Block](), list[str]()
+        if self.changed:
+            title = f"{self.repo_id}{' (dry run: nothing is sent)' if self.dry_run else ''}"
+            rows = [(file.path, human_bytes(file.nbytes), str(file.state)) for file in self.uploaded]
+            rows += [(name, "-", "removed") for name in self.removed]
+            blocks.append(Table(title, ("file", "size", "on the Hub"), tuple(rows), frozenset({"on the Hub"})))
+            files = f"{counted(len(self.uploaded), 'file')}, {human_bytes(self.uploaded_bytes)}"
+            target = f"{'a pull request against ' if self.create_pr else ''}{self.branch} of {self.repo_id}"
+            lines += [f"Commit: {self.message}", f"{files} {verb} to {target} in one commit."]
+            if self.unchanged:
+                lines.append(f"{len(self.unchanged)} more are there already.")
+        else:
+            lines.append(f"Nothing has changed: {self.branch} of {self.repo_id} has these files already.")
+        if self.removed:
+            lines.append("Removed are parts of an earlier model that would be taken for parts of this one.")
+        if self.left_out:
+            lines.append(f"Not pushed, since it is no part of the model: {', '.join(self.left_out)}")
+        if self.tag is not None:
+            lines.append(f"The commit {also} tagged {self.tag}.")
+        if self.pull_request is not None:
+            lines.append(f"Pull request: {self.pull_request}")
+        return [*blocks, *map(Text, lines), Text(self.url)]
 
 
 def push(
@@ -78,11 +110,11 @@ def push(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     check_arguments(repo_id, revision, create_pr, message, tag)
-    found = verify_folder(Path(folder))
-    gate = None if require_gate is None else require_pass(found, Path(require_gate))
-    files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
-    refuse_secrets(files, found.prefixes)
-    title, branch = message or default_message(found), revision or hub.DEFAULT_BRANCH
+    verified = verify_folder(Path(folder))
+    gate = None if require_gate is None else require_pass(verified, Path(require_gate))
+    files = {**verified.files, **_staged(verified, repo_id, gate, require_gate)}
+    refuse_secrets(files, verified.prefixes)
+    title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
     api = repository.api
     added = {name: CommitOperationAdd(name, content) for name, content in files.items()}  # which remember their hashes
@@ -99,11 +131,11 @@ def push(
         branch=branch,
         create_pr=create_pr,
         tag=tag,
-        left_out=found.left_out,
+        left_out=verified.left_out,
         message=title,
         dry_run=dry_run,
     )
-    head, summary = _compare(summary, repository, found, added, remote)
+    head, summary = _compare(summary, repository, verified, added, remote)
     if remote is not None:
         repository.refuse_public(remote, private)
         if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
@@ -114,7 +146,7 @@ def push(
     if not dry_run and remote is not None:
         fresh = repository.open(remote, private)
         if not remote.exists:  # a new repository begins with files of the Hub's own
-            head, summary = _compare(summary, repository, found, added, fresh)
+            head, summary = _compare(summary, repository, verified, added, fresh)
         if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
             repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True))
         if summary.changed:
@@ -129,7 +161,8 @@ def push(
 
 def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:
     """Push a finished output where its recipe says; an error says that the output is whole and how to push it."""
-    folder, repo_id = outcome.out, str(output.push_to_hub)
+    folder = outcome.out
+    repo_id = str(output.push_to_hub)
     is_passed = outcome.gate is not None and outcome.gate.verdict == "pass"  # else the user has decided
     require_gate = Path(folder) / REPORT if is_passed else None
     try:
@@ -174,16 +207,16 @@ def check_access(repo_id: str, private: bool) -> None:
 
 
 def _staged(
-    found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
+    verified: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
 ) -> dict[str, hub.Content]:
-    """What is pushed beside the folder's own files, or in their place: card, pictures, gate, configs without code."""
-    coded = [path for path in naming_code(found.folder) if path.name in found.files]  # code itself is left out
+    """Return files pushed beside the folder's own, or in their place: card, pictures, gate, configs without code."""
+    coded = [path for path in naming_code(verified.folder) if path.name in verified.files]  # code itself is left out
     staged: dict[str, hub.Content] = {path.name: json_bytes(without_code(read_object(path))) for path in coded}
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
-    if CARD not in found.files and COMPRESSION in found.files:  # by which it is known how it was made
-        card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
+    if CARD not in verified.files and COMPRESSION in verified.files:  # by which it is known how it was made
+        card = card_text(verified.folder, repo_id, gate, **known_here(verified.folder))
         return staged | {CARD: card.text.encode(), **card.pictures}
     return staged
 
@@ -191,19 +224,20 @@ def _staged(
 def _compare(
     summary: PushSummary,
     repository: hub.Repository,
-    found: VerifiedFolder,
+    verified: VerifiedFolder,
     added: Mapping[str, Any],
     remote: hub.Remote | None,
 ) -> tuple[str | None, PushSummary]:
-    """The commit of the branch, or of the one that it will begin at, and what differs; all where nothing is known."""
+    """Return the commit of the branch, or of the one it will begin at, and what differs; all where nothing is known."""
     branches = {} if remote is None else remote.branches
     head = branches.get(summary.branch, branches.get(hub.DEFAULT_BRANCH))
-    there, files = repository.files(head), []
+    there = repository.files(head)
+    files = []
     for name, addition in sorted(added.items()):
         state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
         files.append(PushedFile(name, addition.upload_info.size, state))
     same = tuple(file.path for file in files if file.state == "unchanged")
-    stale = () if found.is_graph else superseded(there, added, not found.weights <= {*same})
+    stale = () if verified.is_graph else superseded(there, added, not verified.weights <= {*same})
     sent = tuple(file for file in files if file.state != "unchanged")
     nbytes = sum(file.nbytes for file in sent)
     return head, replace(summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale)

@@ -50,14 +50,15 @@ class Repository:
     """A model repository on the Hub; all that goes wrong between here and there is a `CompressionError`."""
 
     def __init__(self, repo_id: str) -> None:
-        """By the Hub's client, with its own token."""
+        """Open it by the Hub's client, with the client's own token."""
         from huggingface_hub import HfApi
 
         name = "moe-compressor"
-        self.repo_id, self.api = repo_id, HfApi(library_name=name, library_version=versions((name,))[name])
+        self.repo_id = repo_id
+        self.api = HfApi(library_name=name, library_version=versions((name,))[name])
 
     def ask(self, question: Callable[[], Any], passed: Container[int | None] = ()) -> Any:
-        """What the Hub's client answers, None at a status in `passed`; the error does not refer to the client's own.
+        """Return the answer of the Hub's client, None at a status in `passed`; errors do not refer to the client's.
 
         A server may echo a token in what it says, and a chained traceback would show it.
         """
@@ -70,7 +71,7 @@ class Repository:
         raise fault
 
     def look_up(self) -> Remote:
-        """The repository as far as it is visible; one that is not is told from a missing one by nobody."""
+        """Return the repository as far as it is visible; an invisible one looks like a missing one."""
         info = self.ask(lambda: self.api.repo_info(self.repo_id), passed=(401, 404))
         if info is None:
             return Remote(exists=False)
@@ -80,15 +81,16 @@ class Repository:
         return Remote(True, info.private, branches, tags)
 
     def files(self, commit: str | None) -> dict[str, Any]:
-        """The client's entry for every file of a commit by its path; none without a commit, or where none is shown."""
+        """Return the client's entry for every file of a commit by its path; none without a commit, or a visible one."""
         if commit is None:
             return {}
-        listed = self.api.list_repo_tree
-        tree = self.ask(lambda: [*listed(self.repo_id, recursive=True, revision=commit)], passed=(404,))
+        tree = self.ask(
+            lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)), passed=(404,)
+        )
         return {entry.path: entry for entry in tree or () if hasattr(entry, "blob_id")}  # no folders
 
     def refuse_public(self, remote: Remote, private: bool) -> None:
-        """Never publish by mistake what was meant to be private."""
+        """Refuse a public repository where a private one is meant."""
         if private and remote.exists and remote.private is False:
             raise CompressionError(
                 f"{self.repo_id} exists on the Hub and is public, so nothing was pushed; make it private in its "
@@ -96,7 +98,7 @@ class Repository:
             )
 
     def open(self, remote: Remote, private: bool) -> Remote:
-        """Make the repository unless it is there."""
+        """Create the repository unless it exists."""
         if remote.exists:
             return remote
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
@@ -109,7 +111,7 @@ class Repository:
         return fresh
 
     def commit(self, changes: Sequence[Any], message: str, branch: str, head: str | None, create_pr: bool) -> Any:
-        """One commit of all changes, which the branch or a new pull request shows at once or not at all.
+        """Commit all changes, which the branch or a new pull request shows at once or not at all.
 
         `upload_folder` would do it in several commits, so that a branch could show half a model. Large files are
         stored first and the commit comes last; run again, the client does not send what is stored already.
@@ -128,7 +130,7 @@ class Repository:
             )
 
     def check_arrived(self, commit: str, added: Mapping[str, Any]) -> None:
-        """Whether the commit holds every file as it is here: a .gitignore there can keep one out without a word."""
+        """Check that the commit holds every file as it is here: a .gitignore there can keep one out without a word."""
         try:
             there = self.files(commit)
         except CompressionError:  # the commit is made; that it cannot be listed yet is no fault of it
@@ -145,7 +147,7 @@ NETWORK = {"TransportError", "ConnectionError", "TimeoutError"}  # classes of fa
 
 
 def state_of(addition: Any, entry: Any) -> State:
-    """How a file compares with the Hub's entry for it; it is read only where both have the same size."""
+    """Compare a file with the Hub's entry for it; it is read only where both have the same size."""
     from huggingface_hub.utils.sha import git_hash
 
     if entry is None:
@@ -161,37 +163,48 @@ def state_of(addition: Any, entry: Any) -> State:
 
 
 def hub_error(repo_id: str, error: BaseException) -> CompressionError:
-    """The sentence for an exception of the Hub's client."""
-    status, said = status_of(error), _reason(error)
-    if status == 403 and ROOM.search(said):
+    """Return an exception of the Hub's client in a sentence, with its remedy."""
+    status = status_of(error)
+    reason = _reason(error)
+    if status == 403 and ROOM.search(reason):
         what, remedy = NO_ROOM
     elif status is not None:
         what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
-    elif NETWORK & {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}:
+    elif any(map(_is_network_fault, _chain(error))):
         what, remedy = BROKEN
     else:
         what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
-    shown = f"{status}: {said}" if status is not None else said
+    shown = f"{status}: {reason}" if status is not None else reason
     return CompressionError(f"{repo_id}: {what} ({shown}); {remedy}, {AGAIN}")
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status that the Hub answered; None where it did not come to an answer."""
-    statuses = (getattr(getattr(each, "response", None), "status_code", None) for each in _chain(error))
-    return next((status for status in statuses if isinstance(status, int)), None)
+    """Return the status that the Hub answered; None if there was no answer."""
+    for cause in _chain(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def _is_network_fault(error: BaseException) -> bool:
+    return bool(NETWORK & {kind.__name__ for kind in type(error).__mro__})
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and what it was raised from: the client wraps the faults of an upload."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    """Yield an exception and its causes: the client wraps the faults of an upload."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _reason(error: BaseException) -> str:
-    """What the Hub says, else what the exception that carries its answer does, else the innermost one."""
+    """Return the Hub's own message, or that of the exception with its answer, or that of the innermost one."""
     chain = list(_chain(error))
-    said = [Exception(text) for each in chain if (text := getattr(each, "server_message", None))]
-    answered = [each for each in chain if getattr(each, "response", None) is not None]
-    return reason_of([*said, *answered, chain[-1]][0], MOST)
+    for cause in chain:
+        message = getattr(cause, "server_message", None)
+        if message:
+            return reason_of(Exception(message), MOST)
+    answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
+    return reason_of([*answered, chain[-1]][0], MOST)

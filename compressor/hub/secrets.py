@@ -1,4 +1,4 @@
-"""What must not get onto the Hub: access tokens, keys of other services and private keys, in whatever file they lie.
+"""Secrets that must not get onto the Hub: access tokens, keys of other services and private keys, in any file.
 
 A pattern asks for a service's own prefix, its alphabet and its length, so that no vocabulary of a tokenizer has one.
 """
@@ -53,12 +53,14 @@ def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) ->
     Every file is read, as it is and with its escapes resolved, but of those in `prefixes` only so many first bytes.
     """
     for name, content in files.items():
-        if kind := kind_of_secret(name.encode(errors="replace")):
+        kind = kind_of_secret(name.encode(errors="replace"))
+        if kind:
             raise CompressionError(
                 f"a file whose name begins with {name[:3]!r} is named like {kind}, so nothing was pushed; rename it"
             )
         for window in _windows(content, prefixes.get(name)):
-            if kind := kind_of_secret(window):
+            kind = kind_of_secret(window)
+            if kind:
                 raise CompressionError(
                     f"{name} holds what looks like {kind}, so nothing was pushed; take it out, and revoke it if "
                     "anybody else may have seen it"
@@ -66,14 +68,15 @@ def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) ->
 
 
 def kind_of_secret(data: bytes) -> str | None:
-    """What sort of secret the bytes hold, plainly or behind escapes of JSON, YAML, XML or addresses; None if none."""
+    """Return the kind of secret in bytes, plain or behind escapes of JSON, YAML, XML or addresses; None if none."""
     data = data.replace(b"\0", b"")  # as in UTF-16
     in_use = [token.encode() for token in tokens_in_use()]
     for _ in range(ROUNDS + 1):
         if any(token in data for token in in_use):
             return HUB
-        if found := SECRET.search(data):
-            return list(KINDS)[(found.lastindex or 1) - 1]
+        match = SECRET.search(data)
+        if match:
+            return list(KINDS)[(match.lastindex or 1) - 1]
         plain = _plain(data)
         if plain == data:
             break
@@ -93,9 +96,13 @@ def _windows(content: Content, most: int | None) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield content
         return
-    left, last = content.stat().st_size if most is None else most, b""
+    remaining = content.stat().st_size if most is None else most
+    last = b""
     with content.open("rb") as stream:
-        while left > 0 and (piece := stream.read(min(left, CHUNK_BYTES))):
-            left -= len(piece)
-            yield last + piece
-            last = piece[-OVERLAP_BYTES:]
+        while remaining > 0:
+            chunk = stream.read(min(remaining, CHUNK_BYTES))
+            if not chunk:
+                return
+            remaining -= len(chunk)
+            yield last + chunk
+            last = chunk[-OVERLAP_BYTES:]

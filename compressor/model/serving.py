@@ -425,8 +425,8 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     return Advice(model.experts, model.top_k, model.width, full_speed, breaches, nearest)
 
 
-def server_line(advice: Advice) -> str:
-    """Return one line on the servers that run a model at full speed, and on the others by their worst effect."""
+def servers_in_words(advice: Advice) -> str:
+    """Return the servers that run a model at full speed, and the others by their worst effect, on one line."""
     by_effect: dict[Effect, list[str]] = {}
     known = set[str]()
     for effect in IN_WORDS:
@@ -436,4 +436,4 @@ def server_line(advice: Advice) -> str:
     parts = [f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"]
     parts += [f"{IN_WORDS[effect]} in {', '.join(servers)}" for effect, servers in by_effect.items() if servers]
     near = f"nearest number for all: {advice.nearest}; " if advice.nearest not in (None, advice.experts) else ""
-    return f"Servers: {'; '.join(parts)}" + (f" ({near}see moe-compress inspect)" if known else "")
+    return "; ".join(parts) + (f" ({near}see moe-compress inspect)" if known else "")

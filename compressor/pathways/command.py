@@ -5,7 +5,7 @@ from typing import Annotated
 import compressor
 from compressor.cli.items import Items
 from compressor.cli.options import Model, Out, Reading, flag, spread
-from compressor.cli.terminal import alone, print_report, progress_bars
+from compressor.cli.terminal import alone, print_report, progress_bars, written_line
 
 
 @spread
@@ -21,7 +21,6 @@ def reference(
 ) -> None:
     """Ask a model items and keep those that it answers right, each with the experts it is routed to."""
     items.check_packages()
-    from compressor.cli.rendering import written_line
     from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
 

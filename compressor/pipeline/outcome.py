@@ -302,6 +302,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             left_out=tuple(map(str, content.get("left_out") or ())),
             zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
             packed=is_packed(folder),
+            loader_fault=fault_of(folder),
             acceptance=run.acceptance if run else {},
             heldout=read_as(DomainDivergence, content["heldout"]) if content.get("heldout") else None,
             versions=dict(content.get("versions") or plan.versions),

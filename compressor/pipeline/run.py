@@ -208,7 +208,7 @@ def _in_place(delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: 
     if not ranks().broadcast(answered):
         return None
     report_in_place(delivery.out)
-    outcome = replace(read_outcome(delivery.out), loader_fault=fault_of(delivery.out))
+    outcome = read_outcome(delivery.out)
     if delivery.gate is not None:
         outcome = replace(outcome, gate=read_gate(delivery.out / REPORT))
     servers = servers_of(resolved.view, outcome.expert_plan)

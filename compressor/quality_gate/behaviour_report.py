@@ -56,7 +56,8 @@ def written_blocks(written: Written, base: str, smaller: str, confidence: float)
 def lead(behaviour: Behaviour) -> str:
     """Return the first sentence: loops and ends, or else loss and flips."""
     if behaviour.written is None:
-        if (read := behaviour.text or behaviour.answers) is None:
+        read = behaviour.text or behaviour.answers
+        if read is None:
             return f"{behaviour.smaller} beside {behaviour.base}."
         whole = read.rows[-1]
         what = "this text" if read is behaviour.text else "the base's answers"

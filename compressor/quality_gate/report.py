@@ -189,7 +189,8 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     """
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
-    if sentences := advice(result):
+    sentences = advice(result)
+    if sentences:
         blocks.append(Items(tuple(sentences)))
     rows = list[tuple[Words, ...]]()
     for row in result.rows:
@@ -366,7 +367,8 @@ def read_gate(path: Path) -> GateResult:
 def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
     """Return the given result, refused if it is of other files, or else the one beside the weights if it is theirs."""
     if gate is not None:
-        if (name := differing(folder, gate.compressed_identity)) is not None:
+        name = differing(folder, gate.compressed_identity)
+        if name is not None:
             raise CompressionError(
                 f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on "
                 "this folder"

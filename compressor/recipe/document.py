@@ -1,49 +1,17 @@
-"""Plans and results for people: the fate of each layer's experts, and the results of steps."""
+"""What came of steps, in words."""
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from compressor.document.blocks import Block, Table, Text, plain_words
+from compressor.document.blocks import Block, Text, plain_words
 from compressor.errors import CompressionError
 from compressor.formatting import counted, short
 from compressor.recipe.recipe import make_step
-from compressor.recipe.steps_plan import Plan
 
 logger = logging.getLogger(__name__)
 
 MOST = 12  # numbers in a cell
-COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
-
-
-def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
-    """Return a table of a plan's layers, what its steps say, and their names if there are several."""
-    plan = planned.expert_plan
-    columns = list(COLUMNS)
-    if not plan.protected:
-        columns.remove("protected")
-    if plan.has_constants:
-        columns[columns.index("dropped")] = "constants"
-    rows = []
-    for layer in plan.layers:
-        cells = (
-            layer.module,
-            str(layer.experts),
-            str(len(layer.groups)),
-            first_of(layer.dropped),
-            first_of(list(map(list, layer.merged))),
-            first_of(plan.protected.get(layer.module, ())),
-        )
-        rows.append(cells[: len(columns)])
-    title = f"Plan by {planned.strategy}, written to {path}"
-    blocks: list[Block] = [Table(title, tuple(columns), tuple(rows))]
-    for step in planned.steps:
-        if step.decision is not None:
-            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
-    if len(planned.steps) > 1:
-        blocks.append(Text(f"Steps: {', '.join(step.name for step in planned.steps)}"))
-    return tuple(blocks)
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:

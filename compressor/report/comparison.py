@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from compressor.model.constant_experts import is_replaced
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.substitution import Substitution
-from compressor.pipeline.resolve import Session
+from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.progress import Progress
 from compressor.quality_gate.domains import degraded_domains
 from compressor.recipe.plan import LayerPlan
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Candidate:
     """A strategy with options and corrections, by its name in the table."""
 
     name: str
@@ -89,7 +90,7 @@ def correction(method: str) -> Correct:
     return step
 
 
-def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
+def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
     """Read name or name:option=value:option=value; by default, its own correction is tried beside none."""
     name, *settings = text.split(":")
     options = dict(
@@ -98,13 +99,14 @@ def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
     strategy = load_strategy(name, options)
     methods = dict.fromkeys(corrections or ("none", strategy.correction))
     shown = " ".join([name, *(f"({setting})" for setting in settings)])
-    return Contender(shown, strategy, options, tuple(correction(method) for method in methods))
+    return Candidate(shown, strategy, options, tuple(correction(method) for method in methods))
 
 
 def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
     """Return the mean error over the layers that recorded one; None if no layer did."""
-    known = [error for figures in corrections if (error := figures.get("heldout_error")) is not None]
-    return sum(known) / len(known) if known else None
+    errors = [figures.get("heldout_error") for figures in corrections]
+    known = [error for error in errors if error is not None]
+    return fmean(known) if known else None
 
 
 def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Table:
+class _RowBuilder:
     """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows show."""
 
     model: OpenModel
@@ -154,47 +156,53 @@ class _Table:
             **more,
         )
 
-    def planned(self, planned: Planned, contender: Contender) -> list[Row]:
+    def planned(self, planned: Planned, candidate: Candidate) -> list[Row]:
         """Carry a plan out with each correction layer by layer without writing it, and evaluate the result.
 
         As in `compress`, a correction is undone that takes the whole model further away on what is held out.
         """
         heldout = range(len(self.sets), len(self.evaluator.names))
-        corrections = list(contender.corrections)
+        corrections = list(candidate.corrections)
         none = Correct(method="none")
-        plain, uncorrected = self._carried_out(planned, contender, none)
+        plain, uncorrected = self._carried_out(planned, candidate, none)
         rows = {none.method: plain}
         for correction in corrections:
             if correction.wanted:
-                row, figures = self._carried_out(planned, contender, correction)
+                row, figures = self._carried_out(planned, candidate, correction)
                 if accepts(figures.of(heldout), uncorrected.of(heldout)):
                     undone = replace(plain, correction=correction.method, undone=True)
                     row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
                 rows[correction.method] = row
         return [rows[correction.method] for correction in corrections]
 
-    def _carried_out(self, planned: Planned, contender: Contender, correction: Correct) -> tuple[Row, Figures]:
-        plan, data, begin = planned.plan, self.calibration, time.perf_counter()
-        plans, seconds = {layer.module: layer for layer in plan.layers}, planned.seconds
-        phase = f"{contender.name}{f' + {correction.method}' if correction.wanted else ''}, {plan.experts}"
+    def _carried_out(self, planned: Planned, candidate: Candidate, correction: Correct) -> tuple[Row, Figures]:
+        begin = time.perf_counter()
+        experts = planned.plan.experts
+        plans = {layer.module: layer for layer in planned.plan.layers}
         work = LayerWork(
-            plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
+            experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
         )
-        if not correction.wanted:  # nothing is fitted, and errors are those of what is held out
-            held = data.heldout_batches
-            data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
+        if correction.wanted:
+            calibration = self.calibration
+            name = f"{candidate.name} + {correction.method}"
+        else:  # nothing is fitted, and errors are those of what is held out
+            heldout = self.calibration.heldout_batches
+            calibration = Calibration(heldout, self.calibration.identity, heldout=frozenset(range(len(heldout))))
+            name = candidate.name
+        phase = f"{name}, {experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
-            layers = compress_sequentially(self.model, work, data, self.progress, probe=probe, phase=phase)
+            layers = compress_sequentially(self.model, work, calibration, self.progress, probe=probe, phase=phase)
+        correcting = time.perf_counter() - begin if correction.wanted else 0.0
         row = self.row(
             probe.figures[0],
-            plan.experts,
-            name=contender.name,
-            strategy=contender.strategy.name,
+            experts,
+            name=candidate.name,
+            strategy=candidate.strategy.name,
             correction=correction.method,
             error=_layer_error(layer.figures["correction"] for layer in layers),
-            seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+            seconds=planned.seconds + correcting,
             peak_memory=peak.anonymous,
-            seed=contender.seed,
+            seed=candidate.seed,
         )
         return row, probe.figures[0]
 
@@ -203,32 +211,40 @@ class _Table:
 
         Each count is kept in every layer, then on average over layers, where the model loses least.
         """
-        model, heldout, layers = self.model, self.calibration.heldout_batches, self.model.architecture.layers
+        model = self.model
+        heldout = self.calibration.heldout_batches
+        layers = model.architecture.layers
         begin = time.perf_counter()
         measured = measure(model, self.calibration, self.progress, self.seed)
         shared = time.perf_counter() - begin
         budgets = [EVEN, UNEVEN]
-        if (held := sum(map(len, heldout))) < FEWEST:
-            logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
+        sequences = sum(map(len, heldout))
+        if sequences < FEWEST:
+            logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", sequences)
             budgets = [EVEN]
         for count, budget in product(counts, budgets):
-            removed, begin = sum(layer.experts - count for layer in layers), time.perf_counter()
+            begin = time.perf_counter()
+            removed = sum(layer.experts - count for layer in layers)
             replaced, _ = choose_replaced(model, measured, protected, removed, budget, heldout, self.progress)
-            variant, name = substitutes_of(replaced, measured), f"{CONSTANTS}, {budget}"
+            variant = substitutes_of(replaced, measured)
+            name = f"{CONSTANTS}, {budget}"
             deciding = shared + time.perf_counter() - begin
             for correction in corrections:
-                begin, error = time.perf_counter(), None
+                begin = time.perf_counter()
+                error = None
+                seconds = 0.0
                 with PeakMemory() as peak:
                     if correction.wanted:
-                        given = (model, variant, self.calibration, self.progress, self.seed, correction)
                         with self.evaluator.measuring(model.partial.model) as probe:
-                            plans = refit(*given, probe=probe)
+                            plans = refit(
+                                model, variant, self.calibration, self.progress, self.seed, correction, probe=probe
+                            )
+                        figures = probe.figures[0]
                         error = _layer_error(plan.figures["correction"] for plan in plans.values())
-                        (figures, *_), seconds = probe.figures, time.perf_counter() - begin
+                        seconds = time.perf_counter() - begin
                     else:
                         substituted = [Substitution(constants=variant)]
-                        phase, seconds = f"{name}, {count}", 0.0
-                        (figures, *_) = self.evaluator.measure(model, substituted, (), self.progress, phase)
+                        figures = self.evaluator.measure(model, substituted, (), self.progress, f"{name}, {count}")[0]
                 yield self.row(
                     figures,
                     count,
@@ -251,7 +267,7 @@ def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
     return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
 
 
-def contenders_of(grid: Grid) -> list[Contender]:
+def candidates_of(grid: Grid) -> list[Candidate]:
     """Return the strategies to compare, each once, and without formats random drops; no model is read.
 
     Raises `CompressionError` for unknown strategies, options and corrections, and constants on several processes.
@@ -259,25 +275,44 @@ def contenders_of(grid: Grid) -> list[Contender]:
     if grid.constants:
         refuse_several("--format mone", "leave it out, or start the command without torchrun")
     texts = grid.strategies or (["auto"] if grid.schemes else [strategy.name for strategy in working_strategies()])
-    contenders = [parse_contender(text, grid.corrections) for text in texts]
+    candidates = [parse_candidate(text, grid.corrections) for text in texts]
     none = (Correct(method="none"),)
     for seed in range(0 if grid.schemes else grid.random_seeds):
-        contenders.append(Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed))
-    if len({contender.name for contender in contenders}) < len(contenders):
+        candidates.append(Candidate(f"random (seed {seed})", random_drop(seed), {}, none, seed))
+    if len({candidate.name for candidate in candidates}) < len(candidates):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
-    return contenders
+    return candidates
 
 
-def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
-    """Return the contenders, without unnamed ones that need an attribution if the model has none."""
+def read_texts(run: Session, grid: Grid, text: TextOptions, seed: int) -> tuple[Calibration, Sequence[EvaluationSet]]:
+    """Return the calibration text, and the text to evaluate on, which may be reserved of the calibration's."""
+    most = grid.evaluation_samples
+    if not grid.evaluate:
+        calibration = read_calibration(run, text, seed, HELDOUT, most)
+        return calibration, calibration.reserved
+    evaluation = read_evaluation(run, grid.evaluate, text, seed, most)
+    return read_calibration(run, text, seed, HELDOUT), evaluation
+
+
+def _heldout_sets(calibration: Calibration) -> list[EvaluationSet]:
+    """Return the held-out batches of each calibration source."""
+    sets = list[EvaluationSet]()
+    for index, name in enumerate(calibration.source_names):
+        numbers = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == index]
+        sets.append(EvaluationSet(name, tuple(calibration.batches[number] for number in numbers)))
+    return sets
+
+
+def _attributable(candidates: Sequence[Candidate], planner: Planner, named: bool) -> list[Candidate]:
+    """Return the candidates, without unnamed ones that need an attribution if the model has none."""
     try:
-        planner.rank_changes([contender.strategy for contender in contenders])
+        planner.rank_changes([candidate.strategy for candidate in candidates])
     except CompressionError as error:
         if named:
             raise
         logger.warning("%s; it is left out", error)
-        return [contender for contender in contenders if not contender.strategy.needs & ATTRIBUTED]
-    return list(contenders)
+        return [candidate for candidate in candidates if not candidate.strategy.needs & ATTRIBUTED]
+    return list(candidates)
 
 
 def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
@@ -287,7 +322,8 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
     counts += [resolve_count(layers, None, ratio) for ratio in grid.ratios]
     counts = list(dict.fromkeys(counts))
     given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
-    if shared := shared_experts(model):
+    shared = shared_experts(model)
+    if shared:
         raise CompressionError(
             f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
             "them takes; compress with one strategy after another instead"
@@ -296,14 +332,16 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
 
 
 def compare_strategies(
-    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+    run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
 ) -> Comparison:
     """Plan with every strategy at every count, carry plans out with each correction, and evaluate all alike.
 
     The model is tried with whole experts and with sub-experts, and with each top-k; one pass collects statistics for
     all plans of these experts. Protected experts stay as they are in every plan, the random ones included.
     """
-    base, progress, prune = run.model, run.progress, Prune(protect=grid.protect)
+    base = run.model
+    progress = run.progress
+    prune = Prune(protect=grid.protect)
     constants = [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
     views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
     top_ks = list[int | None](dict.fromkeys(grid.top_ks)) or [None]
@@ -311,17 +349,14 @@ def compare_strategies(
         _counts(with_top_k(view, top_k), grid, prune)  # refused before text is read
     if constants:
         refuse_model(base)
-    calibration, sets = grid.read_texts(run, text, seed)
-    changed = any(method.wanted for contender in contenders for method in contender.corrections)
-    held = list[EvaluationSet]()  # of each calibration source, by which corrections of whole models are kept or undone
-    if changed:
-        for index, name in enumerate(calibration.source_names):
-            numbers = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == index]
-            held.append(EvaluationSet(name, tuple(calibration.batches[number] for number in numbers)))
-    evaluator = Evaluator(base, [*sets, *held])
+    calibration, sets = read_texts(run, grid, text, seed)
+    changed = any(method.wanted for candidate in candidates for method in candidate.corrections)
+    # by which corrections of whole models are kept or undone
+    heldout = _heldout_sets(calibration) if changed else []
+    evaluator = Evaluator(base, [*sets, *heldout])
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
-    table = _Table(base, calibration, evaluator, sets, progress, seed)
+    table = _RowBuilder(base, calibration, evaluator, sets, progress, seed)
     unchanged: dict[str, Any] = {"strategy": "base", "correction": "none", "error": 0.0, "seconds": 0.0}
     rows = [table.row(figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0
@@ -330,19 +365,19 @@ def compare_strategies(
         if view.is_split:
             view = partitioned(view, calibration, progress, seed, changed=changed)
         planner = Planner(view, calibration, progress, seed)
-        contenders = _attributable(contenders, planner, named=bool(grid.strategies))
+        candidates = _attributable(candidates, planner, named=bool(grid.strategies))
         for top_k in top_ks:
             model = with_top_k(view, top_k)
             counts = _counts(model, grid, prune)
             protected = protected_experts(prune.protect, min(counts, default=view.architecture.experts), planner)
-            pairs = list(product(counts, contenders))
-            specs = [PruneSpec(contender.strategy, count) for count, contender in pairs]
+            pairs = list(product(counts, candidates))
+            specs = [PruneSpec(candidate.strategy, count) for count, candidate in pairs]
             begin = time.perf_counter()
             plans = replace(planner, model=model).plans(specs, protected)
             shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
-            table = _Table(model, calibration, evaluator, sets, progress, seed)
-            for planned, (_, contender) in zip(plans, pairs, strict=True):
-                rows += table.planned(planned, contender)
+            table = _RowBuilder(model, calibration, evaluator, sets, progress, seed)
+            for planned, (_, candidate) in zip(plans, pairs, strict=True):
+                rows += table.planned(planned, candidate)
             if constants and model is base:
                 rows += table.constants(counts, protected, constants)
     return Comparison(

@@ -5,6 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +20,13 @@ from compressor.document.picture import Drawing, png
 from compressor.files import whole_folder
 from compressor.formatting import counted, human_bytes, human_count, joined, readable
 from compressor.records import finite, plain_json
+from compressor.report.grid import STORED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
-STORED = "none"  # the format of experts that stay as they are stored
 # columns, the least important first
 OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
 OPTIONAL_OF_FORMATS = (*OPTIONAL, "model", "loss", "bits")
@@ -118,15 +119,14 @@ def format_label(scheme: str) -> str:
 
 def label(row: Row, name: str | None = None) -> str:
     """Return a row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge'."""
-    return "".join(
-        (
-            name or row.name,
-            f", {row.split} parts" if row.split > 1 else "",
-            f", top {row.top_k}" if row.top_k is not None else "",
-            f" + {row.correction}" if row.correction != "none" else "",
-            " (undone)" if row.undone else "",
-        )
-    )
+    text = name or row.name
+    if row.split > 1:
+        text += f", {row.split} parts"
+    if row.top_k is not None:
+        text += f", top {row.top_k}"
+    if row.correction != "none":
+        text += f" + {row.correction}"
+    return f"{text} (undone)" if row.undone else text
 
 
 def sort_key(loss: float) -> float:
@@ -243,26 +243,22 @@ class Comparison:
             f"evaluated on {joined(evaluated) or 'no data'}, seed {self.seed}."
         )
 
-    def document(self) -> tuple[Block, ...]:
+    def document(self) -> list[Block]:
         """Return all of it, with the figure."""
-        layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in self.protected.items()]
-        protected = Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        legend = LEGEND + (FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND) + SOURCES_LEGEND
-        return (
-            Heading(f"{self.model}: comparison", level=1),
-            self.data_line(),
-            *([protected] if layers else []),
-            *_tables(self, self.rows[1:]),
-            *map(Text, sentences(self)),
-            Text(legend),
-            comparison_figure(self),
-            Text(f"Made with {versions}."),
-        )
+        blocks: list[Block] = [Heading(f"{self.model}: comparison", level=1), self.data_line()]
+        if self.protected:
+            layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in self.protected.items()]
+            blocks.append(Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}."))
+        blocks += _tables(self, self.rows[1:])
+        blocks += map(Text, sentences(self))
+        blocks.append(Text(LEGEND + (FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND) + SOURCES_LEGEND))
+        blocks.append(comparison_figure(self))
+        blocks.append(Text(f"Made with {', '.join(f'{name} {version}' for name, version in self.versions.items())}."))
+        return blocks
 
-    def brief(self) -> tuple[Block, ...]:
-        """Return what a terminal shows; random drops share a line."""
-        return *_tables(self, without_seeds(self.rows[1:])), self.data_line(), *map(Text, sentences(self))
+    def brief(self) -> list[Block]:
+        """Return the blocks that a terminal shows; random drops share a line."""
+        return [*_tables(self, without_seeds(self.rows[1:])), self.data_line(), *map(Text, sentences(self))]
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -271,11 +267,13 @@ def sentences(comparison: Comparison) -> list[str]:
         return []
     untried = ["GPTQ in place of rounding to nearest", *comparison.formats_left_out, "other group sizes"]
     untried.append("fewer bits for attention")
-    cut = [row for row in comparison.rows if row.name != comparison.base.name]
-    strategies = ", ".join(dict.fromkeys(row.name for row in cut))
-    corrections = ", ".join(dict.fromkeys(row.correction for row in cut if row.correction != "none"))
-    untried += [f"strategies other than {strategies}"] if strategies else []
-    untried += [f"corrections other than {corrections}"] if corrections else []
+    smaller = [row for row in comparison.rows if row.name != comparison.base.name]
+    strategies = ", ".join(dict.fromkeys(row.name for row in smaller))
+    if strategies:
+        untried.append(f"strategies other than {strategies}")
+    corrections = ", ".join(dict.fromkeys(row.correction for row in smaller if row.correction != "none"))
+    if corrections:
+        untried.append(f"corrections other than {corrections}")
     left_out = [f"Left out: {reason}." for reason in comparison.left_out]
     return [*choice(comparison), *left_out, f"Not tried: {', '.join(untried)}, other shares and splits."]
 
@@ -287,7 +285,8 @@ def choice(comparison: Comparison) -> list[str]:
     limit = human_bytes(comparison.limit)
     if comparison.cache:
         limit += f" beside {human_bytes(comparison.cache)} for {comparison.context:,} tokens of context"
-    fitting, name_of = comparison.fitting, comparison.name_of
+    fitting = comparison.fitting
+    name_of = comparison.name_of
     if not fitting:
         least = min(comparison.rows, key=lambda row: row.bytes)
         return [f"Nothing fits in {limit}: the smallest is {name_of(least)}, with {human_bytes(least.bytes)}."]
@@ -323,7 +322,8 @@ def without_seeds(rows: Iterable[Row]) -> list[Row]:
 
 def _mean(drops: Sequence[Row]) -> Row:
     """Return a row with the means of random drops, and the highest peak."""
-    first, losses = drops[0], [drop.loss for drop in drops]
+    first = drops[0]
+    losses = [drop.loss for drop in drops]
     figures: dict[str, Any] = {
         "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
         "peak_memory": max(drop.peak_memory or 0 for drop in drops),
@@ -361,7 +361,8 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
     """Return the base, then each size's models, the best in bold; of several sources, their figures as well."""
     if comparison.formats:  # sorted by bytes
-        shown, ruled = [comparison.base, *rows], set[int]()
+        shown = [comparison.base, *rows]
+        ruled = set[int]()
         bold = {number for number, row in enumerate(shown) if row.frontier}
     else:
         shown = [comparison.base, *ranked(rows)]
@@ -425,14 +426,19 @@ def _lines(comparison: Comparison) -> dict[str, list[list[Row]]]:
 
     Formats of all experts are one line. Each format of a strategy is one, which begins at all experts in that format.
     """
-    base, lines = comparison.base, dict[str, dict[int, list[Row]]]()
+    base = comparison.base
+    lines = dict[str, dict[int, list[Row]]]()
     uncut = {row.scheme: row for row in comparison.rows if row.strategy == base.strategy}
-    for row in comparison.rows[1:] if comparison.formats else ranked(comparison.rows[1:]):
-        name, start = label(row, "random" if row.is_random else None), uncut.get(row.scheme, base)
+    rows = comparison.rows[1:]
+    for row in rows if comparison.formats else ranked(rows):
+        start = base
         if row.strategy == base.strategy:
-            name, start = "formats alone", base
-        elif not row.is_stored:
-            name += f", {row.scheme}"
+            name = "formats alone"
+        else:
+            start = uncut.get(row.scheme, base)
+            name = label(row, "random" if row.is_random else None)
+            if not row.is_stored:
+                name += f", {row.scheme}"
         lines.setdefault(name, {0: [start]}).setdefault(row.bytes, []).append(row)
     return {name: list(line.values()) for name, line in lines.items()}
 
@@ -442,60 +448,18 @@ def comparison_figure(comparison: Comparison) -> Figure:
 
     Rings mark the frontier, and a dashed line the limit of bytes.
     """
-    base, lines = comparison.base, _lines(comparison)
-    losses = dict[str, list[list[float]]]()  # above the base's
-    labels, alt = dict[str, str](), [f"Loss above the base's {base.loss:.4f} by experts kept."]
+    base = comparison.base
+    lines = _lines(comparison)
+    labels = dict[str, str]()
+    alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
     for name, line in lines.items():
-        losses[name] = [list(map(comparison.increase, group)) for group in line]
         drops = max(map(len, line))
         band = f"mean and range of {drops}" if drops > 1 else "one drop"
         labels[name] = textwrap.fill(readable(f"{name} ({band})" if line[-1][0].is_random else name), 44)
-        points = zip(line[1:], losses[name][1:], strict=True)
-        alt.append(f"{name}: {', '.join(f'{rows[0].kept:g} {fmean(values):+.4f}' for rows, values in points)}.")
-    legend, frontier = (
-        list(labels.values()),
-        [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)],
-    )
-    strategies = list(dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random))
-
-    def draw(canvas: "FigureBase") -> None:
-        axes = canvas.add_subplot()
-        handles = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
-        for number, (name, line) in enumerate(lines.items()):
-            row, sizes = line[-1][0], [group[0].bytes for group in line]
-            shade = ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
-            face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
-            mean = list(map(fmean, losses[name]))
-            if row.is_random:
-                low, high = map(min, losses[name]), map(max, losses[name])
-                axes.fill_between(sizes, list(low), list(high), color=shade, alpha=0.2, linewidth=0)
-            (drawn,) = axes.plot(
-                sizes,
-                mean,
-                color=shade,
-                linewidth=1.4,
-                linestyle="dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
-                marker=MARKERS[number % len(MARKERS)],
-                markersize=6,
-                markerfacecolor=face,
-                markeredgecolor=edge,
-                markeredgewidth=1.0,
-                markevery=slice(1, None),  # where a line begins, a marker says nothing
-            )
-            handles.append((sort_key(mean[-1]), labels[name], drawn))
-        handles.sort(key=lambda handle: -handle[0])
-        if frontier:
-            ring: dict[str, Any] = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "none"}
-            sizes, values = [row.bytes for row in frontier], list(map(comparison.increase, frontier))
-            (rings,) = axes.plot(sizes, values, markeredgecolor=ROLES["ink"], **ring)
-            handles.append((0.0, FRONTIER, rings))
-        if comparison.limit is not None:
-            axes.axvline(comparison.limit - comparison.cache, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
-        _, texts, drawings = zip(*handles, strict=True)
-        canvas.legend(drawings, texts, loc="outside right upper", handlelength=3.2)
-        _scale_axes(axes, comparison)
-
-    title = f"{comparison.model}: loss over bytes"
+        points = [f"{group[0].kept:g} {fmean(map(comparison.increase, group)):+.4f}" for group in line[1:]]
+        alt.append(f"{name}: {', '.join(points)}.")
+    frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
+    legend = ["base", *labels.values()]
     caption = (
         "Loss above the base's by the bytes of all tensors; the legend lists lines in the order in which they end. "
         "Colour is the strategy and its format, line style the correction, and the grey band random drops."
@@ -503,11 +467,61 @@ def comparison_figure(comparison: Comparison) -> Figure:
     if frontier:
         legend.append(FRONTIER)
         caption += " Rings mark models that none is smaller and better than, by KL."
-        points_in_words = [f"{row.size_label}, {human_bytes(row.bytes)}" for row in frontier]
-        alt.append(f"The frontier: {'; '.join(points_in_words)}.")
-    entries = "\n".join(["base", *legend]).splitlines()
-    size = 7.3 + 0.068 * max(map(len, entries)), max(5.0, 0.6 + 0.185 * len(entries))
+        points = [f"{row.size_label}, {human_bytes(row.bytes)}" for row in frontier]
+        alt.append(f"The frontier: {'; '.join(points)}.")
+    legend_lines = "\n".join(legend).splitlines()
+    size = 7.3 + 0.068 * max(map(len, legend_lines)), max(5.0, 0.6 + 0.185 * len(legend_lines))
+    title = f"{comparison.model}: loss over bytes"
+    draw = partial(_draw, comparison=comparison, lines=lines, labels=labels, frontier=frontier)
     return Figure("comparison", title, caption, (Drawing(title, " ".join(alt), size, draw),))
+
+
+def _draw(
+    canvas: "FigureBase",
+    comparison: Comparison,
+    lines: Mapping[str, Sequence[Sequence[Row]]],
+    labels: Mapping[str, str],
+    frontier: Sequence[Row],
+) -> None:
+    axes = canvas.add_subplot()
+    strategies = list(dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random))
+    handles: list[tuple[float, str, Any]] = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
+    for number, (name, line) in enumerate(lines.items()):
+        row = line[-1][0]
+        sizes = [group[0].bytes for group in line]
+        losses = [list(map(comparison.increase, group)) for group in line]
+        means = list(map(fmean, losses))
+        shade = ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
+        face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
+        if row.is_random:
+            axes.fill_between(
+                sizes, list(map(min, losses)), list(map(max, losses)), color=shade, alpha=0.2, linewidth=0
+            )
+        (drawn,) = axes.plot(
+            sizes,
+            means,
+            color=shade,
+            linewidth=1.4,
+            linestyle="dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=6,
+            markerfacecolor=face,
+            markeredgecolor=edge,
+            markeredgewidth=1.0,
+            markevery=slice(1, None),  # where a line begins, a marker says nothing
+        )
+        handles.append((sort_key(means[-1]), labels[name], drawn))
+    handles.sort(key=lambda handle: -handle[0])
+    if frontier:
+        ring: dict[str, Any] = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "none"}
+        sizes = [row.bytes for row in frontier]
+        (rings,) = axes.plot(sizes, list(map(comparison.increase, frontier)), markeredgecolor=ROLES["ink"], **ring)
+        handles.append((0.0, FRONTIER, rings))
+    if comparison.limit is not None:
+        axes.axvline(comparison.limit - comparison.cache, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
+    _, texts, drawings = zip(*handles, strict=True)
+    canvas.legend(drawings, texts, loc="outside right upper", handlelength=3.2)
+    _scale_axes(axes, comparison)
 
 
 def _scale_axes(axes: "Axes", comparison: Comparison) -> None:

@@ -23,6 +23,14 @@ from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json
 
 FORMAT = "moe-compressor-report/3"
+ERRORS = {  # what a layer's fields are called
+    "error": "error of the block",
+    "cosine": "cosine",
+    "stream_error": "error of the stream",
+    "stream_cosine": "cosine of the stream",
+    "heldout_error_before": "held-out error, before reconstruction",
+    "heldout_error_after": "held-out error, after reconstruction",
+}
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -228,6 +236,7 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
         changed = ["+".join(map(str, sorted(group.members))) for group in layer.groups if not group.untouched]
         cells = {
             "layer": str(layer.layer) if count[layer.layer] == 1 else f"{layer.layer} ({one_line(layer.module)})",
+            "experts": f"{layer.experts} → {len(layer.groups)}",
             "kept": ranges(group.members[0] for group in layer.groups if group.untouched),
             "merged": ", ".join(changed) or "-",
             "constants" if plan.has_constants else "dropped": ranges(layer.dropped),

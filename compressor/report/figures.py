@@ -27,7 +27,18 @@ from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, listed, percent, readable, short, span
 from compressor.quality_gate.report import gate_figure
 from compressor.recipe.document import changed
-from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
+from compressor.report.data import (
+    ERRORS,
+    LayerReport,
+    Report,
+    all_dispositions,
+    gone,
+    load_of,
+    mean,
+    order,
+    roles,
+    within,
+)
 from compressor.steps.distill.step import evaluations
 
 if TYPE_CHECKING:
@@ -35,11 +46,10 @@ if TYPE_CHECKING:
 
 WIDTH = 3.6  # inches
 LARGEST = 1e30  # what is larger no axis holds; the tables have it
-HELDOUT = ("heldout_error_before", "heldout_error_after")
-ERRORS = {  # by field of a layer: what it is and how it is drawn
-    "error": Dots("of the MoE block", (), "after"),
-    HELDOUT[0]: Dots("held-out, before reconstruction", (), "before", "D", False),
-    HELDOUT[1]: Dots("held-out, after reconstruction", (), "merged", "D"),
+DRAWN_ERRORS = {  # how fields of a layer are drawn
+    "error": Dots(ERRORS["error"], (), "after"),
+    "heldout_error_before": Dots(ERRORS["heldout_error_before"], (), "before", "D", False),
+    "heldout_error_after": Dots(ERRORS["heldout_error_after"], (), "merged", "D"),
 }
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
@@ -80,14 +90,17 @@ def experts(data: Report) -> Figure | None:
         ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(layer.protected for layer in layers)),
     ]
     looks = [(label, style) for label, style, is_there in kinds if is_there]
-    alt, size = f"{'; '.join(label for label, _ in looks)}.", (WIDTH, 0.17 * len(looks) + 0.12)
+    alt = f"{'; '.join(label for label, _ in looks)}."
+    size = (WIDTH, 0.17 * len(looks) + 0.12)
     key = partial(draw_key, looks=looks)
     legend = Drawing("What the cells are", alt, size, key, is_legend=True, margins=(0.0,) * 4)
 
     def draw(canvas: "FigureBase") -> None:
         from matplotlib.colors import to_rgb
 
-        axes, shades, signs = canvas.subplots(), np.ones((rows, columns, 3)), dict[tuple[str, str], list[Any]]()
+        axes = canvas.subplots()
+        shades = np.ones((rows, columns, 3))
+        signs = dict[tuple[str, str], list[Any]]()
         for row, layer in enumerate(layers):
             for column, (colour, mark) in enumerate(cells(layer)):
                 shades[row, column] = to_rgb(colour)
@@ -99,10 +112,11 @@ def experts(data: Report) -> Figure | None:
         for (mark, colour), places in signs.items():
             xs, ys = zip(*places, strict=True)
             axes.scatter(xs, ys, s=(36 * cell) ** 2, c=colour, marker=mark, linewidths=max(0.4, 3 * cell))
-        if framed := [(column, row) for row, layer in enumerate(layers) for column in layer.protected]:
-            width, ink = max(0.6, 5 * cell), ROLES["ink"]
-            frame: dict[str, Any] = {"facecolors": "none", "edgecolors": ink, "linewidths": width}
-            xs, ys = zip(*framed, strict=True)
+        protected = [(column, row) for row, layer in enumerate(layers) for column in layer.protected]
+        if protected:
+            width = max(0.6, 5 * cell)
+            frame: dict[str, Any] = {"facecolors": "none", "edgecolors": ROLES["ink"], "linewidths": width}
+            xs, ys = zip(*protected, strict=True)
             axes.scatter(xs, ys, s=(66 * cell - width) ** 2, marker="s", **frame)
         axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
         names = [str(layer.plan.layer) for layer in layers]
@@ -148,7 +162,8 @@ def similarity(data: Report) -> Figure | None:
     )
     margins = (0.2, 0.2, 0.2, 0.15)
     legend = Drawing("Scale of similarity", alt, (2.4, 0.5), draw_scale, is_legend=True, margins=margins)
-    size, margins = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW), (LEFT, BELOW, 0.08, ABOVE)
+    size = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW)
+    margins = (LEFT, BELOW, 0.08, ABOVE)
     draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
     drawings = [
         Drawing(layer.name, matrix_alt(layer), size, partial(draw, layer=layer), margins=margins) for layer in layers
@@ -164,15 +179,19 @@ def similarity(data: Report) -> Figure | None:
 
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     """Return a scale in tenths that holds all similarities but those of experts with themselves."""
-    values = [value for layer in layers for value in within(layer, range(layer.plan.experts)) if math.isfinite(value)]
-    low, high = math.floor(10 * min(values, default=0)) / 10, math.ceil(10 * max(values, default=1)) / 10
+    similarities = chain.from_iterable(within(layer, range(layer.plan.experts)) for layer in layers)
+    finite = list(filter(math.isfinite, similarities))
+    low = math.floor(10 * min(finite, default=0)) / 10
+    high = math.ceil(10 * max(finite, default=1)) / 10
     return low, max(high, low + 0.1)
 
 
 def matrix_alt(layer: LayerReport) -> str:
     """Return a matrix in numbers, as its text alternative."""
-    plan, groups = layer.plan, layer.plan.merged
-    pairs, inside = within(layer, range(plan.experts)), [each for group in groups for each in within(layer, group)]
+    plan = layer.plan
+    groups = plan.merged
+    pairs = within(layer, range(plan.experts))
+    inside = list(chain.from_iterable(within(layer, group) for group in groups))
     named = ", ".join("+".join(map(str, group)) for group in groups[:MOST_NAMED]) or "none"
     more = " and more" if len(groups) > MOST_NAMED else ""
     alt = (
@@ -193,9 +212,11 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
     from matplotlib.patheffects import withStroke
 
     axes = canvas.subplots()
-    placed, dropped = order(layer.plan), layer.plan.dropped
-    draw_heat(axes, np.array(layer.similarity)[np.ix_(placed, placed)].tolist(), low, high, cmap=cmap)
-    count, start = len(placed), 0
+    experts = order(layer.plan)
+    dropped = layer.plan.dropped
+    draw_heat(axes, np.array(layer.similarity)[np.ix_(experts, experts)].tolist(), low, high, cmap=cmap)
+    count = len(experts)
+    start = 0
     thin = min(1.0, max(0.4, MOST_NUMBERED / count))  # so that small groups are still to be seen inside
     look: dict[str, Any] = {"edgecolor": "#fefefe", "linewidth": 1.1 * thin, "fill": False, "clip_on": False}
     effects = [withStroke(linewidth=2.4 * thin, foreground="#0b0d10")]  # white on black, which any colour shows
@@ -203,8 +224,9 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
         axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, path_effects=effects, **look))
         start += size
     if dropped:
-        corner, size = (count - len(dropped) - 0.5,) * 2, len(dropped)
-        axes.add_patch(Rectangle(corner, size, size, linestyle=DASHES, path_effects=effects, **look))
+        size = len(dropped)
+        corner = count - size - 0.5
+        axes.add_patch(Rectangle((corner, corner), size, size, linestyle=DASHES, path_effects=effects, **look))
     axes.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])
@@ -212,9 +234,9 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
         axes.set_xlabel(f"{count} experts, groups first", loc="left", color=ROLES["muted"])
         return
     signs = dict.fromkeys(layer.protected, "★") | dict.fromkeys(dropped, "✕")
-    marks = [signs.get(expert, "") for expert in placed]
-    axes.set_yticks(range(count), labels=[f"{mark}{expert}" for mark, expert in zip(marks, placed, strict=True)])
-    axes.set_xticks(range(count), labels=list(map(str, placed)), rotation=90 if count > MOST_UPRIGHT else 0)
+    marks = [signs.get(expert, "") for expert in experts]
+    axes.set_yticks(range(count), labels=[f"{mark}{expert}" for mark, expert in zip(marks, experts, strict=True)])
+    axes.set_xticks(range(count), labels=list(map(str, experts)), rotation=90 if count > MOST_UPRIGHT else 0)
     axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / count / 1.1))
     for label, mark in zip([*axes.get_xticklabels(), *axes.get_yticklabels()], marks * 2, strict=True):
         label.set_color(ROLES["dropped" if mark == "✕" else "ink"])
@@ -230,8 +252,8 @@ def visits(data: Report) -> Figure | None:
         return None
     shares = chain.from_iterable((*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers)
     highest = max(shares) or 1.0
-    there = set(chain.from_iterable(map(roles, layers)))
-    kinds: list[str] = [kind for kind in ("kept", "merged", "dropped") if kind in there]
+    present = set(chain.from_iterable(map(roles, layers)))
+    kinds: list[str] = [kind for kind in ("kept", "merged", "dropped") if kind in present]
     looks = [(kind, {"facecolor": ROLES[kind], "edgecolor": ROLES[kind], "fill": kind != "dropped"}) for kind in kinds]
     looks.append(("slot after", {"facecolor": ROLES["after"], "edgecolor": ROLES["after"]}))
     alt = (
@@ -276,14 +298,17 @@ def visit_alt(layer: LayerReport) -> str:
     for when, unit, shares in (("Before", "expert", layer.visits_before), ("After", "slot", layer.visits_after)):
         if not shares:
             parts.append(f"{when}: not counted.")
-        elif (load := load_of(shares)) is None:
+            continue
+        load = load_of(shares)
+        if load is None:
             parts.append(f"{when}: {counted(len(shares), unit)}, which no token reached.")
-        else:
-            least, most = (f"{percent(end)} ({unit} {shares.index(end)})" for end in (min(shares), max(shares)))
-            parts.append(
-                f"{when}: {counted(len(shares), unit)}, from {least} to {most}; maximum {short(load.maximum_to_mean)} "
-                f"times the mean, entropy {short(load.entropy)}."
-            )
+            continue
+        least = f"{percent(min(shares))} ({unit} {shares.index(min(shares))})"
+        most = f"{percent(max(shares))} ({unit} {shares.index(max(shares))})"
+        parts.append(
+            f"{when}: {counted(len(shares), unit)}, from {least} to {most}; maximum {short(load.maximum_to_mean)} "
+            f"times the mean, entropy {short(load.entropy)}."
+        )
     return " ".join(parts)
 
 
@@ -291,19 +316,21 @@ def errors(data: Report) -> Figure | None:
     """Return dots of each layer's errors; None if no error is known."""
     rows: list[tuple[LayerReport, Mapping[str, float]]] = []  # of each layer its errors that can be drawn
     for layer in data.layers:
-        errors = {field: getattr(layer, field) for field in ERRORS}
+        errors = {field: getattr(layer, field) for field in DRAWN_ERRORS}
         known = {field: value for field, value in errors.items() if value is not None and abs(value) < LARGEST}
         if known:
             rows.append((layer, known))
     if not rows:
         return None
-    alts, kinds = [], []
-    for field, dots in ERRORS.items():
+    alts = []
+    kinds = []
+    for field, dots in DRAWN_ERRORS.items():
         values = {layer.name: known[field] for layer, known in rows if field in known}
         if values:
-            least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+            least = min(values, key=values.__getitem__)
+            most = max(values, key=values.__getitem__)
             ends = f"from {short(values[least])} ({least}) to {short(values[most])} ({most})"
-            alts.append(f"Error {dots.label}: {ends}.")
+            alts.append(f"{dots.label.capitalize()}: {ends}.")
             kinds.append(replace(dots, values=[known.get(field) for _, known in rows]))
 
     def draw(canvas: "FigureBase") -> None:
@@ -317,7 +344,7 @@ def errors(data: Report) -> Figure | None:
         f"Squared error of the compressed MoE block's output over the squared output of the base's{_tokens(data)}, "
         "on the base's own inputs; 0 is no change."
     )
-    if any(HELDOUT[1] in known for _, known in rows):
+    if any("heldout_error_after" in known for _, known in rows):
         caption += " Held-out errors are those of the reconstruction, on tokens that it did not see."
     return Figure("errors", "Reconstruction error of each layer", caption, (drawing,))
 
@@ -339,7 +366,7 @@ def distillation(data: Report) -> Figure | None:
 
     drawings = []
     for step in data.steps:
-        measured = {each["step"]: float(each["kl"]) for each in evaluations(step)}
+        measured = {evaluation["step"]: float(evaluation["kl"]) for evaluation in evaluations(step)}
         points = {number: value for number, value in measured.items() if abs(value) < LARGEST}
         if step["name"] != "distill" or len(points) < 2:
             continue
@@ -362,7 +389,7 @@ def distillation(data: Report) -> Figure | None:
     return Figure("distillation", "Held-out text during the distillation", caption, tuple(drawings))
 
 
-MADE: Mapping[str, Callable[[Report], Figure | None]] = {
+FIGURES: Mapping[str, Callable[[Report], Figure | None]] = {
     "experts": experts,
     "similarity": similarity,
     "visits": visits,
@@ -370,9 +397,9 @@ MADE: Mapping[str, Callable[[Report], Figure | None]] = {
     "distillation": distillation,
     "gate": lambda data: gate_figure(data.gate) if data.gate else None,
 }
-NAMES = tuple(MADE)  # in the order of the page
+NAMES = tuple(FIGURES)  # in the order of the page
 
 
 def figures(data: Report, names: Sequence[str] = NAMES) -> tuple[Figure, ...]:
     """Return the figures of these names that the data gives, by default all in the order of the page."""
-    return tuple(figure for name in names if (figure := MADE[name](data)) is not None)
+    return tuple(filter(None, (FIGURES[name](data) for name in names)))

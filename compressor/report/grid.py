@@ -1,73 +1,114 @@
-"""The grid of a comparison: experts, sub-experts, top-k, strategies, corrections and number formats to try."""
+"""The grid of a comparison: experts, sub-experts, top-k, strategies, corrections and number formats to try.
+
+Loads no torch: the options of `compare` are made of it.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any, Literal, Self, get_args
 
-from compressor.data.batches import Calibration, EvaluationSet
+from pydantic import BeforeValidator, Field, model_validator
+
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
 from compressor.model.serving import FORMATS
-from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
-from compressor.recipe.step import TextOptions
-from compressor.report.comparison_report import STORED
+from compressor.options import Options, one_or_several, separated
 from compressor.steps.prune.options import Prune
-from compressor.steps.quantize.scheme import BITS
+from compressor.steps.quantize.options import Quantize
 
-SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))
-SCHEMES = (STORED, *BITS)
+STORED = "none"  # the format of experts that stay as they are stored
+SCHEMES = (STORED, *get_args(Quantize.model_fields["scheme"].annotation))
 TRANSFORMERS = "transformers"
 SERVED = (*FORMATS, TRANSFORMERS)  # that formats can be chosen for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+def _several(value: Any) -> Any:
+    """'a, b' -> names; some text that names nothing is refused."""
+    texts = [value] if isinstance(value, str) else value or ()
+    for text in texts:
+        if isinstance(text, str) and not separated(text):
+            raise ValueError(f"{text!r} names none; name some, or leave it out for the default")
+    return separated(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
+Counts = Annotated[tuple[int, ...], BeforeValidator(_several)]
+
+
+class Grid(Options):
     """Models to compare. With number formats (`schemes`), a row is a share of the experts in a format.
 
     Without formats, `experts` or `ratios` say how many experts stay, and random prunings are compared with. With
     formats, `shares` do, and the limit of `nbytes` or `bits` chooses the best.
     """
 
-    experts: Sequence[int] = ()  # to keep in each layer, of the base's size
-    ratios: Sequence[float] = ()  # shares of the experts to remove
-    splits: Sequence[int | str] = ()  # sub-experts of each expert; by default 1, with formats "auto"
-    top_ks: Sequence[int] = ()
-    strategies: Sequence[str] | None = None  # name or name:option=value; by default all installed, with formats auto
-    corrections: Sequence[str] | None = None  # by default none and the strategy's own, with formats its own
+    experts: Counts = ()
+    """Experts to keep, one count or several: 6,4."""
     protect: Any = None
-    evaluate: Sequence[str] = ()  # text to measure on; by default calibration text that no plan saw
-    evaluation_samples: int = 64  # sequences to measure on, at most
-    random_seeds: int = 3
+    """As for `compress`: auto, graph:N, or a JSON list."""
+    ratios: Annotated[tuple[float, ...], BeforeValidator(_several)] = ()
+    """Shares of the experts to remove instead, such as 0.25,0.5."""
+    splits: Annotated[tuple[int | Literal["auto"], ...], BeforeValidator(_several)] = ()
+    """Sub-experts to split each expert into first: 1,2,4 (default: 1; with formats auto)."""
+    top_ks: Counts = ()
+    """num_experts_per_tok, one or several (default: unchanged)."""
+    strategies: Names = ()
+    """Comma-separated names, options as name:option=value (default: all; with formats auto)."""
+    corrections: Names = ()
+    """Corrections, such as none,ridge,tune (default: its own, and none)."""
+    evaluate: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ()
+    """Text to measure on. May be repeated (default: calibration text that no plan saw)."""
+    evaluation_samples: int = Field(64, ge=1)
+    """Sequences to measure on, at most."""
+    random_seeds: int = Field(3, ge=1)
+    """Random prunings to compare with."""
+    sizes: bool = False
+    """Shares of the experts in number formats, by bytes."""
+    bits: float | None = Field(None, gt=0)
+    """Bits for each parameter of the base, in place of --bytes."""
+    context: int = Field(0, ge=0)
+    """Tokens whose keys and values count as bytes, too."""
+    shares: Annotated[tuple[Fraction, ...], BeforeValidator(_several)] = (
+        Fraction(1),
+        Fraction(3, 4),
+        Fraction(1, 2),
+        Fraction(1, 4),
+    )
+    """Shares of the experts that stay."""
+    schemes: Names = ()
+    """Number formats, none for as stored (default: none and all of `quantize`)."""
+    # fields without a text, which the command line sets by itself
     constants: bool = False  # rows in which constants stand for experts, too
-    schemes: Sequence[str] = ()  # formats, "none" for as stored
-    shares: Sequence[float | Fraction] = SHARES  # of the experts that stay, with formats
-    servers: Sequence[str] = ()  # that have to load the formats
+    servers: Names = ()  # that have to load the formats
     nbytes: int | None = None  # limit of all tensors
-    bits: float | None = None  # the same for each parameter of the base
-    context: int = 0  # tokens whose keys and values count as bytes, too
 
-    def read_texts(self, run: Session, text: TextOptions, seed: int) -> tuple[Calibration, Sequence[EvaluationSet]]:
-        """Return the calibration text, and the text to evaluate on, which may be reserved of the calibration's."""
-        sets = read_evaluation(run, self.evaluate, text, seed, self.evaluation_samples) if self.evaluate else ()
-        data = read_calibration(run, text, seed, HELDOUT, 0 if self.evaluate else self.evaluation_samples)
-        return data, sets or data.reserved
+    @model_validator(mode="before")
+    @classmethod
+    def _all_schemes(cls, content: dict[str, Any]) -> dict[str, Any]:
+        wants_sizes = content.get("sizes") or content.get("nbytes") is not None or content.get("bits") is not None
+        return {"schemes": SCHEMES, **content} if wants_sizes else content
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         Prune(protect=self.protect)  # which checks it
-        if not self.schemes:
-            if bool(self.experts) == bool(self.ratios):
-                raise CompressionError("say how many experts to keep by --experts or --ratio")
-            if self.constants and (self.top_ks or 1 not in (self.splits or (1,))):
-                raise CompressionError(
-                    "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
-                )
-            return
+        if self.schemes:
+            self._check_formats()
+        elif bool(self.experts) == bool(self.ratios):
+            raise CompressionError("say how many experts to keep by --experts or --ratio")
+        elif "auto" in self.splits:
+            raise CompressionError("--split auto goes with number formats; name numbers of sub-experts, such as 1,2")
+        elif self.constants and (self.top_ks or 1 not in (self.splits or (1,))):
+            raise CompressionError(
+                "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
+            )
+        return self
+
+    def _check_formats(self) -> None:
         if self.experts or self.ratios or self.top_ks or self.constants:
             names = "--experts, --ratio, --top-k and --format"
             raise CompressionError(f"sizes are compared by --shares and --schemes; leave out {names}")
-        if self.bits is not None and (self.nbytes is not None or self.bits <= 0):
-            raise CompressionError(f"--bits {self.bits:g} should be a number above 0, and stands in place of --bytes")
+        if self.bits is not None and self.nbytes is not None:
+            raise CompressionError("--bits stands in place of --bytes; give one of them")
         if not self.shares or not all(0 < share <= 1 for share in self.shares):
             raise CompressionError("shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2")
         _check_names("format", self.schemes, SCHEMES)

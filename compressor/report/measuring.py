@@ -6,7 +6,7 @@ input of the base's block, so that corrections and merged routers count as they 
 each is in memory. T tokens, E experts, H hidden, S sampled tokens.
 
 Base and text are found by the record of the run, unless they are named. What is not available is left out with a
-sentence that says so. What was measured last is kept in the user's cache, for a model card.
+sentence that says so.
 
 Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
 arXiv:1905.00414) stands in where a strategy compares no experts.
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text, sample_rows
 from compressor.data.sources import divide, parse_sources, without_folders
@@ -39,9 +38,8 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
-from compressor.records import plain_json, read_as
 from compressor.report.data import LayerMeasures, Matrix, Measured
-from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, write_cached
+from compressor.run_record import RunRecord, read_record
 from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
@@ -68,8 +66,7 @@ def measure(
     """Measure an output folder against its base on calibration text; `missing` says what could not be measured.
 
     `model` and `calibration` default to what the run that made the output used. `samples` sequences run, by default as
-    many as 16,384 tokens fill; `sequence_length` is that of a text named here. The result is kept in the user's cache,
-    for the model card.
+    many as 16,384 tokens fill; `sequence_length` is that of a text named here.
     """
     if samples is not None and samples < 1:
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
@@ -103,8 +100,6 @@ def measure(
         measured = replace(measured, layers=tuple(layers), tokens=text.tokens, text=_name(text.identity))
     elif base is not None:
         measured = replace(measured, layers=tuple(by_weights(base, similarity, progress)))
-    if measured.layers:
-        write_cached(_cache_file(folder), {"weights": _weights(folder), "measured": plain_json(measured)})
     return measured
 
 
@@ -112,7 +107,8 @@ def _missing(
     folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None
 ) -> list[str]:
     """Return a sentence on each thing that is not measured."""
-    lost, sentences = "so routed tokens, errors and similarities of outputs are not measured", list[str]()
+    lost = "so routed tokens, errors and similarities of outputs are not measured"
+    sentences = list[str]()
     if base is None:
         sentences.append(
             f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
@@ -157,7 +153,8 @@ def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, sampl
 
     The run's record, which knows folders, repeats it, or the plan itself if that needs none.
     """
-    identity, recorded = plan.calibration, record.calibration if record else None
+    identity = plan.calibration
+    recorded = record.calibration if record else None
     if identity is None:
         return None
     if recorded is not None and recorded.get("sha256") == identity.get("sha256"):
@@ -186,27 +183,6 @@ def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tenso
 
 def _name(identity: Mapping[str, Any]) -> str:
     return str(without_folders(identity)["source"])
-
-
-def kept_measures(folder: Path) -> Measured | None:
-    """Return what was measured last; None if nothing was, or if the weights are others now."""
-    content = read_cached(_cache_file(folder)) or {}
-    if content.get("weights") != _weights(folder):
-        return None
-    with suppress(KeyError, CompressionError):
-        return read_as(Measured, content["measured"])
-    return None
-
-
-def _cache_file(folder: Path) -> Path:
-    return cache_folder("reports") / f"{digest_of(folder)}.json"
-
-
-def _weights(folder: Path) -> list[list[Any]]:
-    """Return name, size and time of change of each weight file; none of a graph alone."""
-    with suppress(CompressionError, OSError):
-        return [list(entry) for entry in Checkpoint(folder).stamp()]
-    return []
 
 
 def shares(counts: Tensor) -> tuple[float, ...]:
@@ -244,7 +220,8 @@ def similarity_of(plan: Plan) -> Similarity:
     """Return how the plan's strategy compares experts, or linear CKA of their outputs where it does not say."""
     with suppress(CompressionError):  # it need not be installed where a report is made
         strategy = load_strategy(plan.strategy, plan.strategy_options)
-        measure, options = strategy.similarity, strategy.options
+        measure = strategy.similarity
+        options = strategy.options
         if measure is not None:
             return Similarity(strategy.similarity_needs, lambda stats: measure(stats, options))
     return Similarity(frozenset({"expert_outputs"}), _by_outputs)
@@ -266,13 +243,14 @@ class RelativeError:
 
     def add(self, base: Tensor, ours: Tensor, width: int) -> None:
         """Count the rows of [..., H] each, or of [T H] laid end to end, which are `width` wide."""
-        y, z = (value.detach().reshape(-1, (width, *value.shape[1:])[-1]).float() for value in (base, ours))
-        is_same = (y == z).all(dim=-1)  # rows of zeros among them, and rounding is no difference
-        cosines = torch.cosine_similarity(y, z, dim=-1).where(~is_same, 1.0)
-        self.missed += float(as_float64((z - y).square()).sum())
-        self.energy += float(as_float64(y.square()).sum())
+        base = base.detach().reshape(-1, (width, *base.shape[1:])[-1]).float()
+        ours = ours.detach().reshape(-1, (width, *ours.shape[1:])[-1]).float()
+        is_same = (base == ours).all(dim=-1)  # rows of zeros among them, and rounding is no difference
+        cosines = torch.cosine_similarity(base, ours, dim=-1).where(~is_same, 1.0)
+        self.missed += float(as_float64((ours - base).square()).sum())
+        self.energy += float(as_float64(base.square()).sum())
         self.cosines += float(as_float64(cosines).sum())
-        self.tokens += len(y)
+        self.tokens += len(base)
 
     @property
     def error(self) -> float | None:
@@ -301,7 +279,8 @@ class _WatchedLayer:
     ) -> None:
         self.layer, self.block, self.stream = layers[0], RelativeError(), RelativeError()
         # CKA by Gram matrices takes S^2 H multiplications for each expert; 4 s for 128 tokens, 256 experts, width 7168
-        self.sizes, self.rows = sizes, sample_rows(sizes, 256 if self.layer.experts <= 64 else 128, seed)
+        self.sizes = sizes
+        self.rows = sample_rows(sizes, 256 if self.layer.experts <= 64 else 128, seed)
         self.width = int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
@@ -448,7 +427,8 @@ def by_weights(base: OpenModel, similarity: Similarity, progress: Progress) -> I
 
 def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:
     """Cosine of what the router's matrices hold for each expert, less its mean over experts."""
-    layer, router = stats.layer, stats.weights.router
+    layer = stats.layer
+    router = stats.weights.router
     dims = {tensor.key.removeprefix(f"{layer.router}."): tensor.dim for tensor in layer.tensors}
     rows = [
         as_float64(value.detach().movedim(dims[name], 0)[: layer.experts].flatten(1))

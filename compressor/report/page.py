@@ -4,9 +4,8 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from compressor.document import html
 from compressor.document.blocks import (
@@ -29,14 +28,15 @@ from compressor.document.blocks import (
 from compressor.document.picture import png
 from compressor.errors import CompressionError
 from compressor.files import check_folder, check_parent, is_page, lock_output, replacing, whole_folder
-from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
+from compressor.formatting import counted, human_bytes, joined, listed, percent, setting, share, short
 from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
 from compressor.quality_gate.report import gate_blocks
 from compressor.quality_gate.verdict import SIGNS
-from compressor.recipe.document import changed, first_of, step_blocks, step_line
-from compressor.recipe.plan import ExpertPlan, correction_of, describe_split
+from compressor.recipe.document import changed, step_blocks, step_line
+from compressor.recipe.plan import ExpertPlan, correction_of
 from compressor.report.data import (
+    ERRORS,
     LayerReport,
     Matrix,
     Report,
@@ -47,71 +47,21 @@ from compressor.report.data import (
     mean,
     within,
 )
+from compressor.report.facts import facts
 from compressor.report.figures import NAMES, figures
 
-FIGURES = tuple(f"{name}.png" for name in NAMES)
+FILES = tuple(f"{name}.png" for name in NAMES)
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
 HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
-ERRORS = {  # columns by field of a layer
-    "error": "error of the block",
-    "cosine": "cosine",
-    "stream_error": "error of the stream",
-    "stream_cosine": "cosine of the stream",
-    "heldout_error_before": "held-out, before reconstruction",
-    "heldout_error_after": "held-out, after reconstruction",
-}
-
-
-def made_with(data: Report) -> Facts:
-    """Return what was done and with what, names without the machine's folders."""
-    plan, source = data.plan, data.plan.source
-    revision = f", revision {source.revision}" if source.revision else ""
-    top = f", top {data.top_k}" if data.layers else ""  # which a plan without layers does not know
-    sequential = "each layer was planned on what the compressed earlier layers output"
-    rows: list[tuple[str, Words | Items]] = [
-        ("Base", f"{label(source.model)}{revision}, fingerprint {source.fingerprint}"),
-        ("Strategy", data.strategy),
-        ("Options", setting(plan.strategy_options) if plan.strategy_options else ""),
-        ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after{top}"),
-        ("Split", describe_split(plan.split) if plan.split else ""),
-        ("MoE layers", f"{len(data.layers):,}" if data.layers else ""),
-        ("Reconstruction", setting(plan.correction) if plan.correction else "none"),
-        *((step["name"].capitalize(), step_line(step)) for step in data.steps),
-        ("Quantize", step_line(data.quantized) if data.quantized else ""),
-        ("Sequential", sequential if plan.sequential else "no"),
-    ]
-    if plan.calibration is None:
-        rows.append(("Calibration", "none; no text was read" + (" to choose experts" if data.steps else "")))
-    texts = {"Calibration": plan.calibration, **{f"Text of the step {step.name}": step.text for step in plan.steps}}
-    for name, text in texts.items():
-        if text is not None:
-            rows += text_facts(name, text)
-    if data.measured_tokens:
-        rows.append(("Measured for this report", data.measured_on))
-    if data.left_out:
-        tensors = f"{counted(len(data.left_out), 'tensor')} that stock transformers does not load"
-        rows.append(("Left out of the output", f"{tensors}: {first_of(data.left_out, 8)}"))
-    if data.zeroed_fields:
-        rows.append(("Config fields set to zero, as the output has no such tensors", setting(data.zeroed_fields)))
-    rows += [("Versions", setting(data.versions)), ("Plan, SHA-256", Code(plan.digest()))]
-    return Facts(tuple((name, value) for name, value in rows if value != ""))
-
-
-def text_facts(name: str, text: Mapping[str, Any]) -> Iterator[tuple[str, Words | Items]]:
-    """Yield source, size and digest of a text that steps read."""
-    size = {key.replace("_", " "): text[key] for key in text if key not in ("source", "sources", "sha256", "asked")}
-    parts = tuple(setting({**part, "source": label(part["source"])}) for part in text.get("sources", ()))
-    yield name, label(text["source"])
-    yield f"{name}: size", setting(size)
-    yield f"{name}: sources", Items(parts) if len(parts) > 1 else ""
-    yield f"{name}: SHA-256 of the token ids", Code(text["sha256"]) if "sha256" in text else ""
 
 
 def done(data: Report) -> Iterator[Block]:
     """Yield what was done, with what, and what this page cannot show."""
-    yield made_with(data)
+    yield facts(data, "page")
+    if data.measured_tokens:
+        yield Facts((("Measured for this report", data.measured_on),))
     yield Heading("Command", 3)
     yield Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
     if data.missing:
@@ -125,9 +75,9 @@ def steps(data: Report) -> list[Block]:
     return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
 
 
-def sizes(data: Report) -> tuple[Table]:
+def sizes(data: Report) -> Table:
     """Return experts, parameters and bytes, exactly."""
-    return (size_table("Sizes before and after", data.sizes(), exactly=True),)
+    return size_table("Sizes before and after", data.sizes(), exactly=True)
 
 
 def heldout(data: Report) -> Sequence[Block]:
@@ -141,7 +91,8 @@ def gate(data: Report) -> Sequence[Block]:
     """Return the verdict in words, its tasks, and how it came about; or how to come by one."""
     if data.gate is not None:
         return gate_blocks(data.gate)
-    name, source = data.title, data.plan.source
+    name = data.title
+    source = data.plan.source
     command = ["moe-compress", "gate", source.model, name, "-o", f"{name}.gate"]
     if source.revision:
         command += ["--revision", source.revision]
@@ -295,7 +246,7 @@ def hubs(data: Report) -> list[Block]:
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
-    ("sizes", "Sizes", None, sizes),
+    ("sizes", "Sizes", None, lambda data: [sizes(data)]),
     ("experts", "Experts", "experts", lambda data: experts(data.expert_plan)),
     ("similarity", "Similarity and groups", "similarity", similarity),
     ("visits", "Routed tokens before and after", "visits", visits),
@@ -367,7 +318,7 @@ def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
         what = f"{page_file} is not a report's page"
         raise CompressionError(f"{what}, so --overwrite will not replace it; name another file")
     if folder is not None:
-        check_folder(folder, FIGURES, overwrite)
+        check_folder(folder, FILES, overwrite)
 
 
 def write_report(data: Report, page_file: Path, folder: Path | None = None, overwrite: bool = False) -> list[Path]:
@@ -377,7 +328,7 @@ def write_report(data: Report, page_file: Path, folder: Path | None = None, over
     check_report(page_file, folder, overwrite)  # measuring takes a while
     written = []
     if folder is not None:
-        with whole_folder(folder, FIGURES, overwrite) as work_folder:
+        with whole_folder(folder, FILES, overwrite) as work_folder:
             for figure in drawn:
                 (work_folder / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
                 written.append(folder / f"{figure.name}.png")

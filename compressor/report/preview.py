@@ -5,16 +5,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from statistics import median
 from typing import Any
 
 from compressor.data.batches import TextSpec, read_text
 from compressor.data.documents import HasMediaError, documents, pack
 from compressor.data.media import read_sequences
 from compressor.data.sources import WeightedSource
+from compressor.document.blocks import Block, Facts, Heading, Listing
 from compressor.errors import LeftOut
 from compressor.progress import quiet_transformers
 
 ANY_VOCABULARY = 2**63
+MOST_PIECES = 64  # of a document that is shown
 Piece = tuple[str, bool]  # a token or a word, and whether it is a special token
 
 
@@ -56,7 +59,9 @@ def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
 def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -> Preview:
     left_out = LeftOut(f"rows of {entry.source}", spec.strict)
     known = _Plain() if tokenizer is None else tokenizer
-    opening, lengths, shown = tuple[int, ...](), list[int](), list[tuple[Piece, ...]]()
+    opening = tuple[int, ...]()
+    lengths = list[int]()
+    shown = list[tuple[Piece, ...]]()
     try:
         with quiet_transformers():
             for document in islice(documents(entry, spec.seed, known, "calibration", left_out), spec.samples):
@@ -64,7 +69,8 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
                     pieces: Sequence[Any] = document.text.split()
                 else:
                     stream = pack([document], tokenizer, sys.maxsize)
-                    pieces, opening = stream.ids.tolist(), opening or stream.opening
+                    pieces = stream.ids.tolist()
+                    opening = opening or stream.opening
                 lengths.append(len(pieces))
                 if len(shown) < most:
                     shown.append(_named(pieces, tokenizer))
@@ -97,3 +103,25 @@ def _named(pieces: Sequence[Any], tokenizer: Any) -> tuple[Piece, ...]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
     return tuple((str(tokenizer.decode([token])), token in special) for token in pieces)
+
+
+def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
+    """Return a source's preview for people."""
+    facts = {"rows": f"{read.rows:,} read, {read.left_out:,} left out"}
+    named = {"columns read": read.columns, "columns of text not read": read.unread, "left out": read.reasons}
+    facts |= {name: "; ".join(values) for name, values in named.items() if values}
+    unit = "tokens" if is_tokens else "words"
+    if read.lengths:
+        bounds = f"{min(read.lengths):,} to {max(read.lengths):,} {unit}, median {median(read.lengths):,.0f}"
+        facts["first documents"] = f"{len(read.lengths):,} of {bounds}"
+    if is_tokens:
+        facts["a sequence begins with"] = " ".join(read.opening) or "no special token"
+        facts["digest of the tokens"] = read.sha256
+    return [Heading(read.source), Facts(tuple(facts.items())), *(Listing(_shown(pieces)) for pieces in read.shown)]
+
+
+def _shown(pieces: tuple[Piece, ...]) -> str:
+    """Return the first tokens of a document, special ones in brackets, with what would break the line escaped."""
+    parts = [f"⟦{text}⟧" if is_special else text for text, is_special in pieces[:MOST_PIECES]]
+    more = f" ... ({len(pieces) - MOST_PIECES:,} more)" if len(pieces) > MOST_PIECES else ""
+    return "|".join(parts).replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥") + more

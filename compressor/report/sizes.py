@@ -37,9 +37,9 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, default_steps, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import FORMAT, StepOptions, TextOptions
-from compressor.report.comparison import Contender, measured
-from compressor.report.comparison_report import STORED, Comparison, Row, choice, related
-from compressor.report.grid import SCHEMES, TRANSFORMERS, Grid
+from compressor.report.comparison import Candidate, measured, read_texts
+from compressor.report.comparison_report import Comparison, Row, choice, related
+from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
 from compressor.steps.correct.options import Correct
@@ -73,7 +73,8 @@ class PlannedShare:
     matrices: dict[str, list[Matrix]] = field(init=False)  # of its experts, by decoder layer
 
     def __post_init__(self) -> None:
-        architecture, experts = self.model.architecture, self.plan.experts
+        architecture = self.model.architecture
+        experts = self.plan.experts
         self.smaller = build_meta(architecture.with_experts(experts), self.model.partial.dtype)
         layers = layers_by_decoder_layer([replace(layer, experts=experts) for layer in architecture.layers])
         self.matrices = {
@@ -86,7 +87,8 @@ class PlannedShare:
 
     def facts(self, name: str) -> dict[str, Any]:
         """Return what a row says of the share in a format, apart from what is measured."""
-        layer, scheme = self.model.architecture.layers[0], self.schemes[name]
+        layer = self.model.architecture.layers[0]
+        scheme = self.schemes[name]
         return {
             **self.way,
             "share": float(self.share),
@@ -117,18 +119,19 @@ class PlannedShare:
     @torch.no_grad()
     def round(self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a cut layer's tensors with its experts rounded to nearest."""
-        matrices, live = self.matrices[decoder_layer], self.smaller
+        matrices = self.matrices[decoder_layer]
+        smaller = self.smaller
         copies = {matrix.key: tensors[matrix.key].clone() for matrix in matrices}
-        empty = {key: live.get_parameter(key) for key in copies}
+        empty = {key: smaller.get_parameter(key) for key in copies}
         for key, value in copies.items():
-            set_tensor(live, key, value)
-        largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(live))
+            set_tensor(smaller, key, value)
+        largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(smaller))
         for matrix in matrices:
-            weight = matrix.of(live)
+            weight = matrix.of(smaller)
             pieces = rounded(scheme, weight.to(self.stored), self.stored, largest.get(matrix.together))
             weight.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
         for key, value in empty.items():
-            set_tensor(live, key, value)
+            set_tensor(smaller, key, value)
         return {**tensors, **copies}
 
     def add_schemes(self, names: Sequence[str], servers: Sequence[str]) -> list[str]:
@@ -151,7 +154,8 @@ class PlannedShare:
                 roles = self.model.layout.roles.values()
                 singly = any(role.kind == "expert" and not role.is_router for role in roles)
                 family = None if singly else self.model.architecture.family
-                if fault := loader_fault(scheme.config([]), family=family):
+                fault = loader_fault(scheme.config([]), family=family)
+                if fault:
                     raise CompressionError(fault)
             elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
                 raise CompressionError(f"{NAMES[server]} loads no experts in it")
@@ -159,7 +163,8 @@ class PlannedShare:
 
     def _nbytes(self, scheme: Scheme | None) -> int:
         """Return the bytes of the tensors that `compress` writes in a format; the base's own if nothing changes."""
-        model, stored = self.model, stored_partial(self.model)
+        model = self.model
+        stored = stored_partial(model)
         if scheme is None and self.share == 1:
             return Size.of(model.checkpoint.tensors.values()).bytes
         plain = stored if scheme is not None and model.layout.quantized else None  # which is dequantised first
@@ -169,7 +174,8 @@ class PlannedShare:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         matrices = list(chain.from_iterable(self.matrices.values()))
-        experts, conversions = {matrix.key for matrix in matrices}, get_model_conversion_mapping(self.smaller)
+        experts = {matrix.key for matrix in matrices}
+        conversions = get_model_conversion_mapping(self.smaller)
         targets = map_keys((output.name for output in job.outputs), self.smaller, conversions).targets
         nbytes = sum(output.nbytes for output in job.outputs if targets.get(output.name) not in experts)
         for matrix in matrices:
@@ -205,7 +211,9 @@ def plan_shares(
 
     Refitted layers go into the `folder`. All experts are those of the base, neither split nor refitted.
     """
-    model, resolved, stage = base, dict[str, Any](), of_stage(steps, 0)
+    model = base
+    resolved = dict[str, Any]()
+    stage = of_stage(steps, 0)
     for options in stage:
         step = options.step().resolve(base, stage)
         if step is not None:
@@ -242,7 +250,8 @@ def plan_shares(
     wanted = [spec for _, spec in specs.values()]
     plans = planner.plans(wanted, protected)
     for (share, _), pruned in zip(specs.values(), plans, strict=True):
-        plan, files = pruned.plan, None
+        plan = pruned.plan
+        files = None
         if correction is not None:
             files = CutFiles(folder / str(plan.experts))
             plan = correct(model, plan, progress, files, data, correction, seed=seed)
@@ -251,15 +260,15 @@ def plan_shares(
 
 
 def compare_formats(
-    run: Session, grid: Grid, contenders: Sequence[Contender], text: TextOptions, seed: int
+    run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
 ) -> Comparison:
     """Compare each share of the experts in each format, for each strategy, correction and number of sub-experts."""
     ways = list[list[StepOptions]]()
     methods = grid.corrections or (None,)
-    for contender, parts, method in product(contenders, grid.splits or ("auto",), methods):
-        options = {"strategy": contender.strategy.name, "options": contender.options, "protect": grid.protect}
+    for candidate, parts, method in product(candidates, grid.splits or ("auto",), methods):
+        options = {"strategy": candidate.strategy.name, "options": candidate.options, "protect": grid.protect}
         ways.append(default_steps(split=parts, correct=method, **options))
-    data, sets = grid.read_texts(run, text, seed)
+    data, sets = read_texts(run, grid, text, seed)
     return measure_sizes(run, ways, data, sets, seed, grid)
 
 
@@ -276,9 +285,11 @@ def measure_sizes(
     `ways` are split, prune and correct of recipes, without a number of experts. The base is always among the rows.
     """
     refuse_several("comparing sizes")
-    base, begin = run.model, time.perf_counter()
+    base = run.model
+    begin = time.perf_counter()
     refuse_shared_experts(base)
-    evaluator, partial_model = Evaluator(base, sets), base.partial
+    evaluator = Evaluator(base, sets)
+    partial_model = base.partial
     parameters = sum(value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied)
     rows, left_out = list[Row](), list[str]()
     planned = [PlannedShare(Fraction(1), base, untouched(base))]
@@ -334,7 +345,8 @@ def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     window = getattr(text, "sliding_window", None) or tokens
     lengths = {"full_attention": tokens, "sliding_attention": min(tokens, window)}
-    if rank := getattr(text, "kv_lora_rank", None):
+    rank = getattr(text, "kv_lora_rank", None)
+    if rank:
         numbers = rank + text.qk_rope_head_dim
     else:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -355,7 +367,7 @@ def fitted(
     The choice is made on held-out calibration text, with corrections in closed form where none is named.
     Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits, or nothing need be done.
     """
-    grid = Grid(schemes=SCHEMES, servers=servers, nbytes=limit)
+    grid = Grid(servers=tuple(servers), nbytes=limit)
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or any(FORMAT in step.changes for step in recipe.steps):
         raise CompressionError("--bytes chooses experts and their format: it needs the step prune, and no quantize")

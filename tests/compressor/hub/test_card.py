@@ -147,7 +147,7 @@ def test_a_merge_and_a_correction_and_protection_are_told(tmp_path: Path) -> Non
         error = rows[str(layer["layer"])][-1]
         assert error.startswith(f"{figures['heldout_error_before']:.4g}")
         assert figures["kept"] == "none" or error.endswith(f"to {figures['heldout_error']:.4g} ({figures['kept']})")
-        assert rows[str(layer["layer"])][3] == ("2" if layer["layer"] == 1 else "-")
+        assert rows[str(layer["layer"])][4] == ("2" if layer["layer"] == 1 else "-")
     assert "    - layer: 1\n      expert: 2\n" in text and "compressed earlier layers" in text
     assert str(tmp_path) not in card.text and "keep.json" not in text
 

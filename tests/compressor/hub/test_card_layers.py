@@ -69,9 +69,10 @@ def read_ranges(text: str) -> list[int]:
 @given(plans())
 def test_the_table_parses_back_to_the_plan(plan: Decided) -> None:
     table = experts_table(plan)
-    assert table.columns == ("layer", "kept", "merged", "dropped", "decided by")
+    assert table.columns == ("layer", "experts", "kept", "merged", "dropped", "decided by")
     for layer, row in zip(plan.layers, table.rows, strict=True):
-        number, kept, merged, dropped, _ = map(str, row)
+        number, counts, kept, merged, dropped, _ = map(str, row)
+        assert counts == f"{layer.experts} → {len(layer.groups)}"
         changed = [] if merged == "-" else [[int(each) for each in part.split("+")] for part in merged.split(", ")]
         found = [([expert], True) for expert in read_ranges(kept)] + [(members, False) for members in changed]
         assert sorted(found) == sorted((sorted(each.members), each.untouched) for each in layer.groups)

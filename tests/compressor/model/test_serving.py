@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.model.opened import served_model
-from compressor.model.serving import SERVERS, Served, advise, broken, server_line
+from compressor.model.serving import SERVERS, Served, advise, broken, servers_in_words
 from tests.support import small, zoo
 from tests.support.command_line import Run
 from tests.support.opened_models import opened
@@ -93,13 +93,13 @@ def test_known_examples() -> None:
 def test_a_line_names_each_server_once_by_the_worst_that_it_does() -> None:
     advice = advise(Served("mixtral", 45, 2, 96), range(2, 60))
     assert len({breach.server for breach in advice.breaches}) < len(advice.breaches)
-    assert server_line(advice) == (
-        "Servers: at full speed in FlashInfer; can fail in SGLang; slower in vLLM, aiter, llama.cpp "
+    assert servers_in_words(advice) == (
+        "at full speed in FlashInfer; can fail in SGLang; slower in vLLM, aiter, llama.cpp "
         "(nearest number for all: 32; see moe-compress inspect)"
     )
     tied = advise(Served("olmoe", 32, 2, 256, tied=True))
-    assert "; wrong answers in vLLM; can fail in llama.cpp (see" in server_line(tied)
-    assert server_line(advise(Served("mixtral", 32, 2, 256))).endswith("aiter, llama.cpp")
+    assert "; wrong answers in vLLM; can fail in llama.cpp (see" in servers_in_words(tied)
+    assert servers_in_words(advise(Served("mixtral", 32, 2, 256))).endswith("aiter, llama.cpp")
 
 
 @pytest.mark.parametrize(

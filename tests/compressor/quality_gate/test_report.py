@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from scipy.stats import norm
 
-from compressor.cli.rendering import show_gated
+from compressor.cli.compress import show_gated
 from compressor.document.drawing import ROLES
 from compressor.document.picture import inline_svgs, png
 from compressor.errors import CompressionError

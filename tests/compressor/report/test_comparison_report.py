@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from compressor.cli.rendering import show_comparison
+from compressor.cli.terminal import print_report
 from compressor.document import markdown as rendered
 from compressor.document.picture import DPI
 from compressor.report.comparison_report import Comparison, Row, comparison_figure, label, write_reports
@@ -126,7 +126,7 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_null_in_strict_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = comparison([base(), row("reap", 8, math.nan), row("auto", 8, 800.0)])
-    show_comparison(made, as_json=True)
+    print_report(True, made.to_dict(), ())
     write_reports(made, tmp_path / "out")
     for text in (capsys.readouterr().out, (tmp_path / "out" / "comparison.json").read_text()):
         rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["rows"]
@@ -141,7 +141,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 def test_the_printed_table_groups_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     made = full()
-    show_comparison(made, as_json=False)
+    print_report(False, None, made.brief())
     lines = [cells for cells in printed(capsys) if len(cells) == 11]
     assert [lines[0][0], *lines[0][1:4:2]] == ["base", str(EXPERTS), "1.2500"]
     order = [(-int(cells[1]), float(cells[3])) for cells in lines]

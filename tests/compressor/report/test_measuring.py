@@ -1,5 +1,4 @@
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.records import plain_json
 from compressor.report.data import report_data
-from compressor.report.measuring import kept_measures, measure
+from compressor.report.measuring import measure
 from tests.support import small
 from tests.support.hub.server import point, serve
 from tests.support.quantized import save_fp8
@@ -166,18 +165,6 @@ def test_an_output_without_weights_is_told(place: Path) -> None:
         "out holds no weights that can be run, so routed tokens, errors and similarities of outputs are not measured.",
     )
     assert ["router rows" in layer.similarity_label for layer in found.layers] == [True, True]
-
-
-def test_what_was_measured_last_is_kept_until_the_weights_change(place: Path) -> None:
-    found = measure(place / "out")
-    assert kept_measures(place / "out") == found
-    assert measure(place / "out", samples=2) == kept_measures(place / "out") != found
-    os.utime(place / "out" / "model.safetensors", (1, 1))
-    assert kept_measures(place / "out") is None
-    assert measure(place / "out") == found
-    for file in (place / "cache" / "reports").iterdir():
-        file.write_text("{}")
-    assert kept_measures(place / "out") is None
 
 
 def test_a_quantised_source_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

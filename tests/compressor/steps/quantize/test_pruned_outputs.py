@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressor import Outcome, Quantize, compress
 from compressor.checkpoint.reader import Checkpoint, Size
-from compressor.cli.rendering import outcome_blocks
 from compressor.document.blocks import Text, plain_words
 from compressor.hub.card import card_text
+from compressor.report.terminal import outcome_blocks
 from tests.support import quantized, small
 
 KEPT = 6

@@ -1,0 +1,115 @@
+"""A plan and a run on a terminal: in advance, and when they are done."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from compressor.document.blocks import Block, Items, Table, Text
+from compressor.formatting import counted, human_bytes, human_count, share
+from compressor.model.serving import servers_in_words
+from compressor.pipeline.dry_run import DryRun
+from compressor.pipeline.outcome import Attempt, Outcome, size_table
+from compressor.quality_gate.domain_divergence import heldout_blocks
+from compressor.quality_gate.report import power_blocks
+from compressor.recipe.plan import KEPT_WHOLE
+from compressor.recipe.recipe import make_step
+from compressor.recipe.steps_plan import QUANTIZE, Plan
+from compressor.report.data import experts_table
+from compressor.report.facts import facts
+from compressor.run_record import read_record
+
+
+def plan_blocks(plan: Plan, path: Path) -> list[Block]:
+    """Return a row for each layer of a plan that was written there, what came of its steps, and their names."""
+    title = f"Plan by {plan.strategy}, written to {path}"
+    blocks: list[Block] = [experts_table(plan.expert_plan, title) if plan.expert_plan.layers else Text(title)]
+    for step in plan.steps:
+        if step.decision is not None:
+            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    if len(plan.steps) > 1:
+        blocks.append(Text(f"Steps: {', '.join(step.name for step in plan.steps)}"))
+    return blocks
+
+
+def outcome_blocks(outcome: Outcome) -> list[Block]:
+    """Return sizes, what came of each step, held-out text, the facts, and the commands that make sense next."""
+    decided = outcome.expert_plan.layers and outcome.strategy != KEPT_WHOLE
+    blocks: list[Block] = [size_table(f"Compressed by {outcome.strategy}" if decided else "Done", outcome.sizes())]
+    for step in outcome.plan.steps:
+        if step.name != QUANTIZE or step.to_dict() == outcome.quantized:  # not undone by later steps
+            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    if outcome.heldout is not None:
+        blocks += heldout_blocks(outcome.heldout)
+    for label, value in facts(outcome, "terminal").pairs:
+        assert not isinstance(value, Items)
+        blocks.append(Text((f"{label}: ", value)))
+    blocks.append(Text(f"Written to {outcome.out}"))
+    if outcome.pushed is not None:
+        blocks += outcome.pushed.blocks()
+    return [*blocks, *next_blocks(_next_commands(outcome))]
+
+
+def _next_commands(outcome: Outcome) -> list[str]:
+    """Return the commands that test the output against its base, and publish it."""
+    folder, commands = Path(outcome.out), list[str]()
+    if not any(folder.glob("*.safetensors")):  # it is another exporter's
+        return []
+    if not (outcome.expert_plan.has_constants or outcome.attempts):
+        record, plan = read_record(folder), outcome.plan
+        base = (record and (record.base or record.source)) or (plan.base or plan.source).model
+        commands.append(shlex.join(["moe-compress", "gate", base, outcome.out]))
+    if outcome.pushed is None:
+        commands.append(f"{shlex.join(['moe-compress', 'push', outcome.out])} NAMESPACE/NAME")
+    return commands
+
+
+def next_blocks(commands: Sequence[str]) -> list[Block]:
+    """Return commands to copy, each on its own line."""
+    return [Text("Next:"), *(Text(f"  {command}") for command in commands)] if commands else []
+
+
+def attempts_table(attempts: Sequence[Attempt]) -> list[Block]:
+    """Return the models that went through a gate, if there are several."""
+    if len(attempts) < 2:
+        return []
+    rows = []
+    for attempt in attempts:
+        rows.append((str(attempt.experts), attempt.result.verdict, "yes" if attempt.accepted else "no"))
+    return [Table("Models tried", ("experts per layer", "verdict", "accepted"), tuple(rows))]
+
+
+def dry_run_blocks(run: DryRun) -> list[Block]:
+    """Return a run in advance: steps, shapes before and after, servers, text, memory, and the power of its gate."""
+    steps = list[tuple[str, ...]]()
+    for number, step in enumerate(run.steps, 1):
+        options = ", ".join(f"{name}={value}" for name, value in step["options"].items())
+        steps.append((str(number), step["name"], options, str(step["passes"])))
+    shapes = list[tuple[str, ...]]()
+    for name, before in asdict(run.before).items():
+        after = getattr(run.after, name)
+        write = human_bytes if "bytes" in name else human_count if "parameters" in name else str
+        what = f"{name.removeprefix('layer_')} of an MoE layer" if name.startswith("layer_") else name
+        shapes.append((what, write(before), write(after), share(after, before)))
+    blocks: list[Block] = [
+        Text(f"Dry run of {run.model}: nothing is written."),
+        Table("Steps", ("", "step", "options", "passes"), tuple(steps), frozenset({"step", "options"})),
+        *map(Text, run.notes),
+        Table(f"{counted(run.moe_layers, 'MoE layer')}", ("", "before", "after", "left"), tuple(shapes)),
+        Text(f"Servers: {servers_in_words(run.servers)}"),
+    ]
+    for text in run.texts:
+        held = f", {text.heldout:.1%} of them held out" if text.heldout else ""
+        sizes = [f"{text.samples:,} sequences of {text.sequence_length:,} tokens{held}"] if text.samples else []
+        sizes += [f"{count:,} of {length:,} ({name})" for name, count, length in text.parts]
+        blocks.append(Text(f"Text: {text.tokens:,} tokens of {', '.join(text.sources)}: {'; '.join(sizes)}"))
+    if not run.texts:
+        blocks.append(Text("Text: none is read"))
+    layers, hidden = human_bytes(run.layers_memory), human_bytes(run.activations)
+    spill = ", in files beyond 4 GB" if run.memory < run.layers_memory + run.activations else ""
+    held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
+    whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
+    resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
+    solving = "; correct takes about as much again" if any(step["name"] == "correct" for step in run.steps) else ""
+    blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))
+    return blocks if run.gate is None else [*blocks, *power_blocks(run.gate)]
