@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A multiple-choice question: `question + choices[answer]` is right, every other choice is wrong."""
+    """A multiple-choice question, answered correctly by `choices[answer]` alone."""
 
     skill: str
     question: str
@@ -33,7 +33,7 @@ def load_documents(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def skill_items(skill: str, **_: Any) -> dict[str, "Dataset"]:
-    """Return the held-out items of one skill; lm-eval adds what the task's metadata hold."""
+    """Return the held-out items of one skill; lm-eval passes the task's metadata as well."""
     from datasets import Dataset
 
     rows = [
@@ -58,6 +58,6 @@ def _read(name: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def demo_checkpoint() -> Iterator[Path]:
-    """The folder of the embedded checkpoint."""
+    """Yield the folder of the embedded checkpoint."""
     with as_file(files("compressor") / "demo" / "checkpoint") as folder:
         yield folder

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, Figures
 from compressor.divergence.teacher_outputs import Distributions, top_divergence
-from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
@@ -97,7 +98,7 @@ def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights 
     tensors = dict[str, Tensor]()
     for key, weight in weights.items():
         if key.startswith(f"{decoder_layer}."):
-            present = getattr(*parent_and_name(model, key))
+            present = attrgetter(key)(model)
             tensors[key] = weight.to(present.device, present.dtype)
     return tensors or None
 

@@ -10,6 +10,7 @@ import base64
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.memory import give_back
-from compressor.model.experts import MoeHooks, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.experts import expert_parameters, intermediate, moe_hooks, projections, routed, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, breach_text, broken
@@ -71,7 +72,7 @@ class Metering(LayerVisitor):
 
     def __init__(self) -> None:
         self.energies = dict[str, Tensor]()  # [E, I] float64, by layer
-        self.watches = list[MoeHooks]()
+        self.hooks = ExitStack()
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
@@ -79,14 +80,12 @@ class Metering(LayerVisitor):
             device = float64_device(experts.down_proj.device)
             energy = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
             self.energies[layer.name] = energy
-            watch = MoeHooks(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
-            self.watches.append(watch.attach())
+            hooks = moe_hooks(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
+            self.hooks.enter_context(hooks)
 
     @torch.no_grad()
     def on_layer_end(self, decoder_layer: str) -> None:
-        for watch in self.watches:
-            watch.detach()
-        self.watches.clear()
+        self.hooks.close()
         for layer in self.at.moe_layers:
             experts = self.at.model.get_submodule(layer.name)
             energy = self.energies[layer.name].cpu()
@@ -158,9 +157,9 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     if not 1 <= parts <= MOST_PARTS:
         raise CompressionError(f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts")
     known = f"split in {parts}"
-    if known not in model.found:  # once, as it runs blocks
-        model.found[known] = split_shape(model.architecture, parts)
-    shape: SplitShape = model.found[known]
+    if known not in model.cached:  # once, as it runs blocks
+        model.cached[known] = split_shape(model.architecture, parts)
+    shape: SplitShape = model.cached[known]
     stored = copy.copy(model.checkpoint)
     stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
     written = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
@@ -169,7 +168,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     split = replace(
         model,
         whole=model,
-        found={},
+        cached={},
         config=architecture.config,
         checkpoint=stored,
         architecture=architecture,
@@ -179,7 +178,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
         try:
             split = replace(split, stored_parts=stored_parts(model, shape.factors))
         except CompressionError as error:
-            split.found[PLAIN] = str(error)
+            split.cached[PLAIN] = str(error)
     return with_top_k(split, top_k)
 
 
@@ -286,7 +285,7 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     """
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
-    reason = "what changes experts needs one" if changed else model.found[PLAIN]
+    reason = "what changes experts needs one" if changed else model.cached[PLAIN]
     logger.warning("%s is stored quantised; its parts are written in a plain dtype: %s", model.source.label, reason)
     return replace(model, stored_parts=None)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.model.experts import MoeHooks
+from compressor.model.experts import moe_hooks
 from tests.support.opened_models import batches, opened
 
 SOME = pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe"])
@@ -36,7 +36,7 @@ def test_callbacks_see_what_hooks_see_in_the_order_of_the_call(name: str, tmp_pa
     for handle in handles:
         handle.remove()
     before = attached(stock)
-    watch = MoeHooks(
+    watch = moe_hooks(
         stock,
         layer,
         on_router=lambda args, kwargs, out: seen.append(("router", out)),
@@ -46,7 +46,6 @@ def test_callbacks_see_what_hooks_see_in_the_order_of_the_call(name: str, tmp_pa
     )
     with watch:
         assert torch.equal(stock(input_ids=ids).logits, plain)
-        watch.attach()  # which doubles nothing
         stock(input_ids=ids)
     assert attached(stock) == before
     assert [what for what, _ in expected] == ["router", "experts", "output", "block"]
@@ -67,7 +66,7 @@ def test_experts_outputs_add_up_to_their_modules_output(name: str, tmp_path: Pat
     def ran(expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
         sums["now"].index_add_(0, rows, outputs * weights[:, None])
 
-    watch = MoeHooks(
+    watch = moe_hooks(
         stock,
         layer,
         on_experts=lambda hidden, index, weights: sums.update(now=torch.zeros_like(hidden)),

@@ -21,7 +21,7 @@ REFUSED = {  # more than one hidden state goes from layer to layer, or to the he
     "zaya": r"model\.layers\.1 is given more of earlier layers than their hidden states",
     "mistral_large4": r"model\.language_model\.layers\.2 is given more of earlier layers",  # their keys and values
     "inkling2_loop": r"model\.layers\.2 is given more of earlier layers than their hidden states",
-    "inkling2": "its output hangs on more than the last layer's hidden states",
+    "inkling2": "its output depends on more than the last layer's hidden states",
     "diffusion_gemma": r"model\.encoder\.language_model\.layers\.0\.\S+ shares its weights with another layer",
 }
 EVERY = pytest.mark.parametrize("name", zoo.sweep())

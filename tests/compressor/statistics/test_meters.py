@@ -1,6 +1,6 @@
 """A new statistic is a meter and its registration: nothing that collects, combines or checks needs to know of it."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressor.plugins import LayerStatistics, fake_statistics
 from compressor.statistics.meters import ExpertsCall, Sum
-from compressor.statistics.statistics import STATISTICS, Collector, Statistic, combined
+from compressor.statistics.statistics import STATISTICS, Collector, Statistic
 
 
 class LargestInput(Sum):
@@ -19,12 +19,12 @@ class LargestInput(Sum):
         for place in range(call.index.shape[1]):
             self.total.scatter_reduce_(0, call.index[:, place], sizes, "amax")
 
-    def absorb(self, other: Any, scale: float) -> None:
-        self.total = torch.maximum(self.total, other.total)
+    def combine(self, scales: Sequence[float]) -> None:
+        self.total = self.totals.amax(0)
 
 
-def seen(stats: LayerStatistics, parts: list[Tensor]) -> Collector:
-    """A collector that these inputs [T, H] have passed."""
+def seen(stats: LayerStatistics, parts: list[Tensor], shares: Sequence[float]) -> LayerStatistics:
+    """Statistics of these inputs [T, H], one source each if there are as many shares."""
     block = stats.weights.block
     model = torch.nn.Module()
     model.get_submodule = lambda name: {  # type: ignore[method-assign]
@@ -32,24 +32,22 @@ def seen(stats: LayerStatistics, parts: list[Tensor]) -> Collector:
     }[name]  # fmt: skip
     model.config = None  # type: ignore[assignment]
     needs = frozenset({"largest_input", "routed_count"})
-    collector = Collector(stats.layer, model, needs, 0)
-    for part in parts:
-        collector.enter(len(part), torch.arange(0))
+    collector = Collector(stats.layer, model, needs, 0, shares=shares)
+    for source, part in enumerate(parts):
+        collector.observe(torch.zeros(1, len(part)), torch.arange(0), source=min(source, len(shares) - 1))
         with torch.no_grad():
             block(part[None])
-        collector.detach()
-    return collector
+    return collector.finish()
 
 
 def test_a_new_meter_is_collected_and_combined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STATISTICS, "largest_input", Statistic("[E]", "largest input of its tokens", LargestInput))
     stats = fake_statistics()
     halves = [stats.inputs[:20].clone(), stats.inputs[20:].clone()]
-    collectors = [seen(stats, [half]) for half in halves]
-    whole = combined(dict(enumerate(collectors)), [20.0, 12.0]).finish()
+    whole = seen(stats, halves, [20.0, 12.0])
     expected = torch.zeros(8, dtype=torch.float64)
     for token, experts in enumerate(stats.top_k_index.tolist()):
         for expert in experts:
             expected[expert] = max(expected[expert], float(stats.inputs[token].abs().max()))
     assert torch.equal(whole.values["largest_input"], expected)
-    assert torch.equal(seen(stats, halves).finish().values["largest_input"], expected)
+    assert torch.equal(seen(stats, halves, [1.0]).values["largest_input"], expected)
