@@ -94,7 +94,7 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _converted(quantizer: Any, conversion: WeightConverter, stored: Mapping[str, Tensor], like: Tensor) -> Any:
-    """Return what the stock loader makes of stored tensors for the target of a conversion; None if nothing."""
+    """Return the target of a conversion, made of stored tensors by the stock loader; None if it makes none."""
     (target,) = conversion.target_patterns
     module, name = target.split(".")
     model = nn.ModuleDict({module: nn.ParameterDict({name: torch.empty_like(like)})})

@@ -250,7 +250,7 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
 
 
 class _CompressedQuantizer(CompressedTensorsHfQuantizer):
-    use_fp8_kernel = False  # what `validate_environment` would find out
+    use_fp8_kernel = False  # set by `validate_environment` upstream
 
     def get_load_operations(self) -> dict[str, type]:
         return {"dequantize": _CompressedTensorsDequantize}

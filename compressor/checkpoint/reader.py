@@ -125,7 +125,7 @@ def header_bytes(path: Path) -> int:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of one safetensors file by name; they fill it without a gap, as the format demands."""
     try:
-        with safe_open(path, "pt"):  # which checks the header against the file
+        with safe_open(path, "pt"):  # checks the header against the file
             start = header_bytes(path)
     except SafetensorError as error:
         raise CompressionError(
@@ -152,7 +152,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, which config.json may lack
+MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 
@@ -223,7 +223,7 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
             )
     tensors = dict[str, TensorInfo]()
     for file in sorted(set(weight_map.values())):
-        if not os.path.isfile(folder / file):  # False, too, where it is too long for a name
+        if not os.path.isfile(folder / file):  # also False if it is too long for a name
             raise CompressionError(
                 f"{path} names the shard {file!r}, which is missing from {folder}; download it again"
             )

@@ -59,7 +59,7 @@ def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
     if int(groups) <= 1 or method == "greedy":
         return 1, 1, 1
     chosen = getattr(router, "topk_group", None) or groups
-    # a group's score is the sum of its two best experts, except where the method scores it by its best one
+    # a group's score is the sum of its two best experts, or that of its best one if the router has a method
     return int(groups), int(chosen), 1 if method else 2
 
 

@@ -86,7 +86,7 @@ def declared(raw_config: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
 
 
 class SubstitutedCheckpoint(Checkpoint):
-    """A checkpoint with constants that reads as one without: a missing expert's tensors are those of a kept one.
+    """A checkpoint with constants that reads as one without: a kept expert's tensors replace missing ones.
 
     They are never computed with, for `substitutes` of the layer take their place.
     """
@@ -114,7 +114,7 @@ class SubstitutedCheckpoint(Checkpoint):
             self._stand_in(prefixes[layer], experts)
 
     def _stand_in(self, prefix: str, experts: Sequence[int]) -> None:
-        """Let the tensors of a kept expert stand for those of the experts that are constants."""
+        """Use the tensors of a kept expert for the experts that are constants."""
         pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.(.+)")
         weights: dict[int, list[tuple[str, TensorInfo]]] = {}  # of the experts that are kept
         for name, info in self.stored.items():

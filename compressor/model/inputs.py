@@ -45,13 +45,13 @@ class Inputs(Tensor):
 
     @property
     def counted(self) -> Tensor:
-        """Mask [1, L] of what an evaluation counts: text after the first picture or sound; all text without any."""
+        """Mask [1, L] of the tokens that evaluations count: the text after the first picture or sound, if any."""
         begun = self.media.cumsum(1) > 0 if self.media.any() else torch.ones_like(self.media)
         return begun & ~self.media
 
     @property
     def before_text(self) -> Tensor:
-        """Mask [1, L] of the tokens whose next one is text, or that are the last."""
+        """Mask [1, L] of the tokens before text, and of the last token."""
         return ~pad(self.media[:, 1:], (0, 1))
 
 

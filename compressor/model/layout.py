@@ -52,7 +52,7 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
     placed: dict[str, Key] = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
     if not quantized:
         return placed, list(keys.unknown)
-    weights = dict[str, list[str]]()  # what the weight of a companion may be called: x.up_scale -> x.weight, x.up
+    weights = dict[str, list[str]]()  # possible weights of a companion: x.up_scale -> x.weight, x.up
     for name in keys.unknown:
         stem, _, last = name.rpartition(".")
         cuts = range(1, last.count("_") + 1)

@@ -95,7 +95,7 @@ def left_by(total: int, ratio: float) -> int:
     if not 0 <= ratio < 1:
         raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
     removed = int(total * ratio) + 1
-    while removed / total > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
+    while removed / total > ratio:  # division is exact, multiplication is not: 0.29 of 100 is 29
         removed -= 1
     return total - removed
 

@@ -1,4 +1,4 @@
-"""A multi-token-prediction head as a stock model of one decoder layer, so that all that works on models works on it.
+"""A multi-token-prediction head as a stock model of one decoder layer, which all code for models works on.
 
 That model is the architecture's own with a single layer, the head's: its embedding outputs the projected pair, its
 final norm is the head's, and its language-model head is the head's own or the trunk's.
@@ -291,7 +291,7 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
         raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
     norm = norms[0]
 
-    # the tensors outside the decoder layers are the trunk's, by their stored names, except where the head has its own
+    # tensors outside the decoder layer are the trunk's, by their stored names, unless the head has its own
     parts = names.parts
     stored = {target: name for name, target in model.partial.plain_keys.targets.items()}
     modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
@@ -323,7 +323,7 @@ def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
 
 
 def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: int) -> None:
-    """Refuse a head whose layer or projection is not what can be run and cut."""
+    """Refuse a head whose layer or projection cannot be run or cut."""
     layers = opened.architecture.layers
     if len(layers) != 1 or layers[0].tables or layers[0].experts != experts:
         raise CompressionError("its decoder layer does not hold one block of experts like the others'")
@@ -393,7 +393,7 @@ class MtpStage(LayerVisitor):
         assert head is not None  # or there were no head to share it with
         logits = head.forward
         at_once = max(1, LOGITS // int(head.weight.shape[0]))  # type: ignore[index]
-        projection = cache(_projection)  # which is loaded with the first batch
+        projection = cache(_projection)  # loaded with the first batch
 
         @torch.no_grad()
         def take(hidden: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ from compressor.model.serving import Advice, Served, advise
 
 logger = logging.getLogger(__name__)
 
-SPARE = 0.2  # share of the free memory of a device that is left to hidden states and what layers compute
+SPARE = 0.2  # share of a device's free memory kept for hidden states and the computation of layers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype for computing: `auto` is the checkpoint's own, bfloat16 where it is quantised."""
+    """Return the dtype for computing; `auto` is the checkpoint's dtype, or bfloat16 if it is quantised."""
     if name != "auto":
         if name not in DTYPES:
             raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
@@ -171,7 +171,7 @@ def memory_budget(device: torch.device) -> float | None:
 
 
 def how_resident(model: OpenModel) -> str:
-    """Return the sentence on where a model is kept."""
+    """Return a sentence on the device and memory of a model."""
     partial = model.partial
     free = free_memory(model.partial.device)
     if partial.resident:
@@ -237,7 +237,7 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
         with suppress(OSError):
             partial.model.generation_config = GenerationConfig.from_pretrained(str(folder))
         return partial.model
-    settings["config"] = load_config(folder)  # which names no kernels
+    settings["config"] = load_config(folder)  # without names of kernels
     model, info = kind.from_pretrained(str(folder), output_loading_info=True, **settings)
     absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:

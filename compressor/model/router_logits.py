@@ -30,7 +30,7 @@ class Product:
     inputs: Tensor
     logits: Tensor
     weight: Tensor
-    bias: Tensor | None = None  # [E], where the product adds one
+    bias: Tensor | None = None  # [E], if the product adds one
 
 
 class _Watch(TorchFunctionMode):

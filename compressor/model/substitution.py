@@ -20,7 +20,7 @@ def _unchanged(decoder_layer: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Substitution:
-    """A variant of a model: tensors in place of those of its decoder layers, and constants in place of experts.
+    """A variant of a model: other tensors in its decoder layers, and constants in place of experts.
 
     `tensors` returns tensors by state-dict key for a decoder layer that is loaded, or None to leave it unchanged. All
     other tensors of a layer are the model's own.

@@ -1,4 +1,4 @@
-"""Meters: each turns what passes one MoE layer into the value of a statistic.
+"""Meters, each of which computes a statistic from the batches that pass an MoE layer.
 
 T tokens of a batch, S sampled ones, E experts, K top-k, H hidden.
 """
@@ -49,7 +49,7 @@ class RouterArguments:
 
 @dataclass(frozen=True, slots=True)
 class Observed(LayerWeights):
-    """The layer that is observed; `smaller_router` is None if weights are not needed."""
+    """The observed layer; `smaller_router` is None if weights are not needed."""
 
     layer: MoeLayer
     config: Any
@@ -59,7 +59,7 @@ class Observed(LayerWeights):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled.
+    """A call of the experts: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled.
 
     `media` [T] says which tokens stand for pictures, video or sound.
     """
@@ -74,7 +74,7 @@ class ExpertsCall:
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:
-    """A batch's router call: logits [T, E and maybe more], all its arguments by keyword or None; `rows` are sampled."""
+    """A call of the router: logits [T, E or more], its arguments, each after a keyword or None, and sampled `rows`."""
 
     batch: tuple[int, int]  # source and number
     rows: Tensor
@@ -141,7 +141,7 @@ class Sum(Meter):
 
 
 class GateSum(Sum):
-    """Gate weights to a power, of which 0 counts the tokens."""
+    """Gate weights to a power; power 0 counts the tokens."""
 
     def __init__(self, observed: Observed, power: int = 1) -> None:
         super().__init__(observed)
@@ -155,7 +155,7 @@ class GateSum(Sum):
 
 
 class ModalityCount(Sum):
-    """The tokens of text, and those of pictures, video or sound."""
+    """Tokens of text, and of pictures, video or sound."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed, 2)
@@ -190,7 +190,7 @@ class NormSum(Sum):
 
 
 class StreamEnergySum(Sum):
-    """Squared norms of the gated outputs, each over that of its token's hidden state behind the decoder layer."""
+    """Squared norms of gated outputs, relative to the token's hidden state after the decoder layer."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
@@ -225,7 +225,7 @@ class SquaredGateOutputSum(Sum):
 
 
 class TokenSum(Sum):
-    """A sum over tokens for which all outputs of a token are needed at once: those of a batch wait for its end."""
+    """A sum that needs all outputs of a token at once; those of a batch are kept until its end."""
 
     def __init__(self, observed: Observed, *width: int) -> None:
         super().__init__(observed, *width)
@@ -252,7 +252,7 @@ class TokenSum(Sum):
 
 
 class PairSum(TokenSum):
-    """[E, E] over the tokens that chose both experts: how many, or products of gated norms, or of gated outputs."""
+    """[E, E] of the tokens that chose both experts: their number, or products of gated norms or gated outputs."""
 
     def __init__(self, observed: Observed, of: Literal["tokens", "norms", "outputs"]) -> None:
         super().__init__(observed, observed.layer.experts)
@@ -308,7 +308,7 @@ class DeletionSum(TokenSum):
 
     @torch.no_grad()
     def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, bool]:
-        """The expert [T] that each token would get next, its gate weight [T] beside those in use, and `normalised`."""
+        """Return each token's next expert [T], its gate weight [T] beside those in use, and `normalised`."""
         tokens, top_k = call.index.shape
         none = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
         nothing = none, none.float(), False
@@ -388,7 +388,7 @@ class RouterLogits(Sample):
 
 
 class RouterOrders(Sample):
-    """The experts in the order of the router's logits, of every token: 2 bytes for each token and expert."""
+    """The experts of every token in the order of the router's logits, 2 bytes each."""
 
     def router_called(self, call: RouterCall) -> None:
         order = call.logits[:, : self.observed.layer.experts].argsort(dim=-1, descending=True, stable=True)
@@ -412,7 +412,7 @@ class RouterArgumentsSample(Sample):
             self.parts.append((call.batch, arguments))
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
-        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
+        """Return a router argument's dimension of tokens and sampled rows: [S, ...] of [T, ...], or [1, S, ...].
 
         An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
         """
@@ -460,7 +460,7 @@ class ExpertOutputs(Sample):
 
 
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
-    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
+    """Mix each token [S, H] with another one in random proportion (section 3.4 of arXiv:2407.09590)."""
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
@@ -469,7 +469,7 @@ def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
 
 
 class Weights(Meter):
-    """The live modules, which no batch is needed for."""
+    """The live modules, without a batch."""
 
     def finish(self) -> LayerWeights:
         return self.observed

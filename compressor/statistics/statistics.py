@@ -90,7 +90,7 @@ class Statistic(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """The statistics of one layer, only to be read. `values` holds what was collected, by name.
+    """The read-only statistics of one layer; `values` holds those collected, by name.
 
     S sampled tokens, E experts, K top-k, H hidden.
     """
@@ -173,7 +173,7 @@ RECONSTRUCTION = frozenset({"inputs", "router_arguments", "top_k_index", "top_k_
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
-    """Refuse a need that no meter measures, before anything is read."""
+    """Refuse an unknown statistic before anything is read."""
     unknown = sorted(needs - ALL)
     if unknown:
         raise CompressionError(
@@ -183,10 +183,7 @@ def check_needs(needs: frozenset[str], strategy: str) -> None:
 
 
 class Collector:
-    """Has the meters of `needs` observe one layer while batches pass it.
-
-    Each source's sums are weighted to its share of the tokens.
-    """
+    """Measures the statistics `needs` of one layer while batches pass it, each source weighted to its share."""
 
     def __init__(
         self,
@@ -214,7 +211,7 @@ class Collector:
         self.hooks = ExitStack()
 
     def observe(self, ids: Tensor, rows: Tensor, batch: int = 0, source: int = 0) -> None:
-        """Observe the batch of this number, token ids [B, L], of whose tokens those at `rows` [s] are sampled."""
+        """Observe a batch of token ids [B, L] while it runs; the tokens at `rows` [s] are sampled."""
         self.detach()
         self.source = source
         self.batch = (source, batch), rows, media_of(ids).flatten()
@@ -235,7 +232,7 @@ class Collector:
         self.hooks.close()
 
     def _seen(self, tokens: int) -> tuple[tuple[int, int], Tensor, Tensor]:
-        """Return the current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
+        """Return the current batch, its sampled rows among the `tokens` that the layer sees, and their media mask [T].
 
         A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
         """
@@ -302,7 +299,7 @@ class Collector:
 
 
 def smaller_routers(architecture: Architecture) -> Routers:
-    """Router modules of the models with fewer experts, each such model built once, on meta."""
+    """Return a function that returns a layer's router in a model with fewer experts, built once, on meta."""
     built = cache(lambda count: build_meta(architecture.with_experts(count), torch.float32))
     return lambda layer, count: built(count).get_submodule(layer.router)
 
@@ -339,10 +336,7 @@ class CalibrationCollector(Collector):
             self.observe(calibration.batches[batch], self.rows[batch], batch, calibration.source_of(batch))
 
     def finish(self) -> LayerStatistics:
-        """Return the statistics of the layer.
-
-        Of several ranks the first has them, of the batches of all; the others get the bare layer.
-        """
+        """Return the statistics of the layer: of all batches on the first rank, and without values on others."""
         self.detach()
         if not ranks().is_alone:
             self.tokens = ranks().all_reduce(self.tokens)
@@ -361,7 +355,7 @@ def collect(
     seed: int = 0,
     end: LayerVisitor | None = None,
 ) -> Iterator[LayerStatistics]:
-    """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
+    """Yield the statistics of every MoE layer in order, valid until the next one; one layer is in memory at a time.
 
     Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the batches go on to the
     model's output.
