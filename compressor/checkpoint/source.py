@@ -67,7 +67,7 @@ COMPANIONS = (
     *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
     *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"),
 )
-CARD = "README.md"  # which names the licence
+CARD = "README.md"  # names the licence
 NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")
 STEP_BYTES = 10**6  # one step of the progress
 REQUESTS = 8  # simultaneous requests for headers
@@ -76,7 +76,7 @@ PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class ModelRepository:
     """A model's repository at one commit: the files at its top, and its chat templates."""
 
     model: str
@@ -108,7 +108,7 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
     return folder
 
 
-def find_repository(model: str, revision: str | None) -> Repository | Path:
+def find_repository(model: str, revision: str | None) -> ModelRepository | Path:
     """Return the repository, by two or three small requests; if unreachable, a complete copy in the cache."""
     api = HfApi()
     try:
@@ -116,7 +116,7 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         entries = list(api.list_repo_tree(model, revision=commit))
         if any(entry.path == TEMPLATES for entry in entries):
             entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
-        return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
+        return ModelRepository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
     except Exception as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
         refused = status < 500 and status not in PASSING  # otherwise the Hub is unreachable or down
@@ -136,7 +136,7 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         return folder
 
 
-def weights_file(repository: Repository, revision: str | None) -> str:
+def weights_file(repository: ModelRepository, revision: str | None) -> str:
     """Return the file that holds the weights or says where they are.
 
     Raises `CompressionError` if there is none to read.
@@ -157,7 +157,7 @@ def companions(names: Collection[str]) -> list[str]:
     return sorted(small | ({CARD} & {*names}), key=lambda name: (name != CONFIG, name))
 
 
-def fetch_small(repository: Repository, revision: str | None, names: Sequence[str]) -> Path:
+def fetch_small(repository: ModelRepository, revision: str | None, names: Sequence[str]) -> Path:
     """Fetch some files and return their folder; the cache notes which commit the revision was."""
     if revision != repository.commit:
         _fetch(repository.model, names[0], revision)
@@ -165,7 +165,7 @@ def fetch_small(repository: Repository, revision: str | None, names: Sequence[st
     return paths[0].parents[names[0].count("/")]
 
 
-def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
+def shard_names(repository: ModelRepository, folder: Path, head: str) -> list[str]:
     """Return the weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
     names = _weight_files(folder, head)
     for name in names:
@@ -196,7 +196,7 @@ def steps(nbytes: int) -> int:
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(repository: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
+def _fetch_weights(repository: ModelRepository, file: RepoFile, progress: Progress, damaged: bool) -> None:
     left = last = steps(file.size)
 
     def on_bytes(received: int) -> None:
@@ -242,7 +242,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model as the user named it, and where its files lie."""
+    """A model as the user named it, and the folder of its files."""
 
     name: str  # the Hub id, or the folder's absolute path
     revision: str | None  # the commit for a Hub id; None for a folder

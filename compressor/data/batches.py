@@ -153,7 +153,7 @@ class TextSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextBatches:
     """Calibration batches, batches of named parts, and held-out sequences that nothing is fitted to."""
 
     fit: Calibration  # including its own held-out batches and reserved sets
@@ -205,7 +205,7 @@ def load_tokenizer(folder: Path) -> Any:
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
-def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
+def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
 
     Parts are disjoint. If a source is too short for them, they start again from the beginning of its calibration text.
@@ -398,7 +398,7 @@ def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
             )
 
 
-def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
+def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
     """Return the batches of all sources, and the identity of the text."""
     names = short_names([text.name for text in texts])
     batches = list[Tensor]()
@@ -436,7 +436,7 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
     for name in spec.emphasis.missing([*batches, *chain.from_iterable(parts.values())]):
         logger.warning("emphasis.%s has no effect: the text has no such token; give text that has", name)
     read = tuple(entry.name for entry in held_out if entry.name in short)
-    return Text(fit, identity, parts, held_out, _evaluation_sets(names, evaluated), spec.emphasis, read)
+    return TextBatches(fit, identity, parts, held_out, _evaluation_sets(names, evaluated), spec.emphasis, read)
 
 
 def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> EvaluationSets:
@@ -518,7 +518,7 @@ def evaluation_sets(
     return _evaluation_sets(short_names(sources), batches)
 
 
-def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> Text:
+def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> TextBatches:
     """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come out."""
     spec = replace(TextSpec.from_identity(identity), evaluation=evaluation)
     text = read_text(spec, tokenizer, vocabulary)

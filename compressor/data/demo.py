@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DemoItem:
     """A multiple-choice question, answered correctly by `choices[answer]` alone."""
 
     skill: str
@@ -22,9 +22,9 @@ class Item:
     answer: int
 
 
-def load_items() -> tuple[Item, ...]:
+def load_items() -> tuple[DemoItem, ...]:
     """Return the shipped held-out multiple-choice items of all skills."""
-    return tuple(Item(**{**row, "choices": tuple(row["choices"])}) for row in _read("items"))
+    return tuple(DemoItem(**{**row, "choices": tuple(row["choices"])}) for row in _read("items"))
 
 
 def load_documents(name: str) -> tuple[tuple[str, str], ...]:

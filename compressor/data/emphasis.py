@@ -13,7 +13,7 @@ from compressor.model.inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedTokens:
     """Runs of token ids with one weight."""
 
     weight: float
@@ -24,7 +24,7 @@ class Marked:
 class Emphasis:
     """Emphasised tokens by name; none by default."""
 
-    marked: Mapping[str, Marked] = field(default_factory=dict)
+    marked: Mapping[str, MarkedTokens] = field(default_factory=dict)
 
     def weights(self, tokens: Tensor) -> Tensor:
         """Return the weights of positions: token ids [B, L] -> [B, L], 1 unless the next token is marked."""

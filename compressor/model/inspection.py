@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SmallerSize:
     """The size of the model with `experts` per layer."""
 
     experts: int
@@ -53,7 +53,7 @@ class Inspection:
     parameters: int
     bytes: int
     parts: tuple[Part, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SmallerSize, ...]
     largest_layer_bytes: int  # of the loaded layer, in the dtype for computing
     peak_memory: int  # bytes, without the interpreter and calibration activations
     export_memory: int  # bytes of the whole model in float32, to verify an ONNX export in one piece
@@ -191,7 +191,7 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
         parameters=total.parameters,
         bytes=total.bytes,
         parts=tuple(Part(part, size.parameters, size.bytes) for part, size in sizes.items() if size.parameters),
-        outcomes=tuple(Outcome(count, size.parameters, size.bytes) for count, size in left.items()),
+        outcomes=tuple(SmallerSize(count, size.parameters, size.bytes) for count, size in left.items()),
         largest_layer_bytes=largest,
         peak_memory=2 * largest,
         export_memory=4 * sum(value.numel() for value in opened.partial.empty.values()),

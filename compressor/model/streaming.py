@@ -290,7 +290,7 @@ class _Lockstep:
         """Have a module run `forward`, which gets its name and its own forward before the arguments of a call."""
         module: Any = self.model.get_submodule(name)
         module.forward = bind(forward, name, module.forward)
-        self.changes.callback(module.__dict__.pop, "forward")
+        self.changes.callback(module.__dict__.pop, "forward", None)
         return module
 
     def layers(self) -> Iterator[str]:
@@ -464,13 +464,13 @@ class ReverseVisitor(LayerVisitor):
     gradients unless a visitor sets this there.
     """
 
-    def replaying(self, decoder_layer: str, batch: int) -> None:
+    def before_reverse(self, decoder_layer: str, batch: int) -> None:
         """Act before a batch passes the layer once more, with gradients."""
 
-    def returned(self, decoder_layer: str, batch: int) -> None:
+    def on_gradient(self, decoder_layer: str, batch: int) -> None:
         """Act when the gradient of a batch's loss has passed back through the layer; requested `.grad` are set."""
 
-    def done(self, decoder_layer: str) -> None:
+    def on_reverse_end(self, decoder_layer: str) -> None:
         """Act when all gradients have passed back through the layer, which is still loaded."""
 
 
@@ -525,15 +525,15 @@ class ReversePass:
         for batch in range(len(self.batches)):
             calls.at.batch = batch
             for visitor in visitors:
-                visitor.replaying(decoder_layer, batch)
+                visitor.before_reverse(decoder_layer, batch)
             layer_forward: Forward = module.forward
             for visitor in visitors:
                 layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
             calls.hand_down(decoder_layer, batch, layer_forward)
             for visitor in visitors:
-                visitor.returned(decoder_layer, batch)
+                visitor.on_gradient(decoder_layer, batch)
         for visitor in visitors:
-            visitor.done(decoder_layer)
+            visitor.on_reverse_end(decoder_layer)
         partial.release(decoder_layer)
         give_back()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compressor.data.batches import Text
+from compressor.data.batches import TextBatches
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
@@ -22,7 +22,7 @@ from compressor.steps.cutting import CutFiles
 from compressor.steps.workdir import Workdir
 
 # The run's text, with a part for each step that wants one; and texts of single steps, by their number among the run's.
-Texts = tuple[Text | None, Mapping[int, Text]]
+Texts = tuple[TextBatches | None, Mapping[int, TextBatches]]
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class State:
     shared: dict[str, Any] = field(default_factory=dict)  # values that steps compute once
 
     @property
-    def text(self) -> Text | None:
+    def text(self) -> TextBatches | None:
         """The step's own text, or that of the run."""
         run, own = self.texts
         return own.get(self.number - self.first, run)
@@ -114,7 +114,7 @@ class State:
         return batches[name], outputs[name], evaluator
 
     def _run_teacher(
-        self, text: Text, now: int
+        self, text: TextBatches, now: int
     ) -> tuple[Evaluator, dict[str, list[torch.Tensor]], dict[str, list[Distributions]]]:
         assert self.work is not None
         evaluator, hidden = Evaluator(self.base, text.heldout), list[str]()

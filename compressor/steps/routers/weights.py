@@ -189,7 +189,7 @@ class RouterGradients(ReverseVisitor):
         self._watching = ExitStack()
         self._seen = list[tuple[str, Product]]()
 
-    def replaying(self, decoder_layer: str, batch: int) -> None:
+    def before_reverse(self, decoder_layer: str, batch: int) -> None:
         self._seen = []
         for layer in self.at.moe_layers:
             note = partial(self._note, router_weight(layer))
@@ -203,7 +203,7 @@ class RouterGradients(ReverseVisitor):
         self._seen.append((key, Product(product.inputs, logits, product.weight)))
         return logits
 
-    def returned(self, decoder_layer: str, batch: int) -> None:
+    def on_gradient(self, decoder_layer: str, batch: int) -> None:
         self._watching.close()
         for key, product in self._seen:
             gradient = product.logits.grad
@@ -213,7 +213,7 @@ class RouterGradients(ReverseVisitor):
             g = as_float64(gradient.reshape(len(x), -1))
             self.moments.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
-    def done(self, decoder_layer: str) -> None:
+    def on_reverse_end(self, decoder_layer: str) -> None:
         """Add up the moments of the layer's routers over all ranks."""
         for layer in self.at.moe_layers:
             key = router_weight(layer)

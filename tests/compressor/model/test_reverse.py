@@ -44,10 +44,10 @@ class Gathering(ReverseVisitor):
     def on_layer_loaded(self, decoder_layer: str) -> None:
         self.whole.get_submodule(decoder_layer).requires_grad_(True)
 
-    def replaying(self, decoder_layer: str, batch: int) -> None:
+    def before_reverse(self, decoder_layer: str, batch: int) -> None:
         self.most = max(self.most, len(loaded_units(self.model)))
 
-    def done(self, decoder_layer: str) -> None:
+    def on_reverse_end(self, decoder_layer: str) -> None:
         for name, parameter in self.whole.get_submodule(decoder_layer).named_parameters():
             self.found[f"{decoder_layer}.{name}"] = parameter.grad
 
