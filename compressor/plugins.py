@@ -119,7 +119,7 @@ def fake_statistics(
 
         collector = Collector(layer, model, ALL, seed, routers)
         if tokens:
-            collector.enter(tokens, sample_positions(tokens, sampled, seed))
+            collector.observe(torch.zeros(1, tokens), sample_positions(tokens, sampled, seed))
             with torch.no_grad():
                 model.get_submodule(layer.block)(torch.randn(1, tokens, hidden))
         stats = collector.finish()

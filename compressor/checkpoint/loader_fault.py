@@ -15,7 +15,8 @@ from compressor.checkpoint.quantized import scheme_of
 from compressor.errors import reason_of
 from compressor.extras import require
 
-EXPERTS, SIDE = 2, 64
+EXPERTS = 2
+SIDE = 64
 ROUNDED = 2.0**-6  # of the largest weight: two roundings to bfloat16 differ by less
 
 
@@ -25,14 +26,15 @@ def loader_fault(
     family: str | None = None,
     merged: str | None = None,
 ) -> str | None:
-    """Return the sentence on what the stock loader does wrong with experts of a `quantization_config`; None if nothing.
+    """Return a sentence on how the stock loader mistreats experts of a `quantization_config`; None if it does not.
 
-    Experts of compressed-tensors are packed by its own compressor, and what the loader makes of them is compared with
-    what they mean. `module` is the name of one, where the config has several groups, and `family` the architecture if
-    it stores experts fused in stock checkpoints, but here one by one, or if several modules share the stored experts.
-    `merged` is a plain weight, if there is one, that the loader puts together from several tensors.
+    Experts are packed by compressed-tensors itself and compared after loading. `module` is the name of an expert, for
+    a config with several groups. `family` is the architecture if stock checkpoints store its experts fused but this one
+    doesn't, or if several modules share stored experts. `merged` is a plain weight that the loader makes of several
+    tensors, if there is one.
     """
-    method, stock = str(quantization.get("quant_method")), f"transformers {transformers.__version__}"
+    method = str(quantization.get("quant_method"))
+    stock = f"transformers {transformers.__version__}"
     if method != "compressed-tensors":
         return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
     if family is not None:
@@ -46,9 +48,10 @@ def loader_fault(
         return None
     kind = scheme.format or config.format
     try:
-        experts, wanted = _packed(scheme, kind)
-        loaded = _loaded(quantizer, experts, wanted)
-    except Exception as error:  # whatever an integration raises
+        stored, wanted = _packed(scheme, kind)
+        stacked = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
+        loaded = _converted(quantizer, stacked, stored, wanted)
+    except Exception as error:  # integrations raise anything
         return f"{stock} does not load {kind} experts: {reason_of(error)}"
     if loaded is None:
         return f"{stock} does not load {kind} experts"
@@ -59,53 +62,56 @@ def loader_fault(
     return None
 
 
-def _packed(scheme: Any, kind: str) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """Return the stored parts of each of some random matrices, and what they mean, [E, O, I]."""
+def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random experts as they are stored, by name, and their weights [E, O, I]."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    compressor, weights = BaseCompressor.get_value_from_registry(kind), scheme.weights
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    weights = scheme.weights
     block = weights.block_structure or (1, max(weights.group_size or 0, 0) or SIDE)
-    rows, columns = max(SIDE, 2 * block[0]), 2 * block[1]
-    grid = {"tensor": (1, 1), "channel": (rows, 1)}.get(weights.strategy, (rows // block[0], 2))
-    generator, experts, meant = torch.Generator().manual_seed(0), list[dict[str, Tensor]](), list[Tensor]()
-    for _ in range(EXPERTS):
+    rows = max(SIDE, 2 * block[0])
+    columns = 2 * block[1]
+    scales = {"tensor": (1, 1), "channel": (rows, 1)}
+    down, across = scales.get(weights.strategy, (rows // block[0], 2))
+    generator = torch.Generator().manual_seed(0)
+    stored = dict[str, Tensor]()
+    plain = list[Tensor]()
+    for expert in range(EXPERTS):
         weight = torch.randn(rows, columns, generator=generator)
-        cells = weight.unflatten(1, (grid[1], -1)).unflatten(0, (grid[0], -1))
-        low, high = cells.amin((1, 3)), cells.amax((1, 3))
-        whole = generate_gparam(low.min(), high.max()) if weights.strategy == "tensor_group" else None
-        scale, zero = calculate_qparams(low, high, weights, whole)
-        parts = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, "weight_global_scale": whole}
-        given = {part: value for part, value in parts.items() if value is not None}
-        experts.append(compressor.compress(given, scheme))
-        meant.append(compressor.decompress(experts[-1], scheme)["weight"])
-    return experts, torch.stack(meant).bfloat16()
+        cells = weight.unflatten(1, (across, -1)).unflatten(0, (down, -1))
+        low = cells.amin((1, 3))
+        high = cells.amax((1, 3))
+        parts = {"weight": weight}
+        whole = None
+        if weights.strategy == "tensor_group":
+            whole = parts["weight_global_scale"] = generate_gparam(low.min(), high.max())
+        parts["weight_scale"], parts["weight_zero_point"] = calculate_qparams(low, high, weights, whole)
+        packed = compressor.compress(parts, scheme)
+        stored |= {f"experts.{expert}.down_proj.{part}": value for part, value in packed.items()}
+        plain.append(compressor.decompress(packed, scheme)["weight"])
+    return stored, torch.stack(plain).bfloat16()
 
 
-def _loaded(quantizer: Any, experts: list[dict[str, Tensor]], wanted: Tensor) -> Any:
-    """Return what the stock loader puts into a parameter of that shape; None if it puts nothing there."""
-    model = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})})
-    plain = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
-    converter = quantizer.update_weight_conversions([plain], model)[0]
-    for number, parts in enumerate(experts):
-        for part, value in parts.items():
-            name = f"experts.{number}.down_proj.{part}"
-            target, pattern = converter.rename_source_key(name)
-            if pattern is not None:
-                converter.add_tensor(target, name, pattern, value)
-    return converter.convert("experts.down_proj", model=model).get("experts.down_proj")
+def _converted(quantizer: Any, conversion: WeightConverter, stored: Mapping[str, Tensor], like: Tensor) -> Any:
+    """Return the target of a conversion, made of stored tensors by the stock loader; None if it makes none."""
+    (target,) = conversion.target_patterns
+    module, name = target.split(".")
+    model = nn.ModuleDict({module: nn.ParameterDict({name: torch.empty_like(like)})})
+    converter = quantizer.update_weight_conversions([conversion], model)[0]
+    for stored_name, value in stored.items():
+        _, pattern = converter.rename_source_key(stored_name)
+        if pattern is not None:
+            converter.add_tensor(target, stored_name, pattern, value)
+    return converter.convert(target, model=model).get(target)
 
 
 def _merges(quantizer: Any) -> bool:
     """Return True if the stock loader still concatenates plain weights."""
     parts = {"q.weight": torch.ones(1, 2), "k.weight": torch.zeros(1, 2)}
-    model = nn.ModuleDict({"merged": nn.ParameterDict({"weight": torch.empty(2, 2)})})
-    plain = WeightConverter([*parts], ["merged.weight"], [Concatenate(dim=0)])
-    converter = quantizer.update_weight_conversions([plain], model)[0]
-    for name, value in parts.items():
-        converter.add_tensor("merged.weight", name, name, value)
+    whole = torch.cat([*parts.values()])
     try:
-        merged = converter.convert("merged.weight", model=model).get("merged.weight")
-    except Exception:  # whatever an integration raises
+        merged = _converted(quantizer, WeightConverter([*parts], ["merged.weight"], [Concatenate(dim=0)]), parts, whole)
+    except Exception:  # integrations raise anything
         return False
-    return merged is not None and torch.equal(merged, torch.cat([*parts.values()]))
+    return merged is not None and torch.equal(merged, whole)

@@ -1,7 +1,8 @@
-"""Quantised checkpoints: the stock quantiser, set to give plain weights while a layer is loaded.
+"""Quantised checkpoints: the stock quantiser, set to load plain weights.
 
-Not for pruning, which copies raw tensors. Give what `dequantizer` returns to `get_model_conversion_mapping`
-and `LoadStateDictConfig`; its `preprocess_model` and `postprocess_model` stay out, as no module changes.
+Pruning does not need it, as it copies stored tensors. Pass the result of `dequantizer` to
+`get_model_conversion_mapping` and `LoadStateDictConfig`. Its `preprocess_model` and `postprocess_model` are not called,
+as no module changes.
 """
 
 import inspect
@@ -32,10 +33,7 @@ MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
 
 
 def declared_quantization(config: Any) -> Any:
-    """Return the quantisation that a config, or that of its language model, declares.
-
-    None or empty for plain weights.
-    """
+    """Return the quantisation in a config, or in that of its language model; None or empty for plain weights."""
     text = config.get_text_config(decoder=True)
     return getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
 
@@ -57,13 +55,13 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method, _ModelOptQuantizer)
     try:
         quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(settings.from_dict(fields | {"dequantize": True}))
-    except Exception as error:  # these packages raise what they like
+    except Exception as error:  # these packages raise anything
         raise CompressionError(f"config.json: this {method} checkpoint can't be read: {reason_of(error)}") from error
     return quantizer
 
 
 def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | None]) -> None:
-    """Refuse a weight loaded without its scale; `targets`: each tensor on disk -> the parameter it fills."""
+    """Refuse a weight that would be loaded without its scale; `targets` maps stored tensors to parameters."""
     for parameter, names in quantizer.serialized_names.items():
         added = [name.removeprefix(parameter) for name in names if name.startswith(f"{parameter}_")]
         companions = [*added, *(f"_{parameter}{suffix}" for suffix in added)]  # of x.weight, and of fused x.up
@@ -74,7 +72,7 @@ def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | Non
 
 
 def refuse_faults(report: LoadStateDictInfo) -> None:
-    """Refuse a layer with a tensor that could not be dequantised, or whose shape is not the model's."""
+    """Refuse a layer with a tensor that could not be dequantised or that has another shape than the model's."""
     for name, message in sorted(report.conversion_errors.items()):
         lines = [line for line in message.splitlines() if line.strip() and not line.startswith("Error:")]
         raise CompressionError(f"Tensor {name} can't be converted: {lines[-1].strip()}")
@@ -83,14 +81,17 @@ def refuse_faults(report: LoadStateDictInfo) -> None:
 
 
 def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
-    """Return the dtype in which the parameter or buffer of a plain checkpoint would be loaded."""
+    """Return the dtype in which a parameter or buffer would be loaded from a plain checkpoint."""
     dtype: torch.dtype = model.get_parameter_or_buffer(name).dtype
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    return next((wanted for glob, wanted in plan.items() if re.search(glob.replace("*", ".*"), name)), dtype)
+    for glob, wanted in plan.items():
+        if re.search(glob.replace("*", ".*"), name):
+            return wanted
+    return dtype
 
 
 def scheme_of(config: Any, module: str) -> Any:
-    """Return the config group of compressed-tensors that names a module, or else has its class."""
+    """Return compressed-tensors' config group that names a module, or else one for its class."""
     from compressed_tensors.utils.match import match_name
 
     def fit(group: Any) -> tuple[bool, bool]:
@@ -101,15 +102,17 @@ def scheme_of(config: Any, module: str) -> Any:
 
 
 class _Fp8Dequantize(Fp8Dequantize):
-    """Upstream's, right also for a side that is no multiple of the block, and casting unscaled tensors."""
+    """Upstream's operation, corrected for sides that are no multiple of the block, and for unscaled tensors."""
 
     def __deepcopy__(self, memo: Any) -> "_Fp8Dequantize":
         return self  # the loader copies converters for every tensor, and with this its whole quantiser
 
     def _dequantize_one(self, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
-        block, (rows, columns) = self.hf_quantizer.quantization_config.weight_block_size, quantized.shape[-2:]
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        (rows, columns) = quantized.shape[-2:]
         if block and quantized.is_floating_point():  # packed fp4 has blocks of its own
-            down, across = -(-rows // block[0]), -(-columns // block[1])
+            down = -(-rows // block[0])
+            across = -(-columns // block[1])
             padding = (0, across * block[1] - columns, 0, down * block[0] - rows)
             if any(padding) and scales.shape[-2:] == (down, across):
                 padded = torch.nn.functional.pad(quantized.float(), padding)
@@ -131,13 +134,14 @@ def _one(parts: dict[str, list[Tensor]], expert: int) -> dict[str, Tensor]:
 
 
 class _CompressedTensorsDequantize(CompressedTensorsDequantize):
-    """Any format, by the package's `decompress`; upstream's reads only fp8 and symmetric packed experts."""
+    """Dequantisation of any format by the package's `decompress`; upstream reads only fp8 and symmetric experts."""
 
     def __deepcopy__(self, memo: Any) -> "_CompressedTensorsDequantize":
         return self  # as above
 
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        target, plain = kwargs["full_layer_name"], dict[str, Any]()
+        target = kwargs["full_layer_name"]
+        plain = dict[str, Any]()
         dtype = wanted_dtype(kwargs["model"], target)
         modules: dict[str, dict[str, list[Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():
@@ -174,7 +178,8 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         config = self.hf_quantizer.compressor.quantization_config
         scheme = scheme_of(config, name.removesuffix(".weight"))
         if "weight_shape" in parts:
-            width, columns = parts["weight_packed"].shape[-1], int(parts["weight_shape"][-1])
+            width = parts["weight_packed"].shape[-1]
+            columns = int(parts["weight_shape"][-1])
             if width != -(-columns * scheme.weights.num_bits // 32):
                 raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
@@ -184,10 +189,11 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
 
 class _ModelOptDequantize(_CompressedTensorsDequantize):
-    """NVFP4 and FP8 of NVIDIA's modelopt, a mixture of both, too: which one it is, a module's own tensors say."""
+    """Dequantisation of NVFP4 and FP8 of NVIDIA's modelopt, told apart by the tensors of each module."""
 
     def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
-        weight, scale = parts["weight"], parts.get("weight_scale")
+        weight = parts["weight"]
+        scale = parts.get("weight_scale")
         if scale is None:
             return weight
         if weight.dtype != torch.uint8:
@@ -199,19 +205,21 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
 
 
 class _ModelOptConfig(QuantizationConfigMixin):
-    """The config that modelopt writes into config.json, or into its own file in an object `quantization`."""
+    """The config that modelopt writes into config.json, or as `quantization` into a file of its own."""
 
     def __init__(self, dequantize: bool = True, **declared: Any) -> None:
-        self.quant_method, self.dequantize = "modelopt", dequantize
+        self.quant_method = "modelopt"
+        self.dequantize = dequantize
         declared = declared.get("quantization") or declared
         entries = [declared, *(declared.get("quantized_layers") or {}).values()]
         algorithms = {str(entry.get("quant_algo") or "").upper() for entry in entries} - {"", "MIXED_PRECISION"}
-        if unknown := sorted(algorithms - {*MODELOPT_ALGORITHMS}):
+        unknown = sorted(algorithms - {*MODELOPT_ALGORITHMS})
+        if unknown:
             raise ValueError(f"its quant_algo {unknown[0]} is not known; known are {', '.join(MODELOPT_ALGORITHMS)}")
 
 
 class _ModelOptQuantizer(HfQuantizer):
-    """transformers has none."""
+    """A quantiser for modelopt, which transformers lacks."""
 
     is_trainable = True
     serialized_names: ClassVar = {"weight": ["weight", "weight_scale", "weight_scale_2"]}
@@ -224,12 +232,13 @@ class _ModelOptQuantizer(HfQuantizer):
 
 
 class _OfPlain(ConversionOps):
-    """An operation on dequantised tensors of these patterns, where the conversion has those of scales, too."""
+    """An operation on dequantised tensors of these patterns, in a conversion that also has patterns of scales."""
 
     supports_many_to_many = True
 
     def __init__(self, operation: Any, patterns: list[str]) -> None:
-        self.operation, self.patterns = operation, patterns
+        self.operation = operation
+        self.patterns = patterns
 
     def convert(self, input_dict: Any, *, source_patterns: Any, **kwargs: Any) -> Any:
         return self.operation.convert(input_dict, source_patterns=self.patterns, **kwargs)
@@ -241,13 +250,13 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
 
 
 class _CompressedQuantizer(CompressedTensorsHfQuantizer):
-    use_fp8_kernel = False  # what `validate_environment` would find out
+    use_fp8_kernel = False  # set by `validate_environment` upstream
 
     def get_load_operations(self) -> dict[str, type]:
         return {"dequantize": _CompressedTensorsDequantize}
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
-        """Upstream's, right also for experts that several modules share, as those of text and vision."""
+        """Return upstream's conversions, corrected for experts shared by modules, such as text and vision."""
         updated: list[Any] = super().update_weight_conversions(weight_conversions, model)
         for conversion in updated:
             operations = getattr(conversion, "operations", [])

@@ -1,4 +1,4 @@
-"""Lazy reading of a safetensors checkpoint: every header is read and checked, no tensor is, until it is asked for.
+"""Lazy reading of a safetensors checkpoint: all headers are read and checked, and tensors only on request.
 
 Links out of the folder or to hidden files are refused.
 """
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarnin
 def refuse_links(folder: Path) -> None:
     """Raise `CompressionError` naming the first visible file of the folder, or of its templates, that leads elsewhere.
 
-    A link to another folder is none of the checkpoint's files and stays where it is.
+    A link to another folder is not a file of the checkpoint and is ignored.
     """
     for inner in (folder, folder / TEMPLATES):
         refuse_link(inner, folder)
@@ -45,7 +45,8 @@ def refuse_link(path: Path, folder: Path) -> None:
 
     The Hub's cache keeps a model's files in `blobs` and fills `snapshots/COMMIT` with links to them.
     """
-    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))  # which bear a ring of links
+    root = Path(os.path.realpath(folder))  # unlike Path.resolve, it accepts a ring of links
+    target = Path(os.path.realpath(path))
     blobs = root.parent.parent / "blobs"
     if root.parent.name == "snapshots" and not blobs.is_symlink() and target.is_relative_to(blobs):
         return
@@ -68,7 +69,7 @@ LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits
 class TensorInfo:
     """The position of one tensor: `begin` and `end` are absolute byte offsets in its file.
 
-    `each` is how many of the model's weights an element stands for: 1, but of packed weights and of their scales.
+    `density` is the number of the model's weights per element, which is not 1 for packed weights and scales.
     """
 
     name: str
@@ -77,7 +78,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int
     end: int
-    each: Fraction = Fraction(1)
+    density: Fraction = Fraction(1)
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +88,7 @@ class TensorInfo:
     @property
     def parameters(self) -> int:
         """Number of the model's weights."""
-        return int(math.prod(self.shape) * self.each)
+        return int(math.prod(self.shape) * self.density)
 
     @property
     def is_plain(self) -> bool:
@@ -105,7 +106,7 @@ class Size:
 
     @classmethod
     def of(cls, tensors: Iterable[Any]) -> Self:
-        """The sums over what has `parameters` and `nbytes`: tensors on disk, or yet to be written."""
+        """Return the sums over tensors with `parameters` and `nbytes`, on disk or yet to be written."""
         counted = list(tensors)
         return cls(sum(tensor.parameters for tensor in counted), sum(tensor.nbytes for tensor in counted))
 
@@ -122,9 +123,9 @@ def header_bytes(path: Path) -> int:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of one safetensors file by name, which fill it without a gap, as the format asks."""
+    """Return the tensors of one safetensors file by name; they fill it without a gap, as the format demands."""
     try:
-        with safe_open(path, "pt"):  # which checks the header against the file
+        with safe_open(path, "pt"):  # checks the header against the file
             start = header_bytes(path)
     except SafetensorError as error:
         raise CompressionError(
@@ -143,20 +144,21 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 MODEL_NAME = "model.onnx"
 WEIGHTS = "transformers_weights"  # the config's field that names them
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, which config.json may lack
+MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 
 
 def read_weight_map(index_path: Path) -> dict[str, Any]:
-    """Tensor name to shard name, as the index has them."""
+    """Return the shard of each tensor in an index."""
     weight_map = read_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CompressionError(f"{index_path} has no weight_map; restore the file from its source")
@@ -173,7 +175,7 @@ def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
 def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
     """Return the file of weights, or the index of several, that stock transformers loads from a folder or repository.
 
-    Others beside it don't count. Raises `CompressionError` where transformers would load something else, or nothing.
+    Raises `CompressionError` if transformers would load something else, or nothing.
     """
     head = named_head(names, config)
     if ADAPTER in names:
@@ -181,17 +183,20 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
         if head is not None:
             message = "has an adapter, which transformers would add to its weights"
         raise CompressionError(f"{place} {message} ({ADAPTER}); merge it into the base model and save that first")
-    if parts := matching(names, "shard-*-model-*-of-*.safetensors"):
+    parts = matching(names, "shard-*-model-*-of-*.safetensors")
+    if parts:
         raise CompressionError(
             f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers prefers to other "
             "weights; save the whole model, or remove them"
         )
     if head is not None and head.endswith((".safetensors", INDEX_END)):
         return head
-    if chosen := config.get(WEIGHTS):
+    chosen = config.get(WEIGHTS)
+    if chosen:
         message = f"lacks the safetensors file {chosen!r} that {CONFIG} names ({WEIGHTS})"
         raise CompressionError(f"{place} {message}; download it, or remove the field")
-    if stray := matching(names, "*.safetensors"):
+    stray = matching(names, "*.safetensors")
+    if stray:
         message = f"has {min(stray)} but neither {SINGLE_NAME} nor {INDEX_NAME}"
         raise CompressionError(f"{place} {message}; name a whole safetensors checkpoint")
     if any(matching(names, pattern) for pattern in PICKLE_PATTERNS):
@@ -218,7 +223,7 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
             )
     tensors = dict[str, TensorInfo]()
     for file in sorted(set(weight_map.values())):
-        if not os.path.isfile(folder / file):  # False, too, where it is too long for a name
+        if not os.path.isfile(folder / file):  # also False if it is too long for a name
             raise CompressionError(
                 f"{path} names the shard {file!r}, which is missing from {folder}; download it again"
             )
@@ -228,46 +233,55 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
             raise CompressionError(
                 f"{path} promises tensor {absent[0]!r} in {file!r}, which does not hold it; download both again"
             )
-        tensors |= header  # also what the index leaves out: transformers loads whole files, the last one counts
+        tensors |= header  # including tensors that the index leaves out, as transformers loads whole files
     return tensors
 
 
-def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantisation that config.json or modelopt's own file declares; empty if neither does."""
+def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a config's JSON, or of one of the configs in it; None if it is absent or empty."""
     for node in (raw_config, *raw_config.values()):
-        if isinstance(node, dict) and node.get("quantization_config"):
-            return dict(node["quantization_config"])
+        if isinstance(node, dict) and node.get(name):
+            return node[name]
+    return None
+
+
+def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
+    declared = config_field(raw_config, "quantization_config")
+    if declared:
+        return dict(declared)
     content = modelopt_file(folder)
     return {"quant_method": "modelopt", **content} if content else {}
 
 
 def modelopt_file(folder: Path) -> dict[str, Any]:
-    """Return the content of modelopt's own file; empty where there is none."""
+    """Return the content of modelopt's own file; empty if there is none."""
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
 def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Tensors of a quantised checkpoint with the number of weights that an element stands for."""
+    """Return the tensors of a quantised checkpoint with the number of weights in an element."""
     per_element = {"U8": Fraction(2)}
     bits = set(re.findall(r'"num_bits": (\d+)', json.dumps(quantization.get("config_groups"))))
     if len(bits) == 1:
         per_element["I32"] = Fraction(32, int(bits.pop()))
     result = dict[str, TensorInfo]()
     for name, info in tensors.items():
-        each, match = Fraction(1), PART.fullmatch(name)
+        weights = Fraction(1)
+        match = PART.fullmatch(name)
         weight, part = match.groups() if match else (name, "")
         if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:  # the latter in modelopt's NVFP4
-            each = per_element.get(info.dtype, each)
+            weights = per_element.get(info.dtype, weights)
         elif part and (weight.endswith(".input") or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()):
-            each = Fraction(0)
-        result[name] = replace(info, each=each)
+            weights = Fraction(0)
+        result[name] = replace(info, density=weights)
     return result
 
 
 class Checkpoint:
-    """A local checkpoint folder, opened lazily: tensors are views of mapped files until they are changed.
+    """A local checkpoint folder, opened lazily: tensors are views of mapped files.
 
-    With `tensors`, of which the places are known from elsewhere, the folder need not hold the weights.
+    With known positions of the `tensors`, the folder does not need to hold the weights.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo] | None = None) -> None:
@@ -293,7 +307,7 @@ class Checkpoint:
         return self.folder / self.tensors[name].file
 
     def stamp(self) -> list[tuple[str, int, int]]:
-        """Name, size and time of change of each weight file; an interrupted run goes on only if they are the same."""
+        """Return name, size and time of change of each weight file; an interrupted run resumes only if they match."""
         files = sorted({info.file for info in self.tensors.values()})
         stats = [(self.folder / file).stat() for file in files]
         return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
@@ -303,15 +317,15 @@ class Checkpoint:
         return self.read_all([name])[name]
 
     def read_checked(self, name: str) -> Tensor:
-        """Return the same; raises `CompressionError` naming the tensor when it holds a NaN."""
+        """Return one tensor as `read` does; raise `CompressionError` if it holds a NaN."""
         tensor = self.read(name)
         refuse_nan(name, self.tensors[name].file, tensor)
         return tensor
 
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors as read-only views of their files; neighbours share a mapping, which ends with its last tensor.
+        """Return tensors as read-only views of their files; neighbours share a mapping, which ends with the last one.
 
-        Only the bytes asked for are mapped, so neither memory nor address space need hold more than these tensors.
+        Only the bytes of these tensors are mapped.
         """
         infos = sorted((self.tensors[name] for name in names), key=lambda info: (info.file, info.begin))
         extents = list[list[TensorInfo]]()
@@ -332,7 +346,8 @@ class Checkpoint:
             mapped = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_READ, offset=start)
         views = {}
         for info in extent:
-            dtype, count = TORCH_DTYPES.get(info.dtype, torch.uint8), info.nbytes
+            dtype = TORCH_DTYPES.get(info.dtype, torch.uint8)
+            count = info.nbytes
             if count == 0:
                 views[info.name] = torch.empty(info.shape, dtype=dtype)
                 continue
@@ -346,7 +361,7 @@ def contains_nan(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return False
     if tensor.dtype.itemsize > 1:
-        return bool(tensor.amax().isnan())  # the maximum hands a NaN on
+        return bool(tensor.amax().isnan())  # a NaN is the maximum
     bits = tensor.view(torch.uint8)  # several times as fast as `isnan` of a float8
     if tensor.dtype in LARGEST_NUMBER:
         return bool((bits & 0x7F).amax() > LARGEST_NUMBER[tensor.dtype])
@@ -357,7 +372,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Return True if a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it in memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
-    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # which hand a NaN on
+    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # a NaN is both
 
 
 def refuse_nan(name: str, file: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Sources of models: a local folder, or a Hub id of which files, or headers alone, are downloaded.
+"""Sources of models: a local folder, or a Hub id whose files, or headers alone, are downloaded.
 
 Downloads go into the Hub's own cache: small files first, then only the shards that the index names.
 """
@@ -35,11 +35,11 @@ from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import TEMPLATES, json_object
 from compressor.progress import Progress, Silent
 
-PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
+PASSING = (408, 429)  # temporary answers: too slow, too many requests
 
 
 def hub_error(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
-    """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
+    """Return the error for an exception of the Hub client about one `file`, or about the model as a whole."""
     not_here = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says more
     reason = reason_of(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
@@ -67,16 +67,16 @@ COMPANIONS = (
     *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
     *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"),
 )
-CARD = "README.md"  # which names the licence
+CARD = "README.md"  # names the licence
 NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")
 STEP_BYTES = 10**6  # one step of the progress
-REQUESTS = 8  # for headers, at once
-TRIES = 3  # the Hub client itself goes on after most cuts, but not after a reset
+REQUESTS = 8  # simultaneous requests for headers
+TRIES = 3  # the Hub client resumes after most interruptions, but not after a reset
 PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class ModelRepository:
     """A model's repository at one commit: the files at its top, and its chat templates."""
 
     model: str
@@ -85,9 +85,9 @@ class Repository:
 
 
 def download(model: str, revision: str | None, progress: Progress) -> Path:
-    """Fetch what a model needs and return its folder in the cache, named after the commit.
+    """Fetch the files that a model needs, and return its folder in the cache, named after the commit.
 
-    Where the Hub cannot be asked, a cached copy will do if it is whole. Raises `CompressionError`.
+    If the Hub is unreachable, a complete copy in the cache is used. Raises `CompressionError`.
     """
     repository = find_repository(model, revision)
     if isinstance(repository, Path):
@@ -103,30 +103,31 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
         progress.start("download (MB)", sum(steps(file.size) for file in missing))
     for file in missing:
         _fetch_weights(repository, file, progress, damaged=_cached_size(folder, file) is not None)
-    for file in wanted:  # what the cache had for another commit takes its place in this one
+    for file in wanted:  # links files that the cache has for another commit
         _fetch(model, file.path, repository.commit)
     return folder
 
 
-def find_repository(model: str, revision: str | None) -> Repository | Path:
-    """Return the repository, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
+def find_repository(model: str, revision: str | None) -> ModelRepository | Path:
+    """Return the repository, by two or three small requests; if unreachable, a complete copy in the cache."""
     api = HfApi()
     try:
         commit = api.model_info(model, revision=revision).sha or revision or "main"
         entries = list(api.list_repo_tree(model, revision=commit))
         if any(entry.path == TEMPLATES for entry in entries):
             entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
-        return Repository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
+        return ModelRepository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
     except Exception as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
-        refused = status < 500 and status not in PASSING  # otherwise the Hub was not reached, or is in trouble itself
-        cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)  # as it was last seen
+        refused = status < 500 and status not in PASSING  # otherwise the Hub is unreachable or down
+        cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)  # as last seen
         if not isinstance(cached, str):
             raise hub_error(model, revision, error) from error
         folder = Path(cached).parent
         names = {path.name for path in folder.iterdir()}
         head = named_head(names, json_object(folder / CONFIG)) or SINGLE_NAME
-        if missing := [name for name in _weight_files(folder, head) if name not in names]:
+        missing = [name for name in _weight_files(folder, head) if name not in names]
+        if missing:
             raise CompressionError(
                 f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
                 f"({reason_of(error)}); run the command again with a network"
@@ -135,12 +136,13 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         return folder
 
 
-def weights_file(repository: Repository, revision: str | None) -> str:
+def weights_file(repository: ModelRepository, revision: str | None) -> str:
     """Return the file that holds the weights or says where they are.
 
     Raises `CompressionError` if there is none to read.
     """
-    names, where = repository.files, f"{repository.model} on the Hub"
+    names = repository.files
+    where = f"{repository.model} on the Hub"
     config = json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
     head = find_head(where, names, config)
     if CONFIG not in names:
@@ -149,13 +151,13 @@ def weights_file(repository: Repository, revision: str | None) -> str:
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """Return the small files that are read or travel with the weights, in the order in which they are fetched."""
+    """Return the small files to read or to copy with the weights, in the order in which they are fetched."""
     matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
     small = {name for name in matching if not name.endswith(NOT_COMPANIONS)}
     return sorted(small | ({CARD} & {*names}), key=lambda name: (name != CONFIG, name))
 
 
-def fetch_small(repository: Repository, revision: str | None, names: Sequence[str]) -> Path:
+def fetch_small(repository: ModelRepository, revision: str | None, names: Sequence[str]) -> Path:
     """Fetch some files and return their folder; the cache notes which commit the revision was."""
     if revision != repository.commit:
         _fetch(repository.model, names[0], revision)
@@ -163,7 +165,7 @@ def fetch_small(repository: Repository, revision: str | None, names: Sequence[st
     return paths[0].parents[names[0].count("/")]
 
 
-def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
+def shard_names(repository: ModelRepository, folder: Path, head: str) -> list[str]:
     """Return the weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
     names = _weight_files(folder, head)
     for name in names:
@@ -176,12 +178,12 @@ def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
 
 
 def _weight_files(folder: Path, head: str) -> list[str]:
-    """Return the shards of an index that has been fetched; a file that is no index stands for itself."""
+    """Return the shards of a fetched index; of a single file of weights, itself."""
     return sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
 
 
 def _cached_size(folder: Path, file: RepoFile) -> int | None:
-    """Return the bytes that the cache has of a file, for this commit or for another one with the same content."""
+    """Return the bytes of a file in the cache, from this commit or another one with the same content."""
     tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
     for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
         if path.is_file():
@@ -190,11 +192,11 @@ def _cached_size(folder: Path, file: RepoFile) -> int | None:
 
 
 def steps(nbytes: int) -> int:
-    """Return the steps of the progress for a file."""
+    """Return the progress steps of a file."""
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(repository: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
+def _fetch_weights(repository: ModelRepository, file: RepoFile, progress: Progress, damaged: bool) -> None:
     left = last = steps(file.size)
 
     def on_bytes(received: int) -> None:
@@ -240,7 +242,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model as the user named it, and where its files lie."""
+    """A model as the user named it, and the folder of its files."""
 
     name: str  # the Hub id, or the folder's absolute path
     revision: str | None  # the commit for a Hub id; None for a folder
@@ -258,10 +260,7 @@ def is_local(model: str) -> bool:
 
 
 def locate(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
-    """Find a local folder, or download from the Hub what a model needs, shard by shard.
-
-    A link out of the folder is refused.
-    """
+    """Find a local folder, or download a model from the Hub, shard by shard; links out of a folder are refused."""
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
     if model.lower().endswith(".gguf") and not Path(model).is_dir():
@@ -280,7 +279,7 @@ def locate(model: str, revision: str | None = None, progress: Progress | None = 
 
 
 def locate_tokenizer(model: str, revision: str | None = None) -> ModelSource:
-    """Find a local folder, or download what lies beside the weights of a model on the Hub, but none of these."""
+    """Find a local folder, or download the files beside the weights of a model on the Hub."""
     if is_local(model):
         return locate(model, revision)
     repository = find_repository(model, revision)
@@ -296,7 +295,7 @@ def find_model(model: str, revision: str | None = None, progress: Progress | Non
 
 
 def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
-    """Return a Hub model of which no weight is fetched: its headers come by range requests, or from the cache.
+    """Return a Hub model without its weights: headers come by range requests, or from the cache.
 
     Its folder is named after the commit.
     """

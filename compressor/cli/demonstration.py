@@ -15,8 +15,7 @@ from compressor.answers.asking import ask
 from compressor.answers.items import Item
 from compressor.api import compress
 from compressor.checkpoint.reader import Checkpoint, Size
-from compressor.data.demo import Item as Question
-from compressor.data.demo import demo_checkpoint, load_documents, load_items
+from compressor.data.demo import DemoItem, demo_checkpoint, load_documents, load_items
 from compressor.errors import CompressionError
 from compressor.files import is_free
 from compressor.model.inspection import inspect
@@ -36,7 +35,7 @@ TEXT: dict[str, Any] = {
 
 
 def score(
-    model: Any, tokenizer: Any, questions: Sequence[Question], texts: Sequence[str]
+    model: Any, tokenizer: Any, questions: Sequence[DemoItem], texts: Sequence[str]
 ) -> tuple[dict[str, float], float]:
     """Share of right answers for each skill, and loss in nats per token of the texts (0 without any)."""
     items = [

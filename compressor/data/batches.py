@@ -1,8 +1,8 @@
-"""Text of one or several weighted sources: calibration batches, named parts for other steps, and what is held out.
+"""Text from one or several weighted sources: calibration batches, parts for other steps, and held-out sequences.
 
-Each source is tokenised once, as one row of token ids, which is cut in this order: the calibration's sequences, the
-last of them held out; the sequences reserved for evaluation; the parts; further held-out sequences; and, where any
-text is left, those that the finished output is evaluated on. These last ones change nothing of the others.
+Each source is tokenised once, into one row of token ids, which is cut in this order: the calibration's sequences, the
+last of them held out; the sequences reserved for evaluation; the parts; more held-out sequences; and, if any text is
+left, the sequences that the finished output is evaluated on. The last ones do not change the others.
 """
 
 import hashlib
@@ -29,25 +29,28 @@ from compressor.model.inputs import Inputs
 logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 8
-LEAST_TO_CUT = 8  # tokens of a sequence that may be cut in two
+LEAST_TO_CUT = 8  # tokens; a shorter sequence is not cut in two
 Rows = tuple[Tensor, ...]  # sequences: token ids [1, L] each, or `Inputs` with pictures
 Batches = tuple[Tensor, ...]  # token ids [B, L] each
-HELDOUT = 48  # held-out sequences at the least, where parts are asked for and the text suffices
-MOST_HELDOUT = 0.2  # share of a short text
+HELDOUT = 48  # fewest held-out sequences if there are parts and enough text
+MOST_HELDOUT = 0.2  # largest held-out share of a text that is too short for that
 
-# Uses of a source's sequences beside its parts: `HELD` are the last of the calibration's, `BEHIND` are held out, too,
-# behind the parts.
-FIT, HELD, RESERVED, BEHIND, EVALUATION = "fit", "held out", "reserved", "held out behind", "evaluation"
-Demand = dict[str, tuple[int, int]]  # by use, in the order of the text: sequences of a source, and tokens of each
+# Uses of a source's sequences, besides the parts of other steps.
+FIT = "fit"
+HELD = "held out"  # the last of the calibration's sequences
+RESERVED = "reserved"
+BEHIND = "held out behind"  # held out after the parts
+EVALUATION = "evaluation"
+Demand = dict[str, tuple[int, int]]  # the number of sequences and their tokens, by use, in the order of the text
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """Token ids [B, L] of one source that are evaluated on and never calibrated with."""
+    """Token ids [B, L] of one source, for evaluation only."""
 
     name: str
     batches: Batches
-    counted: Batches = ()  # masks [B, L] of the tokens that count where not all but the first do
+    counted: Batches = ()  # masks [B, L] of the tokens that count; empty if all but the first do
 
     @property
     def tokens(self) -> int:
@@ -59,14 +62,14 @@ EvaluationSets = tuple[EvaluationSet, ...]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Token ids ready to run. `batches` are [B, L], each of one source and wholly held out or not; no padding."""
+    """Calibration batches of token ids [B, L] without padding, each of one source and held out as a whole or not."""
 
     batches: Batches
-    identity: dict[str, Any]  # what the batches were made of, and the SHA-256 of the token ids
-    sources: tuple[int, ...] = ()  # number of each batch's source; empty if all are of source 0
+    identity: dict[str, Any]  # the sources and settings of the text, and the SHA-256 of the token ids
+    sources: tuple[int, ...] = ()  # each batch's source; empty if there is only one
     weights: tuple[float, ...] = (1.0,)  # share of each source
-    heldout: frozenset[int] = frozenset()  # numbers of the batches that no plan may see
-    reserved: EvaluationSets = ()  # what follows the calibration's sequences in each source
+    heldout: frozenset[int] = frozenset()  # batches that no plan may see
+    reserved: EvaluationSets = ()  # the text after the calibration's sequences in each source
     emphasis: Batches = ()  # weights [B, L] of each batch's tokens; empty if all count alike
 
     @property
@@ -107,8 +110,8 @@ class Calibration:
 class TextSpec:
     """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and named parts.
 
-    All are divided over the sources by weight. A share `heldout` of the calibration's sequences is held out. There may
-    be no samples if there are parts.
+    All are divided among the sources by weight. A share `heldout` of the calibration sequences is held out. With parts,
+    there may be no calibration sequences.
     """
 
     sources: tuple[WeightedSource, ...]
@@ -118,9 +121,9 @@ class TextSpec:
     heldout: float = 0.0
     reserve: int = 0
     parts: Mapping[str, TextPart] = field(default_factory=dict)
-    strict: bool = False  # a row that cannot be read ends the run
+    strict: bool = False  # stop at a row that cannot be read
     emphasis: Emphasis = PLAIN
-    evaluation: int = 0  # sequences behind all others, as far as the text goes; not part of a plan's identity
+    evaluation: int = 0  # sequences after all others, as far as the text goes; not part of a plan's identity
 
     def __post_init__(self) -> None:
         least = len(self.sources)
@@ -149,46 +152,46 @@ class TextSpec:
 
     @property
     def heldout_wanted(self) -> int:
-        """Number of held-out sequences that the parts need together."""
+        """The number of held-out sequences that all parts need together."""
         return max(HELDOUT, len(self.sources)) if self.parts else 0
 
     @property
     def heldout_length(self) -> int:
-        """Tokens of a held-out sequence behind the parts: as many as in the first of them."""
+        """The tokens of a held-out sequence after the parts: as many as in a sequence of the first part."""
         return next((part.length for part in self.parts.values()), self.sequence_length)
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """Calibration batches, the batches of named parts, and one set of held-out sequences that nothing is fitted to."""
+class TextBatches:
+    """Calibration batches, batches of named parts, and held-out sequences that nothing is fitted to."""
 
-    fit: Calibration  # its own held-out batches and reserved sets included
-    identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
-    parts: Mapping[str, Batches]  # by name: batches [B, L] to train on, each of one source
-    heldout: EvaluationSets  # of each source that has any: for all evaluations of the whole model
-    evaluation: EvaluationSets  # that no step has read; of a `short` source those that are held out, too
-    emphasis: Emphasis = PLAIN  # of all that is fitted to it
-    short: tuple[str, ...] = ()  # sources of whose evaluation steps have read a part
+    fit: Calibration  # including its own held-out batches and reserved sets
+    identity: dict[str, Any]  # the sources, the spec, and digests of everything cut from the sources
+    parts: Mapping[str, Batches]  # training batches [B, L] by name, each of one source
+    heldout: EvaluationSets  # for all evaluations of the whole model, by source
+    evaluation: EvaluationSets  # read by no step, except in a `short` source: there the held-out sequences, too
+    emphasis: Emphasis = PLAIN  # in everything that is fitted to the text
+    short: tuple[str, ...] = ()  # sources whose evaluation text steps have partly read
 
 
 @dataclass(slots=True)
 class _SourceText:
-    """One source, cut; `rest` [T] are the tokens behind the calibration's and the reserved sequences."""
+    """A source cut into sequences; `rest` [T] are the tokens after the calibration's and the reserved sequences."""
 
     name: str
     demand: Demand
     sequences: dict[str, Rows]  # by use
     rest: Tensor
-    opening: tuple[int, ...] = ()  # tokens that every sequence of text begins with
+    opening: tuple[int, ...] = ()  # tokens at the beginning of every sequence of text
     is_pictured: bool = False
 
     @property
     def is_short(self) -> bool:
-        """Return True if there is less text to evaluate on than is wanted."""
+        """Return True if there is less evaluation text than requested."""
         return len(self.sequences[EVALUATION]) < self.demand[EVALUATION][0]
 
     def tokens_of(self, parts: Iterable[str]) -> int:
-        """Return how many tokens these parts should have."""
+        """Return the number of tokens requested for these parts."""
         return sum(math.prod(self.demand[name]) for name in parts)
 
     def rows(self, *uses: str) -> Rows:
@@ -196,7 +199,7 @@ class _SourceText:
         return tuple(row for use in uses for row in self.sequences[use])
 
     def batches(self, *uses: str, size: int = BATCH_SIZE) -> Batches:
-        """Return the sequences of these uses in batches of at most that size, with pictures each as one of its own."""
+        """Return the sequences of these uses in batches of at most this size; one with pictures is its own batch."""
         if self.is_pictured:
             return self.rows(*uses)
         batches = list[Tensor]()
@@ -207,15 +210,15 @@ class _SourceText:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a token of text."""
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
-def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
+def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
 
-    Parts are disjoint. Where a source is too short for them, they take again from the beginning of its calibration
-    text, though never twice the same sequence within a part, and never what is held out or reserved.
+    Parts are disjoint. If a source is too short for them, they start again from the beginning of its calibration text.
+    No sequence occurs twice in a part, and held-out or reserved text never occurs in one.
     """
     texts = list[_SourceText]()
     for source, demand in zip(spec.sources, _demands(spec), strict=True):
@@ -238,7 +241,7 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
 
 
 def _demands(spec: TextSpec) -> list[Demand]:
-    """Divide what a spec asks for over its sources."""
+    """Divide the requested sequences among the sources."""
     weights = [entry.weight for entry in spec.sources]
     uses = {FIT: (spec.samples, spec.sequence_length), RESERVED: (spec.reserve, spec.sequence_length)}
     uses |= {name: (part.sequences, part.length) for name, part in spec.parts.items()}
@@ -258,7 +261,10 @@ def _demands(spec: TextSpec) -> list[Demand]:
 
 
 def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int]:
-    """Return how many of each source's [n, L] sequences are held out: never all of several, but any at all."""
+    """Return how many of each source's [n, L] sequences are held out: at least one overall, and never all of a source.
+
+    The only sequence of a source may be held out if there is no other.
+    """
     counts = list[int]()
     for count, _ in shapes:
         due = math.floor(count * share + 0.5)
@@ -269,7 +275,7 @@ def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int
 
 
 def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int) -> _SourceText:
-    """Read a source, and cut off the calibration's, the reserved and the evaluation's sequences."""
+    """Read a source, and cut the calibration's, the reserved and the evaluation's sequences from it."""
     length = spec.sequence_length
     sizes = [math.prod(size) for size in demand.values()]
     try:
@@ -296,7 +302,7 @@ def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenize
 def _cut_sequences(
     spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int
 ) -> _SourceText:
-    """Cut a source with pictures, whose rows are sequences of their own; too few are shared out in proportion."""
+    """Cut a source with pictures, each row of which is a sequence; divide them in proportion if there are too few."""
     *counts, evaluation = [count for count, _ in demand.values()]
     needed = sum(counts)
     most = needed + evaluation
@@ -314,20 +320,20 @@ def _cut_sequences(
 
 
 def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
-    """Return all rows but the last `count`, and those; a single row is cut after three quarters of its tokens."""
+    """Return all rows but the last `count`, and the last `count`; a single row is cut after three quarters of it."""
     if count < len(rows):
         first = len(rows) - count
         return rows[:first], rows[first:]
     (row,) = rows
     if isinstance(row, Inputs):
         raise CompressionError(
-            f"calibration data {source} gives one sequence with pictures, and a part is kept from the plan; give more"
+            f"calibration data {source} gives one sequence with pictures, and some must be held out; give more"
         )
     tokens = row.shape[1]
     if tokens < LEAST_TO_CUT:
         raise CompressionError(
-            f"calibration data {source} gives {tokens} tokens, too few to keep a part of them from the plan; "
-            f"give it more text, {LEAST_TO_CUT} tokens at the least"
+            f"calibration data {source} gives {tokens} tokens, too few to hold some of them out; "
+            f"give it more text, {LEAST_TO_CUT} tokens at least"
         )
     first = tokens - tokens // 4
     return (row[:, :first],), (row[:, first:],)
@@ -336,7 +342,7 @@ def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
 def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_SourceText, int, int]]:
     """Return the number of held-out sequences at the end of each source of plain text, and the tokens of each.
 
-    They are fewer of short text, but any at all, unless something else is held out.
+    Short text has fewer, but there is at least one unless other text is held out.
     """
     tails = list[tuple[_SourceText, int, int]]()
     heldout = 0
@@ -356,7 +362,7 @@ def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_So
         available = max(sizes)
         if available < LEAST_TO_CUT:
             raise CompressionError(
-                "the calibration text is too short to hold a part of it out; give it more text, or lower --samples"
+                "the calibration text is too short to hold a part of it out; give more text, or lower --samples"
             )
         index = sizes.index(available)
         text, _, length = tails[index]
@@ -371,8 +377,8 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
     available = text.rest.numel() - tail
     if needed > available:
         logger.warning(
-            "calibration data %s is short: behind its first sequences are %d of %d tokens asked for to train on, so "
-            "that training starts again from its beginning",
+            "calibration data %s is short: behind its first sequences are %d of %d tokens asked for, so "
+            "training starts again from its beginning",
             *(text.name, available, needed),
         )
     behind = min(needed, available)
@@ -389,7 +395,7 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
 
 
 def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
-    """Refuse parts that have too few sequences of full length for their step."""
+    """Refuse a part with too few sequences of full length for its step."""
     for name, part in spec.parts.items():
         full = 0
         for text in texts:
@@ -401,10 +407,12 @@ def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
             )
 
 
-def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
-    """Cut everything into batches, and describe it."""
+def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
+    """Return the batches of all sources, and the identity of the text."""
     names = short_names([text.name for text in texts])
-    batches, sources, heldout = list[Tensor](), list[int](), set[int]()
+    batches = list[Tensor]()
+    sources = list[int]()
+    heldout = set[int]()
     for number, text in enumerate(texts):
         batches += text.batches(FIT)
         begin = len(batches)
@@ -435,19 +443,21 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
             short.add(name)
         evaluated.append(text.batches(*uses))
     for name in spec.emphasis.missing([*batches, *chain.from_iterable(parts.values())]):
-        logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
+        logger.warning("emphasis.%s has no effect: the text has no such token; give text that has", name)
     read = tuple(entry.name for entry in held_out if entry.name in short)
-    return Text(fit, identity, parts, held_out, _evaluation_sets(names, evaluated), spec.emphasis, read)
+    return TextBatches(fit, identity, parts, held_out, _evaluation_sets(names, evaluated), spec.emphasis, read)
 
 
 def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> EvaluationSets:
     """Return the batches of each source that has any."""
-    return tuple(EvaluationSet(name, own) for name, own in zip(names, batches, strict=True) if own)
+    pairs = zip(names, batches, strict=True)
+    return tuple(EvaluationSet(name, of_source) for name, of_source in pairs if of_source)
 
 
 def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
-    """Describe the text with its parts, so that `repeat_text` can check and repeat it."""
-    sources, used = list[dict[str, Any]](), list[Tensor]()
+    """Return the description of the text and its parts by which `repeat_text` repeats and checks it."""
+    sources = list[dict[str, Any]]()
+    used = list[Tensor]()
     for entry, text in zip(spec.sources, texts, strict=True):
         rows = text.rows(FIT, HELD, *spec.parts, BEHIND)
         heldout = len(text.rows(HELD, BEHIND))
@@ -480,7 +490,7 @@ def _rows_of(texts: Sequence[_SourceText], *uses: str) -> Rows:
 
 
 def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
-    """Number of sequences and of tokens, and the SHA-256 of their token ids."""
+    """Return the number of sequences and of tokens, and the SHA-256 of the token ids."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(content_of(row))
@@ -497,7 +507,7 @@ def calibrate(
     vocab: int,
     **more: Any,
 ) -> Calibration:
-    """Read calibration text without parts; `more` are other fields of `TextSpec`. See `read_text`."""
+    """Read calibration text without parts (`read_text`); `more` are other fields of `TextSpec`."""
     entries = (WeightedSource(sources, 1.0),) if isinstance(sources, str) else tuple(sources)
     return read_text(TextSpec(entries, samples, length, seed, **more), tokenizer, vocab).fit
 
@@ -505,7 +515,7 @@ def calibrate(
 def evaluation_sets(
     sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
 ) -> EvaluationSets:
-    """At most `most` sequences of each file or data set, packed like calibration."""
+    """Return at most `most` sequences of each file or data set, packed like calibration text."""
     batches = list[Batches]()
     for name in sources:
         entry = WeightedSource(name, 1.0)
@@ -517,7 +527,7 @@ def evaluation_sets(
     return _evaluation_sets(short_names(sources), batches)
 
 
-def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> Text:
+def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> TextBatches:
     """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come out."""
     spec = replace(TextSpec.from_identity(identity), evaluation=evaluation)
     text = read_text(spec, tokenizer, vocabulary)
@@ -525,28 +535,24 @@ def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, ev
         if entry["sha256"] != stored.get("sha256"):
             raise CompressionError(
                 f"calibration source {entry['source']} no longer gives the tokens that the plan was made with "
-                "(its text, the tokenizer or the plan was changed); restore it or plan again"
+                "(its text, the tokenizer or the plan has changed); restore it or plan again"
             )
     for name, value in text.identity.items():
         if identity.get(name) != value:
             raise CompressionError(
-                f"the plan's calibration has {name!r} that do not come out of its text again; restore the plan or plan "
-                "again"
+                f"the plan's calibration has {name!r} that do not follow from its text; restore the plan or plan again"
             )
     return text
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
-    """Return the positions [S] of a sample of the calibration tokens, sorted.
-
-    They do not depend on how batches are cut.
-    """
+    """Return the sorted positions [S] of a sample of the calibration tokens, independent of how batches are cut."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 
 
 def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
-    """Return the rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
+    """Return the rows in each batch of a sample of `count` tokens; `sizes` are the tokens of the batches."""
     positions = sample_positions(sum(sizes), count, seed)
     rows = list[Tensor]()
     for begin, end in pairwise([0, *accumulate(sizes)]):

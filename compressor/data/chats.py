@@ -1,4 +1,4 @@
-"""Text or chat of a row, from the columns that published data sets have."""
+"""The text or chat in a row, in the columns that published data sets have."""
 
 import json
 import reprlib
@@ -10,7 +10,7 @@ from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
 from compressor.formatting import joined
 from compressor.model.tokenizer import check_chat, has_chat_template
 
-CHATS = ("messages", "conversations")  # which some data sets hold as JSON
+CHATS = ("messages", "conversations")  # some data sets hold them as JSON
 PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -22,11 +22,11 @@ PAIRS = (
     ("input", "output"),
 )
 COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
-SYSTEM = ("system", "system_prompt")  # beside a chat
-DATA = ("input", "context")  # of an instruction
-HISTORY = "history"  # turns before it
-OURS = frozenset({"id", "domain", "ended"})  # of the rows that `traces` writes
-MEDIA = {  # kinds by the names of columns and of types of parts
+SYSTEM = ("system", "system_prompt")  # columns beside a chat
+DATA = ("input", "context")  # columns beside an instruction
+HISTORY = "history"  # the column of earlier turns
+OURS = frozenset({"id", "domain", "ended"})  # columns of the rows that `traces` writes
+MEDIA = {  # kind of medium by column, or by type of a part
     "image": "image",
     "images": "image",
     "image_url": "image",
@@ -35,31 +35,31 @@ MEDIA = {  # kinds by the names of columns and of types of parts
     "audio": "audio",
     "audios": "audio",
 }
-CALLING = ("function_call", "tool_call", "tool_calls")  # turns that call tools, in ShareGPT's form
-ROLES = {  # ShareGPT's names
+CALLING = ("function_call", "tool_call", "tool_calls")  # ShareGPT's turns that call tools
+ROLES = {  # by ShareGPT's names
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", *CALLING), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
 }
 Message = dict[str, Any]
-Fields = Mapping[str, Any]  # of a row, or of another object
+Fields = Mapping[str, Any]  # a row, or another object
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The conversation in a row."""
 
-    columns: tuple[str, ...]  # that were read
+    columns: tuple[str, ...]  # the columns read
     messages: list[Message]
     tools: Any = None
-    text: str | None = None  # of a row that holds one text; it is the user's message, too
+    text: str | None = None  # the only text of the row, if there is one; also the user's message
 
 
 def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS) -> Conversation:
     """Read the first of these combinations of columns that a row has, or the named column alone.
 
-    Beside a chat, its system prompt, earlier turns, and the data of an instruction are read. Raises `ItemError` for a
-    row without text, and for what is no chat.
+    A system prompt, earlier turns, and the data of an instruction are read, too. Raises `ItemError` for a row without
+    text or with a malformed chat.
     """
     if isinstance(row, ItemError):
         raise row
@@ -76,11 +76,11 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
 
 
 def _conversation(row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
-    """Return what a row says, its messages not yet checked."""
+    """Return the conversation in a row, without checking its messages."""
     names = _columns_of(row, choices if column is None else ((column,),), where)
     turns = [row[name] for name in names]
     if names[0] in CHATS:
-        turns = [parse_json(turns[0], list) or turns[0]]  # some data sets hold chats as JSON
+        turns = [parse_json(turns[0], list) or turns[0]]
     text = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
     is_plain = column is not None or names[0] in ("text", *CHATS)
     if text is not None and (is_plain or not text.strip()):
@@ -100,7 +100,7 @@ def _conversation(row: Fields, column: str | None, where: str, choices: Sequence
 
 
 def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], list[Message]]:
-    """Return the columns of what comes before a chat, and its messages: a system prompt, and earlier turns."""
+    """Return the messages that come before a chat, a system prompt and earlier turns, after their columns."""
     columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
     messages = [{"role": "system", "content": row[name]} for name in columns]
     history = row.get(HISTORY)
@@ -115,7 +115,7 @@ def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], l
 
 
 def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:
-    """Note a row's columns of text: those that were read, and those that were not, to be named once."""
+    """Note which of a row's columns of text were read and which were not, to be reported once."""
     left_out.columns |= {*conversation.columns}
     if isinstance(row, Mapping):
         read = {*conversation.columns, *known, *OURS, "tools", *MEDIA}
@@ -127,7 +127,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
-    """Return the first of these combinations of columns that a row has; raise `ItemError` where it has none."""
+    """Return the first of these combinations of columns that a row has; raise `ItemError` if it has none."""
     for names in choices:
         if all(row.get(name) is not None for name in names):
             return names
@@ -137,7 +137,7 @@ def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> 
 
 
 def parse_json(text: Any, kind: Any) -> Any:
-    """Return the value of that kind that JSON text holds; None for any other value."""
+    """Return the value in JSON text if it is of this kind, and None otherwise."""
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -146,7 +146,7 @@ def parse_json(text: Any, kind: Any) -> Any:
 
 
 def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list[Message]:
-    """Return the messages in a column; text is that role's."""
+    """Return the messages in a column; a text is one message of this role."""
     if _is_text(turns):
         calls = _calls(turns) if role == "assistant" and row.get("tools") else None
         return [_said(role, turns, calls)]
@@ -159,9 +159,10 @@ def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list
 
 
 def _message(turn: Fields) -> Message:
-    """Return a message with role and content, as ShareGPT's from and value are called, too."""
+    """Return a message with role and content, which ShareGPT calls `from` and `value`."""
     if "from" in turn and "role" not in turn:
-        name, value = turn["from"], turn.get("value")
+        name = turn["from"]
+        value = turn.get("value")
         calls = _calls(value) if name in CALLING else None
         return _said(ROLES.get(str(name), name), value, calls)
     message = {"content": None, **_without_none(turn)}
@@ -172,13 +173,13 @@ def _message(turn: Fields) -> Message:
 
 
 def _said(role: Any, content: Any, calls: list[Message] | None) -> Message:
-    """Return a message that says something, or calls tools instead."""
+    """Return a message with this content, or with tool calls instead."""
     message: Message = {"role": role, "content": content}
     return {**message, "content": "", "tool_calls": calls} if calls else message
 
 
 def _calls(text: Any) -> list[Message] | None:
-    """Return the calls of tools in JSON text, one or a list of names with arguments; None for any other text."""
+    """Return the tool calls in JSON text: one, or a list of names with arguments; None for other text."""
     parsed = parse_json(text, list) or [parse_json(text, dict)]
     if all(isinstance(call, Mapping) and "name" in call for call in parsed):
         return [{"type": "function", "function": _decoded(call)} for call in parsed]
@@ -186,7 +187,7 @@ def _calls(text: Any) -> list[Message] | None:
 
 
 def _decoded(call: Any) -> Any:
-    """Return a call of a tool with its arguments as an object, where they are the JSON text of one."""
+    """Return a tool call, its arguments parsed if they are JSON text."""
     if not isinstance(call, Mapping):
         return call
     if "function" in call:
@@ -196,7 +197,7 @@ def _decoded(call: Any) -> Any:
 
 
 def _tools_of(row: Fields, where: str) -> Any:
-    """Return the tools that a chat may call, which some data sets hold as JSON; None without any."""
+    """Return the tools that a chat may call, parsed if they are JSON text; None if there are none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         parsed = parse_json(tools, list)
@@ -207,14 +208,14 @@ def _tools_of(row: Fields, where: str) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Return the value without the None that a table has where other rows have a field."""
+    """Return the value without the Nones that a table has in place of missing fields."""
     if isinstance(value, Mapping):
         return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def media_beside(row: Any) -> dict[str, Any]:
-    """Return the pictures, video and sound in columns of a row, by their kind."""
+    """Return the pictures, video and sound in the columns of a row, by kind."""
     media = dict[str, Any]()
     for name, kind in MEDIA.items():
         value = row.get(name) if isinstance(row, Mapping) else None
@@ -225,7 +226,7 @@ def media_beside(row: Any) -> dict[str, Any]:
 
 
 def with_media(row: Any, conversation: Conversation) -> bool:
-    """Return True if a row has pictures, video or sound: in its messages, or beside a text that was not named."""
+    """Return True if a row has pictures, video or sound, in its messages or in columns of their own."""
     parts = list[Any]()
     for message in conversation.messages:
         if isinstance(message["content"], list):
@@ -235,7 +236,7 @@ def with_media(row: Any, conversation: Conversation) -> bool:
 
 
 def require_template(tokenizer: Any, what: str) -> None:
-    """Refuse a chat where the tokenizer has no template; `what` begins the sentence."""
+    """Refuse a chat if the tokenizer has no template; `what` begins the sentence."""
     if not has_chat_template(tokenizer):
         raise CompressionError(
             f"{what}, but the model's tokenizer has no chat template; name a column of text, or put the template of "
@@ -244,5 +245,5 @@ def require_template(tokenizer: Any, what: str) -> None:
 
 
 def untaken(where: str, error: Exception, taker: str = "chat template") -> ItemError:
-    """Return what is wrong with a chat that a template, or another taker, cannot take."""
+    """Return the error for a chat that a template, or another `taker`, cannot take."""
     return ItemError(f"{where}: the {taker} cannot take its messages ({reason_of(error)})")

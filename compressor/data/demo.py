@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A multiple-choice question: `question + choices[answer]` is right, every other choice is wrong."""
+class DemoItem:
+    """A multiple-choice question, answered correctly by `choices[answer]` alone."""
 
     skill: str
     question: str
@@ -22,9 +22,9 @@ class Item:
     answer: int
 
 
-def load_items() -> tuple[Item, ...]:
+def load_items() -> tuple[DemoItem, ...]:
     """Return the shipped held-out multiple-choice items of all skills."""
-    return tuple(Item(**{**row, "choices": tuple(row["choices"])}) for row in _read("items"))
+    return tuple(DemoItem(**{**row, "choices": tuple(row["choices"])}) for row in _read("items"))
 
 
 def load_documents(name: str) -> tuple[tuple[str, str], ...]:
@@ -33,7 +33,7 @@ def load_documents(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def skill_items(skill: str, **_: Any) -> dict[str, "Dataset"]:
-    """Return the held-out items of one skill; lm-eval adds what the task's metadata hold."""
+    """Return the held-out items of one skill; lm-eval passes the task's metadata as well."""
     from datasets import Dataset
 
     rows = [
@@ -58,6 +58,6 @@ def _read(name: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def demo_checkpoint() -> Iterator[Path]:
-    """The folder of the embedded checkpoint."""
+    """Yield the folder of the embedded checkpoint."""
     with as_file(files("compressor") / "demo" / "checkpoint") as folder:
         yield folder

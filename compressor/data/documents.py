@@ -1,4 +1,4 @@
-"""From a source to documents, and from documents to rows of tokens: no more is tokenised than is asked for."""
+"""Documents of a source, and their tokens in rows; no more text is tokenised than requested."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from compressor.errors import CompressionError, LeftOut, wrap_faults
 from compressor.model.tokenizer import check_vocabulary, first_part, no_token, opening_of, render_chat, says_something
 from compressor.progress import quiet_transformers
 
-PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
+PATIENCE = 100_000  # characters without a known token after which the tokenizer is refused
 
 
 class HasMediaError(CompressionError):
-    """A source has pictures, video or sound beside its text, and is to be read as sequences (`data.media`)."""
+    """Raised for a source with pictures, video or sound, which is read as sequences (`data.media`)."""
 
 
 class Document(NamedTuple):
-    """One text of a source; a chat's is rendered by the template, which opens it as the model knows it."""
+    """One text of a source; that of a chat is rendered by the template, with the opening that the model knows."""
 
     text: str
     is_chat: bool = False
@@ -31,20 +31,20 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Documents of a source one after the other."""
+    """The tokens of a source's documents, one after the other."""
 
     ids: Tensor  # [T]
     opening: tuple[int, ...] = ()  # tokens that every sequence begins with
 
     def rows(self, length: int) -> Tensor:
-        """Cut into sequences [n, length], leaving out what does not fill one; [1, T] if there is nothing else."""
+        """Return full sequences [n, length]; [1, T] if the tokens do not fill one."""
         return opened(as_rows(self.ids, length), self.opening)
 
 
 def _document(
     row: Any, column: str | None, tokenizer: Any, where: str, left_out: LeftOut, purpose: Purpose
 ) -> Document:
-    """Return a row's text, or its chat as the template renders it; raises `ItemError` for a row without text."""
+    """Return a row's text, or its chat rendered by the template; raise `ItemError` for a row without text."""
     conversation = read_row(row, column, where)
     is_plain = column is not None and conversation.text is not None
     if purpose in ("calibration", "heldout") and not is_plain and with_media(row, conversation):
@@ -57,7 +57,7 @@ def _document(
         require_template(tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}")
         try:
             text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates raise anything
             raise untaken(where, error) from error
         is_rendered = True
     return Document(text, is_rendered)
@@ -66,7 +66,7 @@ def _document(
 def documents(
     source: WeightedSource, seed: int, tokenizer: Any, purpose: Purpose = "calibration", left_out: LeftOut | None = None
 ) -> Iterable[Document]:
-    """Documents of a source in the order of the seed; a data set is read as they are taken, anything else at once."""
+    """Return the documents of a source in the order of the seed; a data set is streamed, other sources are read now."""
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = SourceSpec.parse(source.source)
     source_of_rows = source_rows(source, seed, purpose)
@@ -90,40 +90,43 @@ def documents(
 
 
 def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStream:
-    """Return the tokens of the documents, each opened as the tokenizer opens texts and ended by an end-of-text token.
+    """Return at most `wanted` tokens of the documents, each with the tokenizer's opening and an end-of-text token.
 
-    At most `wanted` are taken; text without any token is refused. A chat that ends with that token gets no second one,
-    and is opened by its template alone: where the first document is one that has no opening, no sequence gets one.
+    Text without a known token is refused. A chat gets no opening but its template's, and text that ends with the
+    end-of-text token no second one. If the first document has no opening, no sequence gets one.
     """
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     end = getattr(tokenizer, "eos_token", None) or "\0"
     opening = opening_of(tokenizer)
     sequence_opening: tuple[int, ...] = ()
     ids = list[int]()
-    heard, silent = False, 0  # characters before the first token that stands for some
+    characters = 0
+    is_known = False  # whether any token stands for some text
     for document in documents:
         text = document.text
         _, tokens = first_part(tokenizer, text, wanted - len(ids))
-        heard = heard or says_something(tokenizer, tokens)
-        silent += len(text.strip())
+        is_known = is_known or says_something(tokenizer, tokens)
+        characters += len(text.strip())
         is_opened = tuple(tokens[: len(opening)]) == opening
         if not is_opened and not document.is_chat:
             tokens = [*opening, *tokens]
             is_opened = True
         if not ids and is_opened:
             sequence_opening = opening
-        ids += tokens if text.rstrip().endswith(end) else tokens + separator
-        if len(ids) >= wanted or (not heard and silent > PATIENCE):
+        ids += tokens
+        if not text.rstrip().endswith(end):
+            ids += separator
+        if len(ids) >= wanted or (not is_known and characters > PATIENCE):
             break
-    if silent and not heard:
+    if characters and not is_known:
         raise no_token("the text")
     return TokenStream(torch.tensor(ids[:wanted], dtype=torch.long), sequence_opening)
 
 
 def opened(rows: Tensor, opening: Sequence[int]) -> Tensor:
-    """Begin each sequence [n, L] with the opening, as the model saw texts begin, in place of its first tokens.
+    """Replace the first tokens of each sequence [n, L] by the opening that the model knows from the start of texts.
 
-    A document that begins right behind that place is moved up, so that nothing is opened twice.
+    A sequence with an opening right after them is moved up instead, so that it has only one.
     """
     length = len(opening)
     if not length or rows.shape[1] <= length:
@@ -138,7 +141,7 @@ def opened(rows: Tensor, opening: Sequence[int]) -> Tensor:
 
 
 def as_rows(ids: Tensor, length: int) -> Tensor:
-    """[T] -> [n, length], leaving out what does not fill a sequence; [1, T] if there is nothing else."""
+    """Return full sequences of tokens: [T] -> [n, length]; [1, T] if they do not fill one."""
     whole = ids.numel() // length
     return ids[: whole * length].view(whole, length) if whole else ids[None]
 
@@ -152,7 +155,7 @@ def read_tokens(
     purpose: Purpose = "calibration",
     strict: bool = False,
 ) -> TokenStream:
-    """Return the tokens of a source: as many as are wanted, or as there are.
+    """Return the tokens of a source, at most `wanted`.
 
     Rows that cannot be read are left out with one warning, or refused if `strict`.
     """

@@ -1,6 +1,6 @@
-"""Tokens that count more than others where something is fitted to text: those that end an answer, or its thinking.
+"""Emphasis on tokens that end an answer, or its thinking, when something is fitted to text.
 
-What a model says next is decided where it predicts it, so that the weight is that of the position before the token.
+A model predicts a token at the position before it, so that position gets the token's weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from compressor.model.inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """Runs of token ids, each of which has the same weight."""
+class MarkedTokens:
+    """Runs of token ids with one weight."""
 
     weight: float
     tokens: tuple[tuple[int, ...], ...]
@@ -22,12 +22,12 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Emphasis:
-    """The emphasised tokens by name; none by default."""
+    """Emphasised tokens by name; none by default."""
 
-    marked: Mapping[str, Marked] = field(default_factory=dict)
+    marked: Mapping[str, MarkedTokens] = field(default_factory=dict)
 
     def weights(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, L] -> [B, L] in float32: of a position whose next token is marked that weight, of others 1."""
+        """Return the weights of positions: token ids [B, L] -> [B, L], 1 unless the next token is marked."""
         weights = torch.ones(tokens.shape)
         for marked in self.marked.values():
             is_next = _covered(tokens, marked.tokens)[:, 1:]
@@ -35,12 +35,12 @@ class Emphasis:
         return weights
 
     def loss_weights(self, tokens: Tensor) -> Tensor:
-        """Weights [B, L] of what is predicted after each token: nothing where a picture's token comes next."""
+        """Return the weights [B, L] of predictions: those of `weights`, and 0 if the next token is a picture's."""
         weights = self.weights(tokens)
         return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
 
     def missing(self, batches: Sequence[Tensor]) -> list[str]:
-        """Return the names of what no token of the batches [B, L] is marked as."""
+        """Return the names without a marked token in the batches [B, L]."""
         names = list[str]()
         for name, marked in self.marked.items():
             if not any(_covered(batch, marked.tokens).any() for batch in batches):
@@ -52,7 +52,7 @@ PLAIN = Emphasis()  # all tokens count alike
 
 
 def _covered(tokens: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
-    """Return the mask [B, L] of the tokens that belong to one of the runs of ids."""
+    """Return the mask [B, L] of tokens in one of the runs of ids."""
     covered = torch.zeros(tokens.shape, dtype=torch.bool)
     for run in runs:
         length = len(run)

@@ -1,6 +1,6 @@
-"""Calibration with pictures, video and sound: from rows to sequences that the model's own processor has made.
+"""Calibration with pictures, video and sound: sequences made of rows by the model's own processor.
 
-Each row is a sequence of its own; it is never packed with others.
+Each row is a sequence of its own and is never packed with others.
 """
 
 import hashlib
@@ -26,32 +26,32 @@ from compressor.model.remote_code import load_stock
 from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part
 from compressor.progress import quiet_transformers
 
-BASE64 = 256  # letters from which on a string that names no file is taken for a picture in base64
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # for others Pillow may run programs
-MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"  # a folder whose files rows may name beside those in the data's own
-KINDS = ("image", "video", "audio")  # of parts of messages
-FIELDS = ("path", "url", "base64")  # that may hold the content of a part
-Part = dict[str, Any]  # of a message
-PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
+BASE64 = 256  # letters; a longer string is a picture in base64, not the name of a file
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow may run programs for others
+MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"  # names a folder whose files rows may use, besides the folder of the data
+KINDS = ("image", "video", "audio")  # types of parts of messages
+FIELDS = ("path", "url", "base64")  # fields that may hold the content of a part
+PLACEHOLDER = "<image>"  # stands for a picture in the text of a chat, as in LLaVA's data sets
+Part = dict[str, Any]  # a part of a message
 
 
 def content_of(row: Tensor) -> bytes:
-    """Bytes that stand for a sequence [1, L] in a digest: token ids, and with media what else the forward gets."""
+    """Return the bytes of a sequence [1, L] for a digest: token ids, and with media all other inputs of the forward."""
     if not isinstance(row, Inputs):
         return row.contiguous().numpy().tobytes()
     content = b""
-    for name, value in {"input_ids": row.as_subclass(Tensor), **dict(sorted(row.more.items()))}.items():
+    for name, value in [("input_ids", row.as_subclass(Tensor)), *sorted(row.more.items())]:
         data = value.contiguous().view(torch.uint8).numpy().tobytes()
         content += name.encode() + hashlib.sha256(data).digest()
     return content
 
 
 def load_processor(folder: Path) -> Any:
-    """Return the checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
+    """Return the checkpoint's processor; raise `CompressionError` if it has none for pictures, video or sound."""
     try:
         processor = load_stock("AutoProcessor", folder)
         message = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
-    except Exception as error:  # processors raise what they like
+    except Exception as error:  # processors raise anything
         message = reason_of(error)
     if message:
         raise CompressionError(
@@ -71,14 +71,15 @@ def read_sequences(
     purpose: Purpose = "calibration",
     strict: bool = False,
 ) -> tuple[Inputs, ...]:
-    """Sequences of at most `length` tokens: as many as are wanted, or as there are.
+    """Return at most `wanted` sequences of at most `length` tokens.
 
-    Rows that cannot be read are left out with one warning, or refused if `strict`; raises `CompressionError` for a
-    model without a processor, or where no row is left.
+    Rows that cannot be read are left out with one warning, or refused if `strict`. Raises `CompressionError` for a
+    model without a processor, or if no row is left.
     """
     name = source.source
     processor = load_processor(Path(tokenizer.name_or_path))
-    address, left_out = SourceSpec.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
+    address = SourceSpec.parse(name)
+    left_out = LeftOut(f"rows of {purpose} data {name}", strict)
     folder = Path(address.name)
     if isfile(folder):
         folder = folder.parent
@@ -110,10 +111,10 @@ def sequence_of(
     where: str,
     left_out: LeftOut | None = None,
 ) -> Inputs:
-    """Return the processed row, cut to `length` tokens; its files lie in `folder`.
+    """Return the processed row, cut to `length` tokens; its files are in `folder`.
 
-    Raises `ItemError` for a picture that cannot be read, messages that the template cannot take, or a row whose
-    pictures alone need more tokens.
+    Raises `ItemError` for a picture that cannot be read, for messages that the template cannot take, and for a row
+    whose pictures alone need more tokens.
     """
     conversation = read_row(row, column, where)
     if left_out is not None and column is None:
@@ -130,13 +131,16 @@ def sequence_of(
         inputs = _processed(processor, messages, conversation, where)
     except ItemError:
         raise
-    except Exception as error:  # templates and processors raise what they like
+    except Exception as error:  # templates and processors raise anything
         raise untaken(where, error, "processor") from error
     return _cut(processor, dict(inputs), length, where)
 
 
 def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Message]:
-    """Messages as lists of parts, with what stands beside them in their empty parts and `<image>`, or at the start."""
+    """Return messages as lists of parts, including the media in other columns.
+
+    These take the place of empty parts and of `<image>`; the rest comes before the first message of the user.
+    """
     waiting = list(beside)
     placed = list[Message]()
     for message in messages:
@@ -166,7 +170,7 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
 
 
 def _opened(part: Part, tokenizer: Any, length: int, folder: Path, where: str) -> Part:
-    """Return a part with its picture opened, the file of its video or sound found, or no more text than is read."""
+    """Return a part with its picture opened, the path of its video or sound, or no more text than needed."""
     kind = part.get("type")
     if kind == "image":
         return {"type": kind, "image": _picture(_content(part), folder, where)}
@@ -178,13 +182,13 @@ def _opened(part: Part, tokenizer: Any, length: int, folder: Path, where: str) -
 
 
 def _content(part: Part) -> Any:
-    """Return what a part of a message shows or plays; None of one whose content stands beside the chat."""
+    """Return the content of a part of a message; None if it is in a column beside the chat."""
     contents = (part.get(name) for name in (part["type"], *FIELDS))
     return next((content for content in contents if content is not None), None)
 
 
 def _file(value: Any, folder: Path, where: str) -> str:
-    """Return the path of a file in the folder of the data, or in the one that the user allows; links out count not."""
+    """Return the path of a file in the folder of the data or in the one that the user allows, links followed."""
     if not isinstance(value, str) or "\0" in value:
         raise ItemError(f"{where}: {reprlib.repr(value)} is no picture, video or sound; give the path of its file")
     for root in map(realpath, (folder, os.environ.get(MEDIA_VARIABLE, folder))):
@@ -196,7 +200,7 @@ def _file(value: Any, folder: Path, where: str) -> str:
 
 
 def _picture(value: Any, folder: Path, where: str) -> Any:
-    """Return a picture in RGB: of a PIL image, of bytes as data sets hold them, of base64, or of a file."""
+    """Return a picture in RGB, from a PIL image, the bytes in a data set, base64, or a file."""
     from PIL import Image
 
     if isinstance(value, Mapping):
@@ -211,12 +215,12 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
         return value.convert("RGB")
     except ItemError:
         raise
-    except Exception as error:  # of a broken file Pillow raises what it likes
+    except Exception as error:  # Pillow raises anything for a broken file
         raise ItemError(f"{where}: {shown} cannot be read ({reason_of(error)}); mend or remove it") from error
 
 
 def _processed(processor: Any, messages: list[Message], conversation: Conversation, where: str) -> Mapping[str, Any]:
-    """Return the processed messages; without a chat template, placeholders with the text after them."""
+    """Return the processed messages; without a chat template, placeholders and the text after them."""
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
@@ -224,7 +228,8 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
         adapted = [form.message(message) for message in messages]
         inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **tools)
         return inputs
-    text, media = "", dict[str, list[Any]]()
+    text = ""
+    media = dict[str, list[Any]]()
     for message in messages:
         for part in message["content"]:
             kind = part["type"]
@@ -245,7 +250,7 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
 
 
 def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inputs:
-    """Return the sequence, cut to `length` tokens; what goes by tokens is cut with it."""
+    """Return the sequence and its inputs of one value a token, cut to `length` tokens."""
     ids = inputs.pop("input_ids")
     shape = ids.shape
     if shape[1] < 2:
@@ -265,7 +270,7 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
 
 
 def divided(available: int, wanted: Sequence[int], source: str) -> list[int]:
-    """Return the number of sequences for each purpose: as many as wanted, or fewer of each, but at least one."""
+    """Return the number of sequences for each purpose: those wanted, or fewer of each if too few are available."""
     if available >= sum(wanted):
         return list(wanted)
     needed = [count for count in wanted if count]

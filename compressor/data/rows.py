@@ -1,4 +1,4 @@
-"""Rows of a source, whatever form it has: JSON, JSON lines, CSV, parquet, prose, compressed or not, or a data set."""
+"""Rows of a source in any form: JSON, JSON lines, CSV, parquet or prose, compressed or not, or a data set."""
 
 import csv
 import json
@@ -27,12 +27,12 @@ from compressor.data.sources import (
 )
 from compressor.errors import CompressionError, ItemError, reason_of, wrap_faults
 
-Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]  # which options are called, too
-Row = tuple[str, Any]  # the place of a row, for messages, and its content
+Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]  # also the names of options
+Row = tuple[str, Any]  # the place of a row, for error messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by their first bytes
 PARQUET = b"PAR1"  # the first bytes of such a file
-SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
+SHUFFLE_BUFFER = 10_000  # documents of a streamed data set shuffled together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class SourceRows:
 
     rows: Iterator[Row]
     is_streamed: bool = False  # a data set, in the order of the seed
-    is_prose: bool = False  # documents of a text file, which blank lines separate
+    is_prose: bool = False  # documents of a text file, separated by blank lines
 
 
 def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRows:
-    """Return the rows of a source; raise `CompressionError` where it is missing or of no known form."""
+    """Return the rows of a source; raise `CompressionError` if it is missing or of no known form."""
     address = SourceSpec.parse(source.source)
     path = Path(address.name)
     if source.rows is not None:
@@ -74,7 +74,7 @@ def _demo_rows(purpose: Purpose) -> Iterator[Row]:
 
 
 def _file_rows(path: Path, purpose: str) -> SourceRows:
-    """Return the rows of a file by its content; its suffix decides only what the content leaves open."""
+    """Return the rows of a file by its content, and by its suffix if the content leaves the form open."""
     with _reading(path, purpose), _opened(path) as stream:
         start = stream.read(16)
     if start.startswith(PARQUET) or path.suffix.lower() == ".parquet":
@@ -104,7 +104,7 @@ def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed if need be."""
+    """Open a file for reading, decompressed if necessary."""
     with path.open("rb") as raw:
         start = raw.read(4)
         raw.seek(0)
@@ -121,7 +121,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _lines(path: Path, purpose: str) -> Iterator[str]:
     with _reading(path, purpose), _opened(path) as raw:
-        yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")  # a bad byte costs its row alone
+        yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")  # a bad byte spoils only its row
 
 
 def _prose(path: Path, purpose: str) -> Iterator[Row]:
@@ -145,7 +145,7 @@ def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
 
 
 def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file by the names in its first line; the separator is what stands there most often."""
+    """Yield the rows of a CSV file by the names in its first line, whose most frequent separator counts."""
     csv.field_size_limit(sys.maxsize)
     lines = _lines(path, purpose)
     header = next(lines, "")
@@ -174,30 +174,26 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
     """
     import datasets
 
-    name, split = address.name, address.split or "train"
+    name = address.name
+    split = address.split or "train"
     config = address.config or ("en" if name == DEFAULT_SOURCE else None)
     try:
         if isfile(f"{name}/state.json") or isfile(f"{name}/dataset_dict.json"):
             saved = datasets.load_from_disk(name)
-            rows = _split_of(saved, split).shuffle(seed=seed).to_iterable_dataset()
+            if hasattr(saved, "keys"):
+                if split not in saved:
+                    raise ValueError(f"it has no split {split!r}, but {', '.join(saved)}")
+                saved = saved[split]
+            rows = saved.shuffle(seed=seed).to_iterable_dataset()
         else:
             stream = datasets.load_dataset(name, config, split=split, streaming=True)
             rows = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         if rows.features:
-            rows = rows.decode(False)  # pictures are opened by `data.media`
+            rows = rows.decode(False)  # `data.media` opens pictures
         for number, row in enumerate(rows, 1):
             yield f"data set {address}, row {number} as shuffled", row
-    except Exception as error:  # data sets raise what they like
+    except Exception as error:  # data sets raise anything
         raise CompressionError(
             f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set ({reason_of(error)}); "
             f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, or 'demo'"
         ) from error
-
-
-def _split_of(saved: Any, split: str) -> Any:
-    """Return the split of a data set that `save_to_disk` has written, or the whole one where it has none."""
-    if not hasattr(saved, "keys"):
-        return saved
-    if split not in saved:
-        raise ValueError(f"it has no split {split!r}, but {', '.join(saved)}")
-    return saved[split]

@@ -1,4 +1,4 @@
-"""Names and weights of calibration text's sources: files, streamed data sets, the demo, or texts given in Python."""
+"""Names and weights of the sources of text: files, streamed data sets, the demo, or texts given in Python."""
 
 import hashlib
 import json
@@ -18,20 +18,21 @@ DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 ADDRESS = re.compile(r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+))?(#(?P<column>[^#]+))?", re.DOTALL)
-JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
 TEXT_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES, ".parquet", ".txt", ".text", ".md")
-GIVEN = "memory"  # such texts are named `memory:` and their digest
+GIVEN = "memory"  # texts given in Python are named `memory:DIGEST`
 
 
 def has_text_suffix(name: str) -> bool:
-    """Return True for the name of a file of text, of a table, or of a compressed one."""
+    """Return True for the name of a text file, a table, or a compressed file."""
     return Path(name).suffix.lower() in TEXT_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """A source by its parts, as in `ID:config@split#column`; the name is an id, a path of a file or folder, or demo."""
+    """The parts of `ID:config@split#column`; the name is an id, the path of a file or folder, or `demo`."""
 
     name: str
     config: str | None = None
@@ -40,7 +41,7 @@ class SourceSpec:
 
     @classmethod
     def parse(cls, text: str) -> "SourceSpec":
-        """Return the parts of a source; one that names a file or folder as it stands has no others."""
+        """Return the parts of a source; the path of a file or folder has no other parts."""
         match = None if exists(text) else ADDRESS.fullmatch(text)
         return cls(text) if match is None else cls(**match.groupdict())
 
@@ -53,20 +54,20 @@ class SourceSpec:
 
 
 def _shown(value: Any) -> str:
-    """Return text in place of a value that JSON cannot hold, such as a picture: a digest of its content."""
+    """Return text for a value that JSON cannot hold: the digest of a picture, for example."""
     return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenTexts:
-    """Texts or rows given in Python; the name holds a digest of their content."""
+    """Texts or rows given in Python, named by a digest of their content."""
 
     name: str
     rows: Sequence[Any] = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, texts: Iterable[Any]) -> "GivenTexts":
-        """Take a `datasets.Dataset`, or an iterable of strings and dicts, which is read to its end."""
+        """Return the texts of a `datasets.Dataset` or of an iterable of strings and dicts, which is read to its end."""
         if isinstance(texts, Mapping):
             raise CompressionError(
                 f"calibration is a {type(texts).__name__} with {', '.join(map(str, texts)) or 'nothing'}; pass one of "
@@ -85,10 +86,10 @@ class GivenTexts:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSource:
-    """A file, a data set or the demo, or the rows given in Python, and its share of the sequences."""
+    """A file, a data set, the demo, or rows given in Python, and its share of the sequences."""
 
     source: str
-    weight: float  # relative to the others'
+    weight: float  # relative to other sources
     rows: Sequence[Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -100,16 +101,16 @@ class WeightedSource:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Text of a step's own to train on."""
+    """Text that a step trains on."""
 
     sequences: int
     length: int
-    rows: int = 8  # sequences of a batch, at most
-    minimum: int = 1  # sequences without which the step cannot run
+    rows: int = 8  # most sequences in a batch
+    minimum: int = 1  # fewest sequences with which the step can run
 
 
 def sources_or_texts(given: Any) -> Any:
-    """Return the calibration given in Python: names of sources as they are, a list of texts as `GivenTexts`.
+    """Return the calibration given in Python: names of sources unchanged, a list of texts as `GivenTexts`.
 
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """
@@ -120,10 +121,12 @@ def sources_or_texts(given: Any) -> Any:
 
 
 def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource, ...]:
-    """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
+    """Parse `SOURCE` or `SOURCE=WEIGHT` arguments; weights sum to 1, and are equal if none is given."""
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    entries, addresses, bare = list[WeightedSource](), list[SourceSpec](), list[str]()
+    entries = list[WeightedSource]()
+    addresses = list[SourceSpec]()
+    bare = list[str]()
     for argument in arguments:
         source, weight = _split_weight(str(argument))
         if weight is None:
@@ -157,7 +160,7 @@ def _split_weight(argument: str) -> tuple[str, float | None]:
 
 
 def domain_of(argument: str) -> tuple[str, str]:
-    """`SOURCE` or `SOURCE=DOMAIN`: the source and its domain, by default a file's name or the data set's id."""
+    """Parse `SOURCE` or `SOURCE=DOMAIN`; the domain is a file's name or a data set's id by default."""
     source, sign, domain = argument.rpartition("=")
     if not sign or isfile(argument):
         return argument, short_names([argument])[0]
@@ -167,15 +170,16 @@ def domain_of(argument: str) -> tuple[str, str]:
 
 
 def shares(sources: Sequence[WeightedSource]) -> tuple[float, ...]:
-    """Return the weights, made to sum to 1."""
+    """Return the weights, scaled to sum to 1."""
     whole = sum(Fraction(entry.weight) for entry in sources)  # exact: huge weights do not overflow
     return tuple(float(Fraction(entry.weight) / whole) for entry in sources)
 
 
 def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to the weights that sum to `total`, each at least 1: largest remainders.
+    """Divide `total` in proportion to the weights into whole numbers of at least 1, by largest remainders.
 
-    What is due less than 1 gets 1, and the others share the rest; ties go to the lower index. Needs total >= number.
+    A share below 1 is raised to 1, and the others divide the rest; ties go to the lower index. `total` must not be less
+    than the number of weights.
     """
     exact = [Fraction(weight) for weight in weights]
     raised = set[int]()
@@ -195,7 +199,7 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def local_name(source: str) -> str:
-    """Return the source without the folders of its file or local data set; the id of a data set has none."""
+    """Return the source without the folders of its file or local data set."""
     address = SourceSpec.parse(source)
     is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
     if is_id and not exists(address.name):
@@ -204,7 +208,7 @@ def local_name(source: str) -> str:
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
-    """Return a file's name without folder and suffix, or the source itself; numbered where two would be equal."""
+    """Return each file's name without folder and suffix, or the source itself; equal names are numbered."""
     names = list[str]()
     for source in sources:
         name = SourceSpec.parse(source).name
@@ -213,12 +217,12 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the identity with absolute paths, so that its files are found from any working folder."""
+    """Return the identity with absolute paths, valid from any working folder."""
     return None if identity is None else _renamed(identity, _with_folder)
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity with file names in place of paths, and no access token in one."""
+    """Return the identity with file names in place of paths, without access tokens."""
     return _renamed(identity, lambda source: without_tokens(local_name(source)))
 
 
@@ -228,7 +232,7 @@ def _with_folder(source: str) -> str:
 
 
 def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
-    """Return the identity with other names of its sources."""
+    """Return the identity with its sources renamed by `name`."""
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]

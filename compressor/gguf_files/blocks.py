@@ -10,7 +10,7 @@ from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.formatting import counted, joined
 from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf, type_name
-from compressor.model.inspection import PARTS, Outcome, Part, candidates
+from compressor.model.inspection import PARTS, Part, SmallerSize, candidates
 from compressor.model.moe_layer import MoeLayer, check_count
 
 EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?")
@@ -121,7 +121,7 @@ class GgufInspection:
     parameters: int
     bytes: int
     parts: tuple[Part, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SmallerSize, ...]
     pruned_before: bool  # by this tool
     module_of_layers: tuple[str, ...]
 
@@ -145,7 +145,7 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     outcomes = []
     for count in candidates(blocks.layers, experts):
         size = Size.of(blocks.cut(tensor, count) for tensor in tensors)
-        outcomes.append(Outcome(count, size.parameters, size.bytes))
+        outcomes.append(SmallerSize(count, size.parameters, size.bytes))
     return GgufInspection(
         model=path,
         name=first.text("general.name"),

@@ -1,4 +1,4 @@
-"""The parts of a model, found by building the stock transformers model on meta: no tables of module names."""
+"""The parts of a model, discovered by building the stock transformers model on meta, without tables of names."""
 
 import copy
 import re
@@ -30,17 +30,18 @@ from compressor.records import read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
-    """Yield the owner, attribute and value of each number that may be the top-k, the likeliest first."""
+    """Yield the owner, attribute and value of each number that may be the top-k, the most likely first."""
     text = config.get_text_config()
     fields = product((getattr(router, "config", text), text), ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
-        if isinstance(value := getattr(owner, name, None), int):
+        value = getattr(owner, name, None)
+        if isinstance(value, int):
             yield owner, name, value
 
 
 @contextmanager
 def another_top_k(router: nn.Module, block: nn.Module, config: Any, top_k: int) -> Iterator[None]:
-    """While the block runs, the live router chooses so many experts for each token."""
+    """Have the live router choose `top_k` experts for each token while the block runs."""
     originals = list(_tops_of(router, block, config))
     for owner, name, _ in originals:
         setattr(owner, name, top_k)
@@ -52,19 +53,20 @@ def another_top_k(router: nn.Module, block: nn.Module, config: Any, top_k: int) 
 
 
 def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
-    """(groups, groups a token may choose, fewest experts per group) of a router; (1, 1, 1) for one without groups."""
+    """Return (groups, groups that a token may choose, fewest experts in a group); (1, 1, 1) for no groups."""
     groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
     method = getattr(router, "topk_method", None)
     if int(groups) <= 1 or method == "greedy":
         return 1, 1, 1
     chosen = getattr(router, "topk_group", None) or groups
-    # a group's score is the sum of its two best experts, except where the method scores it by its best one
+    # a group's score is the sum of its two best experts, or that of its best one if the router has a method
     return int(groups), int(chosen), 1 if method else 2
 
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+NOT_COUNTS = re.compile(r"(per_tok|top_?k|shared)[^.]*$")  # in names of fields that don't count experts
 OTHER = "it is a dense model, or an MoE architecture of another interface"
-UNLIKE = {  # what sets an architecture apart that is no dense model, by model type
+UNLIKE = {  # why an MoE architecture is not supported, by model type
     "llama4": "its router weighs what goes into an expert instead of what comes out, and its experts get every token",
     "longcat_flash": "its router also chooses zero experts, which pass a token on and have no weights",
 }
@@ -88,15 +90,15 @@ class Architecture:
     layers: tuple[MoeLayer, ...]
     decoder_layers: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
-    written: Mapping[str, Any] = field(default_factory=dict, compare=False)  # what smaller models say besides, by path
+    written: Mapping[str, Any] = field(default_factory=dict, compare=False)  # other fields of smaller models, by path
 
     @property
     def experts(self) -> int:
-        """Experts per layer in the config."""
+        """The experts per layer in the config."""
         return int(attrgetter(self.count_field)(self.config))
 
     def with_experts(self, count: int) -> Any:
-        """Return a copy of the config that asks for `count` experts, and for what smaller models say besides."""
+        """Return a copy of the config with `count` experts and the other fields of smaller models."""
         return with_fields(self.config, {self.count_field: count, **self.written})
 
 
@@ -116,12 +118,14 @@ def load_config(folder: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # config classes raise what they like
+    except Exception as error:  # config classes raise anything
         reason = _unknown_type(read_object(folder / CONFIG)) or reason_of(error)
         raise CompressionError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
     choose_kernels(config)
-    if not declared_quantization(config) and (declared := quantization_of(folder, {})):
-        config.quantization_config = declared
+    if not declared_quantization(config):
+        declared = quantization_of(folder, {})
+        if declared:
+            config.quantization_config = declared
     return config
 
 
@@ -140,11 +144,12 @@ def _unknown_type(raw: Mapping[str, Any]) -> str | None:
 
 
 def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Fields of a config, or of its JSON, and of all that it holds that choose kernels: the mapping, and its key.
+    """Yield the fields that choose kernels in a config or its JSON, at any depth: each as a mapping and a key.
 
     A checkpoint may name a repository there, whose code would be fetched and run.
     """
-    nodes, seen = [config], set[int]()
+    nodes = [config]
+    seen = set[int]()
     while nodes:
         node = nodes.pop()
         if id(node) in seen:
@@ -156,7 +161,7 @@ def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def choose_kernels(config: Any) -> None:
-    """Leave the choice of attention and experts to transformers, in a config and in all that it holds."""
+    """Leave the choice of kernels to transformers, in a config and all configs inside it."""
     for fields, name in kernel_fields(config):
         fields[name] = None
 
@@ -186,11 +191,11 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     choose_kernels(copied)
     for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
         if node is not None:
-            node.dtype = wanted  # some classes build their inner model by its config's own
+            node.dtype = wanted  # some classes build inner models in the dtype of their own config
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
             return stock_class(copied).eval()
-    except Exception as error:  # model classes raise what they like
+    except Exception as error:  # model classes raise anything
         message = f"transformers cannot build {stock_class.__name__} from this config"
         raise CompressionError(f"{message}: {reason_of(error)}") from error
 
@@ -201,9 +206,9 @@ def head_of(model: Any) -> nn.Module | None:
 
 
 def _adopt(module: Any) -> None:
-    """Give the class of an experts module that is uniform but for its flags these flags, as in step3p7.
+    """Set the uniform interface's flags on the class of an experts module that lacks only these, as in step3p7.
 
-    It holds gated, fused weights without biases, and takes (hidden, index, weights).
+    Such a module has gated, fused weights without biases, and takes (hidden, index, weights).
     """
     if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) or not hasattr(module, "_apply_gate"):
         return
@@ -211,11 +216,14 @@ def _adopt(module: Any) -> None:
         return
     if list(signature(module.forward).parameters) != ["hidden_states", "top_k_index", "top_k_weights"]:
         return
-    (_, first, second), (_, hidden, _) = module.gate_up_proj.shape, module.down_proj.shape
+    (_, first, second) = module.gate_up_proj.shape
+    (_, hidden, _) = module.down_proj.shape
     pair = torch.zeros(1, first if second == hidden else second)
-    pair[0, :2] = 1.0  # gates and ups that alternate make one neuron of these, and halves none
+    pair[0, :2] = 1.0  # one neuron's gate and up if they alternate, two gates if each is a half
     kind: Any = type(module)
-    kind.has_gate, kind.has_bias, kind.is_transposed = True, False, second != hidden
+    kind.has_gate = True
+    kind.has_bias = False
+    kind.is_transposed = second != hidden
     kind.is_concatenated = not module._apply_gate(pair).any()
 
 
@@ -242,12 +250,21 @@ def decoder_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def expert_counts(model: nn.Module) -> dict[str, int]:
-    """Return the experts of each experts module."""
+    """Return the number of experts of each experts module."""
     return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
 
 
+def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted paths and values of all whole numbers in a config, and of all lists of them."""
+    for key, value in vars(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from config_numbers(value, f"{prefix}{key}.")
+        elif type(value) is int or (isinstance(value, list) and value and {*map(type, value)} == {int}):
+            yield f"{prefix}{key}", value
+
+
 def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
-    """The config field that counts experts, whose doubling doubles every experts module, and the doubled model."""
+    """Return the config field whose doubling doubles all experts modules, and the model with twice the experts."""
     counts = expert_counts(model)
     count, *others = sorted(set(counts.values()))
     if others:
@@ -255,17 +272,11 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
             f"layers hold unequal numbers of experts ({[count, *others]}); one count for all layers is supported"
         )
 
-    def candidates(node: Any, prefix: str) -> Iterator[str]:
-        for key, value in vars(node).items():
-            if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-                yield from candidates(value, f"{prefix}{key}.")
-            elif type(value) is int and value == count and not re.search(r"per_tok|top_?k|shared", key):
-                yield f"{prefix}{key}"
-
-    def order(path: str) -> tuple[bool, bool, int, str]:  # the likeliest first
+    def order(path: str) -> tuple[bool, bool, int, str]:  # the most likely first
         return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
 
-    for candidate in sorted(candidates(config, ""), key=order):
+    paths = [path for path, value in config_numbers(config) if value == count and not NOT_COUNTS.search(path)]
+    for candidate in sorted(paths, key=order):
         with suppress(CompressionError, ValueError, TypeError):
             doubled = build_meta(with_fields(config, {candidate: 2 * count}))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
@@ -274,10 +285,12 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
 
 
 def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str, ExpertTensor]:
-    """State-dict entries that count experts: those whose shape differs between builds with E and 2E experts."""
-    larger, tensors = doubled.state_dict(), {}
+    """Return the state-dict entries that count experts: their shapes differ between models of E and 2E experts."""
+    larger = doubled.state_dict()
+    tensors = {}
     for key, value in model.state_dict().items():
-        before, after = list(value.shape), list(larger[key].shape)
+        before = list(value.shape)
+        after = list(larger[key].shape)
         changed = [dim for dim, (small, large) in enumerate(zip(before, after, strict=True)) if small != large]
         if not changed:
             continue
@@ -289,9 +302,10 @@ def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str
 
 
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
-    """Find every MoE layer of the stock model of `config`; raises `CompressionError` for a dense or unknown one."""
+    """Return the architecture of the stock model of `config`; raise `CompressionError` if dense or not supported."""
     model = model if model is not None else build_meta(config)
-    stock, names = type(model).__name__, [name for name, _ in experts_modules(model)]
+    stock = type(model).__name__
+    names = [name for name, _ in experts_modules(model)]
     if not names:
         raise CompressionError(
             f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: "
@@ -304,7 +318,8 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name
     layers = tuple(_moe_layer(name, model, config, tensors, layer_names) for name in names if name not in repeated)
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
-    if stray := sorted(tensors.keys() - covered - tied):
+    stray = sorted(tensors.keys() - covered - tied)
+    if stray:
         raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
     return Architecture(str(config.model_type), stock, count_field, layers, layer_names, config)
 
@@ -317,7 +332,8 @@ def _moe_layer(
     Its router is the one other child of its block with expert tensors.
     """
     block_name = name.rpartition(".")[0]
-    block, experts = model.get_submodule(block_name), model.get_submodule(name)
+    block = model.get_submodule(block_name)
+    experts = model.get_submodule(name)
     inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
     owners = {tensor.key.removeprefix(f"{block_name}.").partition(".")[0] for tensor in inside}
     routers = [child for child, module in block.named_children() if child in owners and module is not experts]
@@ -325,7 +341,8 @@ def _moe_layer(
         raise CompressionError(
             f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is supported"
         )
-    router_name, router = f"{block_name}.{routers[0]}", block.get_submodule(routers[0])
+    router_name = f"{block_name}.{routers[0]}"
+    router = block.get_submodule(routers[0])
     top_k = next((value for _, _, value in _tops_of(router, block, config)), None)
     if top_k is None:
         raise CompressionError(

@@ -1,7 +1,7 @@
-"""Experts that output a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward, and such checkpoints.
+"""Experts that output a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward and checkpoints.
 
-The router keeps all its rows. A token that it sends to such an expert gets the gate weight times the expert's constant,
-and nothing is renormalised. The names are those that vLLM reads: the config's `approximate_experts` maps a decoder
+The router keeps all its rows. A token routed to such an expert gets the gate weight times the expert's constant, and
+nothing is renormalised. vLLM reads the same names: the config's `approximate_experts` maps a decoder
 layer's number to expert ids, and `<experts prefix>.<id>.approx_value` [H] is the constant; experts keep their numbers.
 """
 
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import Checkpoint, TensorInfo
+from compressor.checkpoint.reader import Checkpoint, TensorInfo, config_field
 from compressor.errors import CompressionError
 from compressor.model.experts import apply_expert, expert_parameters, routed
 from compressor.model.layout import Role
 from compressor.model.moe_layer import MoeLayer
 
-FIELD, SUFFIX = "approximate_experts", ".approx_value"
+FIELD = "approximate_experts"
+SUFFIX = ".approx_value"
 NOT_STOCK = (
     "experts that are constants (config field approximate_experts) are served by vLLM, and stock transformers cannot "
     "load them"
@@ -33,7 +34,7 @@ CONSTANT = re.compile(rf"(.+)\.(\d+){re.escape(SUFFIX)}")  # a layer's experts, 
 class Substitutes:
     """The constants of a layer: `values` [D, H] of the experts `dropped`, ascending.
 
-    `rows` says at which row of the experts module's tensors a kept expert stands; without it at its own number.
+    `rows` maps a kept expert to its row in the experts module's tensors; by default, that is its number.
     """
 
     dropped: tuple[int, ...]
@@ -59,38 +60,33 @@ def substituted_forward(
 
 
 def substitute(experts: Any, substitutes: Substitutes | None) -> None:
-    """Have a live experts module compute with these constants from now on; with None as stock does again."""
+    """Make a live experts module compute with these constants; with None, as stock does."""
     experts.__dict__.pop("forward", None)
     if substitutes is not None and substitutes.dropped:
         experts.forward = partial(substituted_forward, experts, substitutes)
 
 
 def is_replaced(role: Role, substitutes: Mapping[str, Substitutes]) -> bool:
-    """Return True if a stored tensor is of an expert that a constant stands for; a router keeps all that it has."""
+    """Return True for a stored tensor of an expert that a constant replaces; a router keeps all its tensors."""
     if role.kind != "expert" or role.is_router or role.layer not in substitutes:
         return False
     return role.expert in substitutes[role.layer].dropped
 
 
 def number_in(name: str) -> int | None:
-    """Return the one whole number among the parts of a module's name, as vLLM finds a layer's.
-
-    None if there is not one.
-    """
+    """Return the only whole number in a module's name, as vLLM finds a layer's; None if there is not exactly one."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else None
 
 
 def declared(raw_config: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
-    """Expert ids by decoder layer, ascending, as config.json declares them."""
-    for node in (raw_config, *raw_config.values()):
-        if isinstance(node, dict) and node.get(FIELD):
-            return {int(layer): tuple(sorted(experts)) for layer, experts in node[FIELD].items() if experts}
-    return {}
+    """Return the ids of experts that are constants in config.json, ascending, by decoder layer."""
+    by_layer = config_field(raw_config, FIELD) or {}
+    return {int(layer): tuple(sorted(experts)) for layer, experts in by_layer.items() if experts}
 
 
 class SubstitutedCheckpoint(Checkpoint):
-    """A checkpoint with constants that reads as one without: a missing expert's tensors are those of a kept one.
+    """A checkpoint with constants that reads as one without: a kept expert's tensors replace missing ones.
 
     They are never computed with, for `substitutes` of the layer take their place.
     """
@@ -109,7 +105,8 @@ class SubstitutedCheckpoint(Checkpoint):
                 del self.tensors[name]
         wanted = declared(self.raw_config)
         pairs = {(layer, expert) for layer, experts in wanted.items() for expert in experts}
-        if odd := pairs ^ self.constants.keys():
+        odd = pairs ^ self.constants.keys()
+        if odd:
             layer, expert = min(odd)
             message = "has no constant" if (layer, expert) in pairs else f"has a constant, but {FIELD} does not name it"
             raise CompressionError(f"expert {expert} of layer {layer} {message}; download the checkpoint again")
@@ -117,7 +114,7 @@ class SubstitutedCheckpoint(Checkpoint):
             self._stand_in(prefixes[layer], experts)
 
     def _stand_in(self, prefix: str, experts: Sequence[int]) -> None:
-        """Let the tensors of a kept expert stand for those of the experts that are constants."""
+        """Use the tensors of a kept expert for the experts that are constants."""
         pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.(.+)")
         weights: dict[int, list[tuple[str, TensorInfo]]] = {}  # of the experts that are kept
         for name, info in self.stored.items():

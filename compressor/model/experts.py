@@ -1,13 +1,13 @@
-"""The computation of one expert, for every stock experts module, and watching an MoE layer at work.
+"""The computation of an expert in any stock experts module, and callbacks from a running MoE layer.
 
-Fused parameters and flags instead of architectures. T tokens, K top-k, E experts, H hidden, I intermediate.
+It depends on fused parameters and flags, not on architectures. T tokens, K top-k, E experts, H hidden, I intermediate.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def width_of(experts: Any) -> int:
 
 
 def parameter_names(experts: Any) -> tuple[str, ...]:
-    """Return the names of the fused parameters [E, ...] that an expert is made of."""
+    """Return the names of the fused parameters [E, ...] of experts."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
 
@@ -35,7 +35,8 @@ def expert_parameters(experts: Any, expert: int) -> Parameters:
 
 
 def _project(experts: Any, parameters: Parameters, name: str, value: Tensor) -> Tensor:
-    weight, bias = parameters[name], parameters.get(f"{name}_bias")
+    weight = parameters[name]
+    bias = parameters.get(f"{name}_bias")
     return linear(value, weight.T if experts.is_transposed else weight, bias)
 
 
@@ -47,19 +48,20 @@ def intermediate(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
 
 
 def apply_expert(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
-    """Output [T, H] of an expert with these parameters on tokens [T, H], before its gate weight."""
+    """Return the output [T, H] of an expert with these parameters for tokens [T, H], before its gate weight."""
     output = _project(experts, parameters, "down_proj", intermediate(experts, parameters, x))
     return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
 
 
 class ExpertsView:
-    """An experts module whose parameters are read through `change(name, expert, value)`, one expert's at a time.
+    """An experts module whose parameters pass through `change(name, expert, value)` at every reading of an expert.
 
-    `expert_parameters` and `apply_expert` take it for the module itself. Every reading is made anew, nothing is kept.
+    `expert_parameters` and `apply_expert` accept it in place of the module.
     """
 
     def __init__(self, experts: Any, change: Callable[[str, int, Tensor], Tensor]) -> None:
-        self._experts, self._change = experts, change
+        self._experts = experts
+        self._change = change
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
@@ -85,7 +87,7 @@ class Projections:
 
 
 def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
-    """Return the matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
+    """Return a view [out, in] of the gate, up or down matrix (`part`) in one expert's slice of a parameter."""
     matrix = value.T if experts.is_transposed else value
     if name != "gate_up_proj":
         return matrix
@@ -96,7 +98,8 @@ def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
 def projections(experts: Any, expert: int) -> Projections:
     """Return the canonical view of one expert's weight matrices, whatever the module's layout."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    fused, down = getattr(experts, name)[expert], experts.down_proj[expert]
+    fused = getattr(experts, name)[expert]
+    down = experts.down_proj[expert]
     gate = matrix_of(experts, name, fused, "gate") if experts.has_gate else None
     return Projections(gate, matrix_of(experts, name, fused, "up"), matrix_of(experts, "down_proj", down, "down"))
 
@@ -104,9 +107,9 @@ def projections(experts: Any, expert: int) -> Projections:
 def routed(
     weights: Tensor, index: Tensor, among: Collection[int] | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that gate weights and choices [n, K] name, with the rows and slots [m] of its choices.
+    """Yield each expert chosen in `index` [n, K] with a weight, and the rows and slots [m] of its choices.
 
-    Experts that are not `among` those given are left out.
+    With `among`, other experts are left out.
     """
     used = weights.detach() != 0  # a skip expert comes as index 0 with weight 0
     for expert in index[used].unique().tolist():
@@ -120,10 +123,9 @@ Observe = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
-    """Return the stock computation of an experts module, expert by expert, showing each one's routed outputs.
+    """Compute an experts module expert by expert: hidden [T, H], index and weights [T, K] -> [T, H].
 
-    hidden [T, H], index and weights [T, K] -> [T, H]; `observe(expert, tokens, gate_weights, outputs)` sees the rows
-    [n], [n] and [n, H] of every expert that got a token.
+    `observe(expert, tokens, gate_weights, outputs)` gets [n], [n] and [n, H] for every expert with tokens.
     """
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert in index.unique().tolist():
@@ -137,66 +139,52 @@ def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tenso
 Called = Callable[[tuple[Any, ...], dict[str, Any], Any], None]  # (arguments, keyword arguments, output) of a module
 
 
-@dataclass(slots=True)
-class MoeHooks:
-    """Callbacks for an MoE layer of a live model, while attached; also a context manager, attached within the block.
+@contextmanager
+def moe_hooks(
+    model: Any,
+    layer: MoeLayer,
+    *,
+    on_router: Called | None = None,
+    on_experts: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    on_expert_output: Observe | None = None,
+    on_output: Callable[[Tensor, Tensor], None] | None = None,
+    on_block: Called | None = None,
+    computing: bool = True,
+) -> Iterator[None]:
+    """Call back from an MoE layer of a live model while the block runs.
 
-    Of one call of the layer they come in this order: `on_router` after the router, `on_experts` with hidden [T, H],
-    index and weights [T, K] before the experts, `on_expert_output` with each expert's number, tokens [n], gate weights
-    [n] and outputs [n, H], `on_output` with hidden and output [T, H] of the experts, and `on_block` after the module
-    that holds router and experts, before any other hook there.
+    Of one call of the layer the callbacks come in this order: `on_router` after the router, `on_experts` with hidden
+    [T, H], index and weights [T, K] before the experts, `on_expert_output` with each expert's number, tokens [n], gate
+    weights [n] and outputs [n, H], `on_output` with hidden and output [T, H] of the experts, and `on_block` after the
+    module that holds router and experts, before any other hook there. Without `computing` the experts output zeros:
+    nothing after them is used.
     """
+    router, experts, block = map(model.get_submodule, (layer.router, layer.name, layer.block))
 
-    model: Any
-    layer: MoeLayer
-    on_router: Called | None = None
-    on_experts: Callable[[Tensor, Tensor, Tensor], None] | None = None
-    on_expert_output: Observe | None = None
-    on_output: Callable[[Tensor, Tensor], None] | None = None
-    on_block: Called | None = None
-    computing: bool = True  # False: the experts output zeros, as nothing after them is used
-    _changes: ExitStack = field(default_factory=ExitStack)  # to the modules, undone when it is closed
+    def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        return [*args, *kwargs.values()][:3]
 
-    def attach(self) -> Self:
-        """Begin to watch; once attached, begin anew."""
-        self.detach()
-        modules = (self.layer.router, self.layer.name, self.layer.block)
-        router, experts, block = map(self.model.get_submodule, modules)
+    def zeros(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(inputs(args, kwargs)[0])
 
-        def choices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-            return [*args, *kwargs.values()][:3]
-
-        def zeros(*args: Any, **kwargs: Any) -> Tensor:
-            return torch.zeros_like(choices(args, kwargs)[0])
-
-        def watch(module: Any, called: Called | None) -> None:
-            if called is not None:  # a pass may end a batch in a hook of the block, and nothing comes after that
-                hook = module.register_forward_hook(
-                    lambda _, *call: called(*call), with_kwargs=True, prepend=module is block
-                )
-                self._changes.enter_context(hook)
-
-        if (on_experts := self.on_experts) is not None:
-            hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*choices(*call)), with_kwargs=True)
-            self._changes.enter_context(hook)
-        forward: Callable[..., Tensor] | None = None if self.computing else zeros
-        if self.on_expert_output is not None:
-            forward = partial(observed_forward, experts, observe=self.on_expert_output)
-        if forward is not None:
-            experts.forward = forward
-            self._changes.callback(experts.__dict__.pop, "forward", None)
-        if (on_output := self.on_output) is not None:
-            watch(experts, lambda args, kwargs, output: on_output(choices(args, kwargs)[0], output))
-        watch(router, self.on_router)
-        watch(block, self.on_block)
-        return self
-
-    def detach(self) -> None:
-        """Stop watching; the modules are as they were."""
-        self._changes.close()
-
-    def __enter__(self) -> Self:
-        return self.attach()
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
+    with ExitStack() as hooks:
+        if on_experts is not None:
+            hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*inputs(*call)), with_kwargs=True)
+            hooks.enter_context(hook)
+        if on_expert_output is not None:
+            experts.forward = partial(observed_forward, experts, observe=on_expert_output)
+            hooks.callback(experts.__dict__.pop, "forward", None)
+        elif not computing:
+            experts.forward = zeros
+            hooks.callback(experts.__dict__.pop, "forward", None)
+        if on_output is not None:
+            hook = experts.register_forward_hook(
+                lambda _, args, kwargs, output: on_output(inputs(args, kwargs)[0], output), with_kwargs=True
+            )
+            hooks.enter_context(hook)
+        if on_router is not None:
+            hooks.enter_context(router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True))
+        if on_block is not None:  # first of its hooks, as a pass may end a batch in another one
+            hook = block.register_forward_hook(lambda _, *call: on_block(*call), with_kwargs=True, prepend=True)
+            hooks.enter_context(hook)
+        yield

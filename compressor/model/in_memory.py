@@ -1,4 +1,4 @@
-"""Opening a model, wherever it is: one in memory is written as files for what is read as bytes, and computes itself."""
+"""Opening a model on disk, on the Hub, or in memory; one in memory is also written to a temporary folder."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ def opened(
     progress: Progress | None = None,
     resident: str = "no",
 ) -> Iterator[OpenModel]:
-    """Open a model, wherever it is. One in memory computes where it is, with its own tensors."""
+    """Open a model; one in memory computes on its own device with its own tensors."""
     if isinstance(model, str):
         yield open_model(find_model(model, revision, progress), dtype, device, resident)
         return
@@ -53,12 +53,14 @@ def opened(
 def _write(model: Any, folder: Path) -> None:
     """Write a model as a checkpoint, a decoder layer at a time."""
     config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = [type(model).__name__], model.dtype
-    config.architectures = [model_class(config).__name__]  # of a subclass the stock one
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    config.architectures = [model_class(config).__name__]  # the stock class of a subclass
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    stock, state = build_meta(config), model.state_dict()
+    stock = build_meta(config)
+    state = model.state_dict()
     layer_names = decoder_layers(stock)
     left_out = {*(stock.all_tied_weights_keys or ()), *(stock._keys_to_ignore_on_save or ())}
     by_decoder_layer: dict[str, dict[str, Tensor]] = {decoder_layer: {} for decoder_layer in ("", *layer_names)}
@@ -71,7 +73,7 @@ def _write(model: Any, folder: Path) -> None:
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in stored}
         path = folder / f"model-{number:05d}.safetensors"
         save_file(tensors, path, {"format": "pt"})
-        # a run goes on if the weights are the same: their time of change stands for their content
+        # an interrupted run resumes if the weights have not changed: the time of change stands for their content
         os.utime(path, ns=(0, int(file_digest(path)[:15], 16)))
         weight_map |= dict.fromkeys(tensors, path.name)
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -1,21 +1,22 @@
-"""The inputs of the stock forward: token ids, and what a processor makes of pictures or sound beside them."""
+"""The inputs of the stock forward: token ids, and a processor's tensors for pictures or sound."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from compressor.model.moe_layer import decoder_layer_of
 
 
 class Inputs(Tensor):
-    """Token ids [1, L] of one sequence with media (pictures, video, sound), and what else its processor makes of it.
+    """Token ids [1, L] of one sequence with media (pictures, video, sound), and its processor's other tensors.
 
-    It takes the place of a batch of token ids anywhere, and every operation on it gives plain token ids; only `split`
-    and what picks its one row give it back.
+    It can replace a batch of token ids anywhere. Every operation on it returns plain token ids, except `split` and
+    indexing that selects its only row.
     """
 
     more: Mapping[str, Tensor]  # the forward's other arguments by name, such as pixel_values
@@ -25,32 +26,33 @@ class Inputs(Tensor):
 
     @classmethod
     def of(cls, tokens: Tensor, media: Tensor, more: Mapping[str, Tensor]) -> "Inputs":
-        """Return the sequence of these token ids [1, L]; with their `media` mask [1, L]."""
+        """Return the sequence of these token ids and their `media` mask, both [1, L]."""
         assert len(tokens) == 1 and tokens.shape == media.shape, "media come one sequence at a time"
         inputs = tokens.as_subclass(cls)
-        inputs.media, inputs.more = media, dict(more)
+        inputs.media = media
+        inputs.more = dict(more)
         return inputs
 
     def split(self, split_size: Any, dim: int = 0) -> tuple[Tensor, ...]:
-        """Itself alone: it is one row."""
+        """Return itself alone: it has one row."""
         assert dim == 0, "a sequence with media is not cut"
         return (self,)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Itself where the index picks its row as a batch of one, and plain token ids otherwise."""
+        """Return itself if the index selects its row as a batch of one, and plain token ids otherwise."""
         plain = self.as_subclass(Tensor)[index]
         return self if plain.shape == self.shape else plain
 
     @property
     def counted(self) -> Tensor:
-        """Mask [1, L] of what an evaluation counts: text after the first picture or sound; all text without any."""
+        """Mask [1, L] of the tokens that evaluations count: the text after the first picture or sound, if any."""
         begun = self.media.cumsum(1) > 0 if self.media.any() else torch.ones_like(self.media)
         return begun & ~self.media
 
     @property
     def before_text(self) -> Tensor:
-        """Mask [1, L] of the tokens whose next one is text, or that are the last."""
-        return ~torch.cat([self.media[:, 1:], torch.zeros_like(self.media[:, :1])], 1)
+        """Mask [1, L] of the tokens before text, and of the last token."""
+        return ~pad(self.media[:, 1:], (0, 1))
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -60,9 +62,9 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the stock forward's arguments for a batch: token ids [B, L], and of a sequence with media everything else.
+    """Return the stock forward's arguments for a batch: token ids [B, L], and all tensors of a sequence with media.
 
-    What is no whole number is cast to the dtype of the model, as `BatchFeature.to` does.
+    Floating-point tensors are cast to the dtype of the model, as by `BatchFeature.to`.
     """
     if not isinstance(batch, Inputs):
         return {"input_ids": batch.to(device)}
@@ -73,14 +75,14 @@ def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> d
 
 
 def media_of(batch: Tensor) -> Tensor:
-    """Mask of a batch's tokens [B, L]: those that stand for pictures or sound."""
+    """Return the mask [B, L] of a batch's tokens that stand for pictures or sound."""
     return batch.media if isinstance(batch, Inputs) else torch.zeros_like(batch, dtype=torch.bool)
 
 
 def parts_of(batch: Tensor) -> Sequence[Tensor]:
-    """Masks [T] of the tokens that a layer for pictures may see alone, and of all others, as the forward marks them.
+    """Return masks [T] of the tokens that layers for pictures may see alone, and of the others.
 
-    ernie4_5_vl_moe counts the tokens around a picture among its own.
+    The marks of the forward count, too: for ernie4_5_vl_moe, tokens around a picture belong to it.
     """
     if not isinstance(batch, Inputs):
         return ()
@@ -98,23 +100,22 @@ def sees_media(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("vision_config", "audio_config"))
 
 
+def _prefixes(name: str) -> Iterator[str]:
+    """Return the names of the modules that lead to a module, from the outermost to itself."""
+    return accumulate(name.split("."), "{}.{}".format)
+
+
 def tower_blocks(model: nn.Module, layer_names: Sequence[str]) -> dict[str, str]:
     """Return the blocks of the towers beside the decoder layers, by name, each with its vision or audio tower's name.
 
     A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks are that list's.
     """
-    above = {
-        decoder_layer[:position]
-        for decoder_layer in layer_names
-        for position in range(len(decoder_layer))
-        if decoder_layer[position] == "."
-    }
+    above = set(chain.from_iterable(map(_prefixes, layer_names)))
     blocks = dict[str, str]()
     for name, module in model.named_modules():
         inside = decoder_layer_of(f"{name}.", (*layer_names, *blocks))
         if inside or name in above or not isinstance(module, nn.ModuleList):
             continue
-        outer = accumulate(name.split("."), "{}.{}".format)
-        tower = next(prefix for prefix in outer if prefix not in above)
+        tower = next(prefix for prefix in _prefixes(name) if prefix not in above)
         blocks |= {f"{name}.{number}": tower for number in range(len(module))}
     return blocks

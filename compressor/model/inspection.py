@@ -28,8 +28,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The size of a model that keeps `experts` per layer."""
+class SmallerSize:
+    """The size of the model with `experts` per layer."""
 
     experts: int
     parameters: int
@@ -53,34 +53,37 @@ class Inspection:
     parameters: int
     bytes: int
     parts: tuple[Part, ...]
-    outcomes: tuple[Outcome, ...]
-    largest_layer_bytes: int  # of the loaded layer, in the dtype that it is computed in
-    peak_memory: int  # bytes above the bare interpreter, calibration activations aside
+    outcomes: tuple[SmallerSize, ...]
+    largest_layer_bytes: int  # of the loaded layer, in the dtype for computing
+    peak_memory: int  # bytes, without the interpreter and calibration activations
     export_memory: int  # bytes of the whole model in float32, to verify an ONNX export in one piece
     bytes_read: int
     bytes_written: int
     left_out: tuple[str, ...]
     module_of_layers: tuple[str, ...]
-    servers: tuple[Advice, ...] = ()  # what servers make of the model as it is, and of every outcome
-    constants: str | None = None  # that experts are constants, and what that means
-    loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
+    servers: tuple[Advice, ...] = ()  # on the model as it is and on every outcome
+    constants: str | None = None  # a sentence on experts that are constants, if any
+    loader_fault: str | None = None  # a sentence on quantised experts that stock transformers mistreats, if any
 
 
 def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Size:
     """Return the parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
     parameters = nbytes = 0
     for name, role in layout.roles.items():
-        info, shape = tensors[name], tensors[name].shape
+        info = tensors[name]
+        shape = info.shape
         if role.kind == "fused":
             shape = (*shape[: role.dim], experts + role.extra, *shape[role.dim + 1 :])
         if role.kind != "expert" or role.expert < experts:
-            parameters, nbytes = parameters + math.prod(shape), nbytes + tensor_bytes(info.dtype, shape)
+            parameters += math.prod(shape)
+            nbytes += tensor_bytes(info.dtype, shape)
     return Size(parameters, nbytes)
 
 
 def _parts(model: OpenModel) -> dict[str, str]:
-    """Return the one of `PARTS` that each stored tensor belongs to."""
-    stock, targets = model.partial.model, model.partial.plain_keys.targets
+    """Return the part in `PARTS` of each stored tensor."""
+    stock = model.partial.model
+    targets = model.partial.plain_keys.targets
     ends = [stock.get_input_embeddings(), stock.get_output_embeddings()]
     embeddings = {name for name, module in stock.named_modules() if module in ends}
     blocks = [layer.block for layer in model.architecture.layers]
@@ -100,7 +103,7 @@ def _parts(model: OpenModel) -> dict[str, str]:
 
 
 def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
-    """Numbers of experts to show: the one that was asked for, or three quarters, a half and a quarter of them all."""
+    """Return the numbers of experts to show: the requested one, or three quarters, a half and a quarter of all."""
     if experts is not None:
         return [resolve_count(layers, experts, None)]
     counts = []
@@ -111,7 +114,7 @@ def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
 
 
 def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
-    """Return the checkpoint of a local folder or a Hub id, of which headers alone are fetched."""
+    """Return the checkpoint of a local folder or a Hub id; of the latter, only headers are fetched."""
     if is_local(model):
         source = locate(model, revision)
         return source, Checkpoint(source.folder)
@@ -120,13 +123,14 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 
 
 def stock_fault(model: OpenModel) -> str | None:
-    """Return the sentence on what stock transformers does wrong with quantised experts; None if nothing is known."""
+    """Return a sentence on quantised experts that stock transformers mistreats; None if there are none."""
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
     shared = model.layout.quantized and not model.layout.regular
     if packed is None and not shared:
         return None
     family = model.architecture.family if model.partial.has_single_experts or shared else None
-    keys, experts = model.partial.plain_keys, tuple(f"{layer.name}." for layer in model.architecture.layers)
+    keys = model.partial.plain_keys
+    experts = tuple(f"{layer.name}." for layer in model.architecture.layers)
     merged = (
         key
         for name, key in keys.targets.items()
@@ -137,20 +141,24 @@ def stock_fault(model: OpenModel) -> str | None:
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
-    """Return the report for a local folder or a Hub id.
+    """Return the report on a local folder or a Hub id, without reading a tensor.
 
-    Reads no tensor. `experts` asks for one outcome instead of three.
+    With `experts`, it has this outcome instead of three.
     """
     source, checkpoint = read_headers(model, revision)
     if source.revision is None and declared(checkpoint.raw_config):
         checkpoint = SubstitutedCheckpoint(source.folder)
     opened = open_checkpoint(source, checkpoint, "auto", "cpu")
-    architecture, layout = opened.architecture, opened.layout
+    architecture = opened.architecture
+    layout = opened.layout
     first = architecture.layers[0]
-    tensors, constants, counts = checkpoint.tensors, None, candidates(architecture.layers, experts)
+    tensors = checkpoint.tensors
+    constants = None
+    counts = candidates(architecture.layers, experts)
     parts: dict[str, list[TensorInfo]] = {part: [] for part in PARTS}
     if isinstance(checkpoint, SubstitutedCheckpoint):
-        tensors, counts = checkpoint.stored, []
+        tensors = checkpoint.stored
+        counts = []
         parts["routed experts"] += checkpoint.constants.values()
         every = sum(layer.experts for layer in architecture.layers)
         constants = f"for {len(checkpoint.constants)} of {every} experts; {NOT_STOCK}"
@@ -164,7 +172,9 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     routing = f"top-{first.top_k} of {first.experts} ({router})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
-    total, served, largest = Size.of(tensors.values()), served_model(opened), opened.largest_layer
+    total = Size.of(tensors.values())
+    served = served_model(opened)
+    largest = opened.largest_layer
     written = next(iter(left.values()), total).bytes
     shown = dict.fromkeys([first.experts, *left])
     return Inspection(
@@ -181,7 +191,7 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
         parameters=total.parameters,
         bytes=total.bytes,
         parts=tuple(Part(part, size.parameters, size.bytes) for part, size in sizes.items() if size.parameters),
-        outcomes=tuple(Outcome(count, size.parameters, size.bytes) for count, size in left.items()),
+        outcomes=tuple(SmallerSize(count, size.parameters, size.bytes) for count, size in left.items()),
         largest_layer_bytes=largest,
         peak_memory=2 * largest,
         export_memory=4 * sum(value.numel() for value in opened.partial.empty.values()),

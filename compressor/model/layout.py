@@ -1,4 +1,4 @@
-"""The layout of stored experts: one tensor each, or fused along a dimension; found by asking the loader."""
+"""The layout of stored experts, one by one or fused along a dimension, found with the loader's own conversion."""
 
 import copy
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Key = tuple[str, str | None, str]  # target in the model, conversion pattern, su
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The part that one stored tensor plays in the MoE layers.
+    """The role of a stored tensor in the MoE layers.
 
     `kind`: "expert" (one expert's own tensor), "fused" (experts along `dim`), "table" (holds expert ids), "plain".
     """
@@ -31,28 +31,28 @@ class Role:
     layer: str = ""
     is_router: bool = False
     expert: int = -1
-    family: str = ""  # what the tensors of all experts share: target, pattern and suffix
+    family: str = ""  # target, pattern and suffix, shared by the tensors of all experts
     dim: int = 0
     extra: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Roles of all stored tensors that go into the output, and those that are left out."""
+    """The roles of all stored tensors in the output, and the tensors left out."""
 
     roles: Mapping[str, Role]
-    left_out: tuple[str, ...]  # tensors that the stock model does not load
-    regular: bool  # False: experts are stored in a way that only the loader and its reversal understand
+    left_out: tuple[str, ...]  # not loaded by the stock model
+    regular: bool  # False if only the loader and its reversal understand how experts are stored
     quantized: bool
 
 
 def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
-    """(target, pattern, suffix) of stored tensors, a weight's scales beside it, and what the stock model leaves out."""
+    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock leaves out."""
     keys = partial.plain_keys
-    placed: dict[str, Key] = {name: (keys.targets[name], keys.patterns[name], "") for name in keys.targets}
+    placed: dict[str, Key] = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
     if not quantized:
         return placed, list(keys.unknown)
-    weights = dict[str, list[str]]()  # what the weight of a companion may be called: x.up_scale -> x.weight, x.up
+    weights = dict[str, list[str]]()  # possible weights of a companion: x.up_scale -> x.weight, x.up
     for name in keys.unknown:
         stem, _, last = name.rpartition(".")
         cuts = range(1, last.count("_") + 1)
@@ -68,20 +68,14 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
     return placed, left_out
 
 
-def _converter(partial: Any, pattern: str | None) -> Any:
-    for entry in partial.plain_conversions:
-        if hasattr(entry, "operations") and pattern in entry.source_patterns:
-            return entry
-    return None
-
-
 def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int) -> int:
-    """The stored dimension that counts experts: growing it makes the converted tensor fit a model with twice them."""
+    """Return the stored dimension of experts: with it grown, the converted tensor fits a model with twice as many."""
     keys = partial.plain_keys
     siblings = [name, *(other for other, into in keys.targets.items() if into == target and other != name)]
-    wanted, shape = doubled.state_dict()[target].shape, list(checkpoint.tensors[name].shape)
+    wanted = doubled.state_dict()[target].shape
+    shape = list(checkpoint.tensors[name].shape)
     for dim in range(len(shape)):
-        trial = copy.deepcopy(_converter(partial, keys.patterns[name]))
+        trial = copy.deepcopy(partial.converter_of(keys.patterns[name]))
         trial.collected_tensors.clear()
         for sibling in siblings:
             larger = list(checkpoint.tensors[sibling].shape)
@@ -90,7 +84,7 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
             trial.add_tensor(target, sibling, keys.patterns[sibling], torch.empty(larger, device="meta"))
         try:
             converted = trial.convert(target, model=doubled, config=doubled.config)
-        except Exception:  # a dimension that the operations cannot grow is simply not the one
+        except Exception:  # this dimension cannot grow
             continue
         value = converted.get(target)
         value = value[0] if isinstance(value, list) else value
@@ -102,8 +96,9 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
 
 
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
-    """Give every stored tensor its role; `partial` is the `PartialModel` of the same checkpoint."""
-    experts, quantized = architecture.experts, bool(checkpoint.quantization)
+    """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same checkpoint."""
+    experts = architecture.experts
+    quantized = bool(checkpoint.quantization)
     placed, left_out = _placements(partial, quantized)
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
@@ -119,7 +114,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
             roles.update(dict.fromkeys(names, Role("table", decoder_layer, tables[target].name)))
         elif target not in owners:
             roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
-        elif len(getattr(_converter(partial, pattern), "target_patterns", ())) > 1:
+        elif len(getattr(partial.converter_of(pattern), "target_patterns", ())) > 1:
             regular = False
         else:
             layer, tensor = owners[target]
@@ -136,7 +131,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
 
 
 def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
-    """Roles of tensors stored one for each expert, in the order in which the loader stacks them."""
+    """Return the roles of tensors stored one for each expert, in the loader's order."""
     if len(names) != layer.experts:
         raise CompressionError(
             f"{layer.name}: the checkpoint holds {len(names)} tensors like {min(names)!r} for {layer.experts} experts"
@@ -144,7 +139,10 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
     ordered = sorted(names, key=dot_natural_key)
     parts = [name.split(".") for name in ordered]
     columns = [set(column) for column in zip(*parts, strict=False)]
-    numbers = [set(map(int, column)) for column in columns if len(column) > 1 and "".join(column).isdecimal()]
+    numbers = list[set[int]]()
+    for column in columns:
+        if len(column) > 1 and "".join(column).isdecimal():
+            numbers.append({int(part) for part in column})
     absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
     if absent:
         raise CompressionError(
@@ -161,7 +159,7 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
-    """Return by expert the prefix of its tensors' names, up to its number, if experts are stored one by one."""
+    """Return the prefix of each expert's tensors, up to its number, if experts are stored one by one."""
     prefixes = {}
     for name, role in layout.roles.items():
         if role.kind == "expert" and role.layer == layer.name:

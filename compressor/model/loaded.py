@@ -1,4 +1,4 @@
-"""A model in memory as the source of a run; importing this loads no torch, for recipes name it."""
+"""A model in memory as the source of a run; importing this does not load torch, as recipes import it."""
 
 import re
 from dataclasses import dataclass
@@ -24,20 +24,21 @@ class LoadedModel:
             )
         if self.tokenizer is None:
             raise CompressionError("a model in memory has no tokenizer; pass tokenizer=")
-        adapted, quantised = self.model._hf_peft_config_loaded, hasattr(self.model, "hf_quantizer")
+        adapted = self.model._hf_peft_config_loaded
+        quantised = hasattr(self.model, "hf_quantizer")
         if adapted or quantised or any(value.is_meta for value in self.model.parameters()):
             what = "has adapters" if adapted else "is quantised" if quantised else "is not whole in memory"
             raise CompressionError(f"the model {what}; give its folder or Hub id instead")
 
     @property
     def name(self) -> str:
-        """The last part of the path or Hub id that it was loaded from, or else its class."""
+        """The last part of the path or Hub id that it was loaded from, or its class."""
         loaded_from = Path(str(getattr(self.model.config, "_name_or_path", "") or "")).name
         return re.sub(r"[^\w.-]", "_", loaded_from).lstrip(".") or type(self.model).__name__
 
 
 def given(model: Any, tokenizer: Any = None) -> str | LoadedModel:
-    """Return what a caller names as a model: a folder, a Hub id, or a model in memory."""
+    """Return the model that a caller gives: a folder, a Hub id, or a model in memory."""
     if isinstance(model, str | Path):
         return str(model)
     return model if isinstance(model, LoadedModel) else LoadedModel(model, tokenizer)

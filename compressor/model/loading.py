@@ -1,6 +1,6 @@
-"""Loading parts of a checkpoint into the stock model on meta, through transformers' own weight conversion.
+"""Loading parts of a checkpoint into the stock model on meta, by transformers' own weight conversion.
 
-For a device with streams a thread copies the next layer's stored tensors while this layer computes (`ReadAhead`).
+On a device with streams, a thread copies the stored tensors of the next layer while this one computes (`ReadAhead`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,48 +32,52 @@ from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
-STAGE = 2**25  # bytes that are pinned at once
-WRAPPERS = {  # modules that other tools put around a model or a part of it
+STAGE = 2**25  # bytes pinned at once
+WRAPPERS = {  # tools by the module that they put around a model or a part of it
     "module": "DataParallel or DeepSpeed",
     "_orig_mod": "torch.compile",
     "_fsdp_wrapped_module": "FSDP",
     "base_model.model": "peft",
     "base_layer": "peft",
 }
-SAMPLES = 64  # names that are looked into
-MLX = ".switch_mlp."  # in names of experts
-SHARE = 2  # how many times what is read ahead must be free
+SAMPLES = 64  # unknown names examined
+MLX = ".switch_mlp."  # occurs in the names of MLX's experts
+SHARE = 2  # read ahead only if this many times its bytes are free
 
 
 class Copier:
-    """Copying to a device with streams; each method is a point where their order is decided."""
+    """Copies to a device with streams; each method is a point that orders them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.module = device, torch.get_device_module(device)
+        self.device = device
+        self.module = torch.get_device_module(device)
         self.stream = self.module.Stream(device)
 
     def room(self) -> int | None:
-        """Return the bytes of the device that can still be allocated."""
+        """Return the free bytes of the device, if known."""
         return free_memory(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Makes the copying stream this thread's own."""
+        """Return a context in which this thread uses the copying stream."""
         return self.module.stream(self.stream)  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor through pinned pieces, which torch reuses once the device has read them."""
+        """Start to copy a tensor through pinned pieces, which torch reuses after the device has read them."""
         target = torch.empty_like(tensor, device=self.device)
-        pieces = (value.view(-1).view(torch.uint8).split(STAGE) for value in (tensor, target) if value.numel())
-        for source, sink in zip(*pieces, strict=True):
+        if tensor.numel() == 0:
+            return target
+        stored = tensor.view(-1).view(torch.uint8).split(STAGE)
+        copied = target.view(-1).view(torch.uint8).split(STAGE)
+        for source, sink in zip(stored, copied, strict=True):
             sink.copy_(source.pin_memory(), non_blocking=True)
         return target
 
     def mark(self) -> Any:
-        """Return an event behind all that this thread's stream has been given so far."""
+        """Return an event after everything queued on this thread's stream so far."""
         return self.module.current_stream(self.device).record_event()
 
     def hand_over(self, done: Any, tensors: Iterable[Tensor]) -> None:
-        """Let this thread's stream use tensors once `done` has come; freed, they stay its own until it is through."""
+        """Have this thread's stream wait for `done` before it uses tensors, whose memory is kept until it has."""
         stream = self.module.current_stream(self.device)
         stream.wait_event(done)
         for tensor in tensors:
@@ -81,9 +85,9 @@ class Copier:
 
 
 class ReadAhead:
-    """Reads a checkpoint's tensors, for a device with streams by a thread those that were announced.
+    """Reads a checkpoint's tensors; on a device with streams, a thread reads announced ones ahead.
 
-    Each is checked for NaN once. Tensors are views of files, or on the device if they were read ahead for it.
+    Each is checked for NaN once. Tensors are views of files, or on the device if they were read ahead.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
@@ -91,12 +95,12 @@ class ReadAhead:
         streams = device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
         self.copier: Any = Copier(device) if streams else None
         self.checked = set[str]()
-        self._pool: ThreadPoolExecutor | None = None  # of one thread, which ends with its only task
+        self._pool: ThreadPoolExecutor | None = None  # of one thread, for one task
         self._task = Future[tuple[dict[str, Tensor], Any]]()
         self._names = set[str]()
 
     def begin(self, names: Iterable[str]) -> None:
-        """Have a thread copy these tensors to the device, if it has room; what was announced before is forgotten."""
+        """Have a thread copy these tensors to the device if they fit, in place of those announced before."""
         self.stop()
         self._names = set(names)
         if self.copier is None or not self._names:
@@ -108,11 +112,12 @@ class ReadAhead:
             self._task = self._pool.submit(self._read, self.copier.mark())
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors of these names, as views of files or on the device; raises `CompressionError` for NaN.
+        """Return these tensors, as views of files or on the device; raise `CompressionError` for NaN.
 
-        What was read ahead is waited for and given away; the rest is read now.
+        Tensors being read ahead are waited for and kept no longer; the others are read now.
         """
-        wanted, tensors = list(names), dict[str, Tensor]()
+        wanted = list(names)
+        tensors = dict[str, Tensor]()
         if self._pool is not None and not self._names.isdisjoint(wanted):
             self._pool.shutdown()
             ahead, copied = self._task.result()
@@ -124,10 +129,11 @@ class ReadAhead:
         return tensors | read
 
     def stop(self) -> None:
-        """End the thread, if there is one, and forget what it has read."""
+        """End the thread, if there is one, and drop the tensors that it has read."""
         if self._pool is not None:
             self._pool.shutdown()
-            self._pool, self._task = None, Future()
+            self._pool = None
+            self._task = Future()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `CompressionError` naming a tensor that holds a NaN."""
@@ -140,30 +146,33 @@ class ReadAhead:
         tensors = dict[str, Tensor]()
         try:
             with self.copier.copying():
-                computed.synchronize()  # the device has done what it was given, and so freed that room
+                computed.synchronize()  # until then, the memory of earlier work is not free
                 for name, tensor in self.checkpoint.read_all(self._names).items():
                     self.check({name: tensor})
                     tensors[name] = self.copier.copy(tensor)
                 return tensors, self.copier.mark()
         except torch.OutOfMemoryError:
-            return {}, None  # `take` reads what is missing when its place has become free
+            return {}, None  # `take` reads them when memory has become free
 
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """The model tensor that each checkpoint tensor fills, and its conversion pattern (None: a plain rename)."""
+    """The model tensor that each stored tensor fills, and its conversion pattern."""
 
-    targets: dict[str, str]  # checkpoint name -> state-dict name (the first one, where a conversion makes several)
-    patterns: dict[str, str | None]
-    unknown: tuple[str, ...]  # checkpoint tensors that the stock model does not load
+    targets: dict[str, str]  # stored name -> state-dict name, the first one if a conversion makes several
+    patterns: dict[str, str | None]  # by stored name; None for a plain rename
+    unknown: tuple[str, ...]  # stored tensors that the stock model does not load
 
 
 def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap:
-    """Rename checkpoint names as transformers' loader would for `model`."""
+    """Map stored names as transformers' loader does for `model`."""
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    targets, patterns, unknown = dict[str, str](), dict[str, str | None](), list[str]()
+    state = model.state_dict()
+    prefix = model.base_model_prefix
+    targets = dict[str, str]()
+    patterns = dict[str, str | None]()
+    unknown = list[str]()
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
@@ -176,8 +185,9 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
 
 
 def unwrapped(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what a tensor may be called in the stock model, and the tools whose wrappers its name would have."""
-    inner, tools = f".{name}", list[str]()
+    """Yield possible names of a tensor in the stock model, each with the tools that would have wrapped it."""
+    inner = f".{name}"
+    tools = list[str]()
     for wrapper, tool in WRAPPERS.items():
         if f".{wrapper}." in inner:
             inner = inner.replace(f".{wrapper}.", ".")
@@ -191,15 +201,10 @@ def unwrapped(name: str) -> Iterator[tuple[str, str]]:
                 yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
 
 
-def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
-    """Return the module that owns a parameter or buffer, and the attribute's name there."""
-    module_name, _, name = key.rpartition(".")
-    return model.get_submodule(module_name), name
-
-
 def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer."""
-    module, name = parent_and_name(model, key)
+    """Replace a parameter or buffer by a tensor."""
+    module_name, _, name = key.rpartition(".")
+    module = model.get_submodule(module_name)
     if name not in module._parameters:
         module._buffers[name] = value
     elif isinstance(value, nn.Parameter):
@@ -209,21 +214,21 @@ def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
 
 
 def load_converted(model: Any, tensors: dict[str, Tensor], device: Any, conversions: Any, **more: Any) -> Any:
-    """Have the stock loader convert stored tensors and put them into the model; returns its report."""
+    """Load stored tensors into the model by the stock loader; return its report."""
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, **more)
     with quiet_transformers():
         return convert_and_load_state_dict_in_model(model, tensors, load_config)[0]
 
 
 def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
+    """Return a model's tensors under the names and in the shapes that stock `save_pretrained` writes."""
     with quiet_transformers():
         reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return reverted.items()
 
 
 def refuse_misfits(checkpoint: Checkpoint) -> None:
-    """Refuse a packed weight that is not as wide as the config's bits and the groups of its scales ask for."""
+    """Refuse a packed weight whose width does not fit the config's bits and the groups of its scales."""
     groups = (checkpoint.quantization.get("config_groups") or {}).values()
     weights = [group["weights"] for group in groups if isinstance(group, dict) and group.get("weights")]
     declared = [(each.get("num_bits"), each.get("group_size")) for each in weights] or [(4, 16)]  # modelopt's NVFP4
@@ -235,7 +240,8 @@ def refuse_misfits(checkpoint: Checkpoint) -> None:
         scale = checkpoint.tensors.get(f"{weight}_scale")
         if not is_packed or scale is None or not scale.shape:
             continue
-        word, count = DTYPE_BITS[info.dtype], scale.shape[-1]
+        word = DTYPE_BITS[info.dtype]
+        count = scale.shape[-1]
         widths = [-(-count * size * bits // word) for bits, size in declared]
         if info.shape[-1] not in widths or scale.shape[:-1] != info.shape[:-1]:
             shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in declared)
@@ -248,14 +254,17 @@ def refuse_misfits(checkpoint: Checkpoint) -> None:
 class PartialModel:
     """The stock model on meta, whose parts are filled from the checkpoint and emptied again.
 
-    A `resident` one keeps what it has read on the device, and fills parts from there from then on; nobody writes into
-    loaded tensors, which may be the checkpoint's own files, mapped.
+    If `resident`, it keeps loaded tensors on the device and fills parts from there the next time. Loaded tensors are
+    never written to: they may be mapped files of the checkpoint.
     """
 
     resident = False
 
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+        self.device = device
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
@@ -263,7 +272,7 @@ class PartialModel:
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         self._refuse_foreign_names()
-        self.has_single_experts = False  # that stock transformers knows fused alone
+        self.has_single_experts = False  # of a model that stock transformers loads only with fused experts
         if self.quantizer is not None:
             refuse_misfits(checkpoint)
             singles = single_experts(self.model, self.keys.unknown)
@@ -278,14 +287,18 @@ class PartialModel:
         self._sources: dict[str, list[str]] = {}
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
-        self._loaded, self.kept = set[str](), dict[str, Tensor]()
+        self._loaded = set[str]()
+        self.kept = dict[str, Tensor]()
         self.ahead = ReadAhead(checkpoint, device)
         self._fill_constant_buffers()
 
     def _refuse_foreign_names(self) -> None:
-        """Refuse a checkpoint that another tool has written under names of its own."""
-        folder, kind, targets = self.checkpoint.folder, type(self.model).__name__, self.keys.targets
-        if mlx := next((name for name in self.checkpoint if MLX in name), None):
+        """Refuse a checkpoint written by another tool under its own names."""
+        folder = self.checkpoint.folder
+        kind = type(self.model).__name__
+        targets = self.keys.targets
+        mlx = next((name for name in self.checkpoint if MLX in name), None)
+        if mlx:
             raise CompressionError(f"{folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
         missing = self.empty.keys() - {*targets.values(), *self.tied}
         if not missing:
@@ -308,7 +321,7 @@ class PartialModel:
             )
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
-        """Return the same model, empty, in another dtype or on another device; itself if it is in both."""
+        """Return the same model, empty, in another dtype or on another device; itself if nothing changes."""
         alike = (self.dtype, self.device) == (dtype, device)
         return self if alike else PartialModel(self.checkpoint, self.config, dtype, device)
 
@@ -333,11 +346,11 @@ class PartialModel:
 
     @property
     def unread(self) -> int:
-        """Bytes that a resident model has yet to read and to keep."""
+        """Bytes that a resident model has yet to load and keep."""
         return self.nbytes - sum(value.nbytes for value in self.kept.values()) if self.resident else 0
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Stay resident with these tensors of a model in memory, as far as they are on the device and in its dtypes."""
+        """Become resident, keeping those tensors of a model in memory that are on the device and in the right dtype."""
         for key, value in tensors.items():
             alike = key in self.empty and value.shape == self.empty[key].shape and value.device == self.device
             if alike and value.dtype == wanted_dtype(self.model, key) and key not in self.tied:
@@ -346,11 +359,19 @@ class PartialModel:
         self.resident = True
 
     def stream(self) -> None:
-        """Keep nothing any more: what follows needs the room."""
-        self.resident, self.kept = False, {}
+        """Stop being resident, to free memory."""
+        self.resident = False
+        self.kept = {}
+
+    def converter_of(self, pattern: str | None) -> Any:
+        """Return the conversion of stored tensors whose names match the pattern; None if there is none."""
+        for entry in self.plain_conversions:
+            if isinstance(entry, WeightConverter) and pattern in entry.source_patterns:
+                return entry
+        return None
 
     def keys_under(self, module_name: str) -> list[str]:
-        """State-dict keys inside a module."""
+        """Return the state-dict keys inside a module."""
         prefix = f"{module_name}." if module_name else ""
         return [key for key in self.empty if key.startswith(prefix)]
 
@@ -361,24 +382,25 @@ class PartialModel:
             return
         for key in {self.tied.get(key, key) for key in wanted} & self.kept.keys():
             set_tensor(self.model, key, self.kept[key])
-        if names := self._names_of(wanted):
+        names = self._names_of(wanted)
+        if names:
             self._convert(names)
         self._settle(wanted)
 
     def _convert(self, names: list[str]) -> None:
-        """Have the stock loader put these stored tensors into the model."""
+        """Load these stored tensors into the model by the stock loader."""
         tensors = self.ahead.take(names)
         targets = {name: self.keys.targets[name] for name in names}
         plan = self.model._get_dtype_plan(self.dtype)
         more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
-        # the largest first and by itself: while it is put together, nothing else need be in memory
+        # first the largest alone: while it is converted, no other tensor needs to be in memory
         largest = max(set(targets.values()), key=lambda target: self.empty[target].numel())
         for alone in (True, False):
             stored = {name: tensors.pop(name) for name in names if (targets[name] == largest) is alone}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
 
     def _settle(self, wanted: list[str]) -> None:
-        """Share tied tensors and check that everything requested has arrived."""
+        """Share tied tensors, and check that everything requested has been loaded."""
         for key in wanted:
             source = self.tied.get(key, key)
             tensor = self.model.get_parameter_or_buffer(source)
@@ -386,7 +408,7 @@ class PartialModel:
                 raise CompressionError(
                     f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"
                 )
-            tensor.requires_grad_(False)  # only what is asked for has gradients
+            tensor.requires_grad_(False)  # gradients are only for tensors that ask for them
             if key != source:
                 set_tensor(self.model, key, tensor)
             self._loaded |= {key, source}
@@ -394,11 +416,14 @@ class PartialModel:
                 self.kept[source] = tensor.detach()  # the parameter itself may get a gradient
 
     def read_ahead(self, keys: Iterable[str]) -> None:
-        """Have a thread read what `load` of these entries will need, while this one computes."""
+        """Have a thread read the tensors that `load` of these entries will need, while this one computes."""
         self.ahead.begin(self._names_of(key for key in keys if key not in self._loaded))
 
     def _names_of(self, keys: Iterable[str]) -> list[str]:
-        """Stored tensors of entries not kept; those of a one-to-many conversion are filed under its first target."""
+        """Return the stored tensors of entries that are not kept.
+
+        Those of a one-to-many conversion are filed under its first target.
+        """
         sources = {self.tied.get(key, key) for key in keys} - self.kept.keys()
         direct = sources & self._sources.keys()
         parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
@@ -406,7 +431,7 @@ class PartialModel:
         return [name for target in targets for name in self._sources[target]]
 
     def release(self, module_name: str) -> None:
-        """Send a module's tensors back to meta; with "" all of them, and nothing is read ahead any more."""
+        """Empty a module; with "" the whole model, and stop reading ahead."""
         if not module_name:
             self.ahead.stop()
         for key in self.keys_under(module_name):

@@ -34,7 +34,7 @@ class MoeLayer:
     experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
     tensors: tuple[ExpertTensor, ...] = ()
     tables: tuple[str, ...] = ()  # the router's integer tables [rows, top-k] whose values are expert ids
-    parts: int = 1  # that each expert of the stored model has become
+    parts: int = 1  # sub-experts that each stored expert has been split into
 
 
 class Router(Protocol):
@@ -53,8 +53,11 @@ class Router(Protocol):
 
 
 def check_count(layer: Router, count: int, where: str) -> None:
-    """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
-    groups, chosen, top_k, needed = layer.routing_groups, layer.chosen_groups, layer.top_k, layer.experts_per_group
+    """Refuse a number of experts that the router cannot take; many would run, but wrongly."""
+    groups = layer.routing_groups
+    chosen = layer.chosen_groups
+    top_k = layer.top_k
+    needed = layer.experts_per_group
     per_group = count // groups
     if count > layer.experts:
         message = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
@@ -75,7 +78,7 @@ def check_count(layer: Router, count: int, where: str) -> None:
 
 
 def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
-    """Return the experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
+    """Return the number of experts to keep in every layer; at most the share `ratio` is removed."""
     if (experts is None) == (ratio is None):
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
     if ratio is not None:
@@ -88,17 +91,17 @@ def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float 
 
 
 def left_by(total: int, ratio: float) -> int:
-    """Return how many of `total` experts stay once a share of them is removed; no more than that share goes."""
+    """Return how many of `total` experts stay if at most a share `ratio` is removed."""
     if not 0 <= ratio < 1:
         raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
     removed = int(total * ratio) + 1
-    while removed / total > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
+    while removed / total > ratio:  # division is exact, multiplication is not: 0.29 of 100 is 29
         removed -= 1
     return total - removed
 
 
 def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
-    """Return the numbers of experts below their own that all layers can take."""
+    """Return the smaller numbers of experts that all layers can take."""
     counts = []
     for count in range(1, layers[0].experts):
         with suppress(CompressionError):

@@ -1,4 +1,4 @@
-"""A multi-token-prediction head as a stock model of one decoder layer, so that all that works on models works on it.
+"""A multi-token-prediction head as a stock model of one decoder layer, which all code for models works on.
 
 That model is the architecture's own with a single layer, the head's: its embedding outputs the projected pair, its
 final norm is the head's, and its language-model head is the head's own or the trunk's.
@@ -41,10 +41,14 @@ from compressor.model.verification import verify_plain, verify_quantized
 
 logger = logging.getLogger(__name__)
 
-HEADS = "heads"  # of an opened model, once they have been found
+HEADS = "heads"  # the key of known heads in an opened model's `found`
 SCALED = "quantization_config"
-FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers that come before MoE ones
-PARTS = {  # what stands beside a head's decoder layer, by its name there
+FIRST_DENSE = (
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_start_index",
+)  # the number of dense layers before MoE layers
+PARTS = {  # parts of a head beside its decoder layer, by their names there
     "enorm.weight": "embedding_norm",
     "pre_fc_norm_embedding.weight": "embedding_norm",
     "hnorm.weight": "hidden_norm",
@@ -66,12 +70,12 @@ LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
-    """Stored tensors of one head: those of its decoder layer by what follows `prefix`, and those beside it by part."""
+    """The stored tensors of a head: in its decoder layer by the name after `prefix`, and beside it by part."""
 
     prefix: str  # "model.layers.61." or "mtp.layers.0."
-    number: int  # as a decoder layer, counted on from the model's last
+    number: int  # of its decoder layer, counted on from the model's last one
     block: tuple[str, ...]
-    parts: dict[str, str]  # of `PARTS`' values, the stored names
+    parts: dict[str, str]  # stored names by part
 
     @property
     def decoder_layer(self) -> str:
@@ -80,19 +84,19 @@ class HeadNames:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """All its tensors' names."""
+        """The names of all its tensors."""
         return (*(self.prefix + name for name in self.block), *self.parts.values())
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A head: its stored tensors, and the model of one decoder layer that it is."""
+    """A head: its stored tensors, and the model of one decoder layer that it forms."""
 
     names: HeadNames
     model: OpenModel
     norm: str  # the final norm's module
     embedding: str  # the stored embedding of the next token
-    checkpoint: Checkpoint  # that holds it all, by the stored names
+    checkpoint: Checkpoint  # the model's, with the stored names
 
     @property
     def layer(self) -> MoeLayer:
@@ -111,56 +115,55 @@ class Head:
 
 
 def find_heads(model: OpenModel) -> tuple[Head, ...]:
-    """Return the heads of a model, in the order in which they predict; an empty tuple if the checkpoint has none.
+    """Return the heads of a model in the order in which they predict.
 
-    Raises `CompressionError` saying why the tensors of a head are not understood.
+    Raises `CompressionError` if the tensors of a head are not understood.
     """
-    if HEADS not in model.found:
-        model.found[HEADS] = tuple(_head(model, names) for names in names_of(model))
-    heads: tuple[Head, ...] = model.found[HEADS]
+    if HEADS not in model.cached:
+        model.cached[HEADS] = tuple(_head(model, names) for names in names_of(model))
+    heads: tuple[Head, ...] = model.cached[HEADS]
     return heads
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
-    """Return the heads among the tensors that the stock model does not load; an empty tuple if no name speaks of one.
+    """Return the names of the heads among the tensors that the stock model does not load.
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
     """
-    left_out, layer_names = sorted(model.layout.left_out), model.architecture.decoder_layers
+    left_out = sorted(model.layout.left_out)
+    layer_names = model.architecture.decoder_layers
     if not left_out:
         return ()
 
     def under(prefix: str) -> list[str]:
         return [name.removeprefix(prefix) for name in left_out if name.startswith(prefix)]
 
-    def parts(prefix: str) -> dict[str, str]:
-        return {PARTS[name]: prefix + name for name in under(prefix) if name in PARTS}
-
     container = stored_prefix(model, layer_names[-1]).removesuffix(f"{layer_number(layer_names[-1])}.")
-    heads = list[HeadNames]()
+    prefixes = dict[str, str]()  # the prefix of a head's parts by that of its decoder layer
     for number in count(len(layer_names)):
         prefix = f"{container}{number}."
-        if not (names := under(prefix)):
+        if not under(prefix):
             break
-        heads.append(HeadNames(prefix, number, tuple(name for name in names if name not in PARTS), parts(prefix)))
-    if not heads:  # which share what stands beside their layers
-        layers = dict[str, None]()
-        for name in under(ROOT):
-            match = OWN_LAYER.match(name)
-            if match:
-                layers[ROOT + match[0]] = None
-            elif name not in PARTS:
-                raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
-        for number, prefix in enumerate(layers, start=len(layer_names)):
-            heads.append(HeadNames(prefix, number, tuple(under(prefix)), parts(ROOT)))
-    for head in heads:
-        if missing := [part for part in NEEDED if part not in head.parts]:
-            raise CompressionError(f"{head.prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
+        prefixes[prefix] = prefix
+    for name in under(ROOT) if not prefixes else ():
+        match = OWN_LAYER.match(name)
+        if match:
+            prefixes[ROOT + match[0]] = ROOT  # all heads share their parts
+        elif name not in PARTS:
+            raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
+    heads = list[HeadNames]()
+    for number, (prefix, parts_prefix) in enumerate(prefixes.items(), start=len(layer_names)):
+        block = tuple(name for name in under(prefix) if name not in PARTS)
+        parts = {PARTS[name]: parts_prefix + name for name in under(parts_prefix) if name in PARTS}
+        missing = [part for part in NEEDED if part not in parts]
+        if missing:
+            raise CompressionError(f"{prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
+        heads.append(HeadNames(prefix, number, block, parts))
     return tuple(heads)
 
 
 def known_heads(model: OpenModel) -> tuple[Head, ...]:
-    """Return the heads of a model, or none, saying why, where their tensors are not understood."""
+    """Return the heads of a model; none, with a warning, if their tensors are not understood."""
     try:
         return find_heads(model)
     except CompressionError as error:
@@ -169,7 +172,7 @@ def known_heads(model: OpenModel) -> tuple[Head, ...]:
 
 
 def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[Head, ...]:
-    """The heads that have so many experts, or more where a plan will `cut` them; none, saying why, where one does not.
+    """Return the heads with this number of experts, or more if a plan will `cut` them; no head if one does not fit.
 
     Stock configs and servers have one number of experts for the trunk and its heads.
     """
@@ -185,7 +188,7 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
 
 
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
-    """Return the heads whose experts modules a plan names, which must be all or none of them."""
+    """Return the heads whose experts modules a plan names; it must name all or none."""
     outside = set(modules) - {layer.name for layer in model.architecture.layers}
     if not outside or not model.layout.left_out:
         return ()
@@ -193,7 +196,8 @@ def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
     known = {head.named.name for head in heads}
     if not known & outside:
         return ()
-    if absent := sorted(known - outside):
+    absent = sorted(known - outside)
+    if absent:
         raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
     return heads
 
@@ -204,7 +208,8 @@ def written_heads(folder: Path) -> tuple[str, ...]:
     Raises `CompressionError` where they are not understood, or have another number of experts than the trunk.
     """
     model = open_model(locate(str(folder)))
-    heads, experts = find_heads(model), model.architecture.experts
+    heads = find_heads(model)
+    experts = model.architecture.experts
     names = list[str]()
     for head in heads:
         stored = head.layer.experts
@@ -229,7 +234,8 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
 
 def _experts_of(model: OpenModel, names: HeadNames) -> int:
     """Return the number of experts in a head's stored tensors; other tools may have cut the trunk alone."""
-    if numbers := {match[1] for match in map(ONE_EXPERT.search, names.block) if match}:
+    numbers = {match[1] for match in map(ONE_EXPERT.search, names.block) if match}
+    if numbers:
         return len(numbers)
     shapes = (model.checkpoint.tensors[names.prefix + name].shape for name in names.block if "experts." in name)
     return next((shape[0] for shape in shapes if len(shape) == 3), model.architecture.experts)
@@ -256,16 +262,19 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
-    """Return the head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
+    """Return the head of these names, a model whose only decoder layer is built like `like` with `experts` experts."""
     sized = with_fields(model.config, {model.architecture.count_field: experts})
-    config, raw = _one_layer(sized, len(model.architecture.decoder_layers), like), dict(model.checkpoint.raw_config)
+    config = _one_layer(sized, len(model.architecture.decoder_layers), like)
+    raw = dict(model.checkpoint.raw_config)
     if not quantized:
         raw.pop(SCALED, None)
         for node in (config, config.get_text_config()):
             if hasattr(node, SCALED):
                 delattr(node, SCALED)
     stock = build_meta(config)
-    kind, layer_names, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
+    kind = type(stock).__name__
+    layer_names = decoder_layers(stock)
+    embedding = stock.get_input_embeddings()
     trunk = model.partial.model if experts == model.architecture.experts else build_meta(sized)
     shapes = _shapes(stock.get_submodule(layer_names[0]))
     if len(layer_names) != 1 or shapes != _shapes(trunk.get_submodule(like)):
@@ -282,10 +291,12 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
         raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
     norm = norms[0]
 
-    # the tensors outside the decoder layers are the trunk's, by their stored names, except where the head has its own
-    parts, stored = names.parts, {target: name for name, target in model.partial.plain_keys.targets.items()}
+    # tensors outside the decoder layer are the trunk's, by their stored names, unless the head has its own
+    parts = names.parts
+    stored = {target: name for name, target in model.partial.plain_keys.targets.items()}
     modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
-    embedded, head = modules[embedding], modules.get(head_of(stock))
+    embedded = modules[embedding]
+    head = modules.get(head_of(stock))
     if head is None or f"{norm}.weight" not in stored or embedded not in stored:
         raise CompressionError(f"{kind} has no language-model head, final norm or embedding to share")
     view = {name: name for name, role in model.layout.roles.items() if role.decoder_layer == ""}
@@ -312,7 +323,7 @@ def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
 
 
 def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: int) -> None:
-    """Refuse a head whose layer or projection is not what can be run and cut."""
+    """Refuse a head whose layer or projection cannot be run or cut."""
     layers = opened.architecture.layers
     if len(layers) != 1 or layers[0].tables or layers[0].experts != experts:
         raise CompressionError("its decoder layer does not hold one block of experts like the others'")
@@ -325,9 +336,10 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: 
 
 
 def _one_layer(config: Any, count: int, like: str) -> Any:
-    """The config of a model of `count` layers made one whose only layer is built like `like`, with an untied head."""
+    """Return the config of a model of `count` layers with only one, built like `like`, and an untied output head."""
     config = copy.deepcopy(config)
-    text, index = config.get_text_config(), layer_number(like)
+    text = config.get_text_config()
+    index = layer_number(like)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count and ("layer" in name or "type" in name):
             setattr(text, name, [value[index]])
@@ -335,7 +347,8 @@ def _one_layer(config: Any, count: int, like: str) -> Any:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, 0)
     if hasattr(text, "decoder_sparse_step"):
-        text.decoder_sparse_step, text.mlp_only_layers = 1, []
+        text.decoder_sparse_step = 1
+        text.mlp_only_layers = []
     text.num_hidden_layers = 1
     config.tie_word_embeddings = text.tie_word_embeddings = False
     return config
@@ -372,11 +385,15 @@ class MtpStage(LayerVisitor):
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """While the block runs, look up rows in the table, and take hidden states in place of computing all logits."""
-        model, following = self.model.partial.model, self.following
-        modules, embedded, head = dict(model.named_modules()), model.get_input_embeddings(), head_of(model)
+        model = self.model.partial.model
+        following = self.following
+        modules = dict(model.named_modules())
+        embedded = model.get_input_embeddings()
+        head = head_of(model)
         assert head is not None  # or there were no head to share it with
-        logits, at_once = head.forward, max(1, LOGITS // int(head.weight.shape[0]))  # type: ignore[index]
-        projection = cache(_projection)  # which is loaded with the first batch
+        logits = head.forward
+        at_once = max(1, LOGITS // int(head.weight.shape[0]))  # type: ignore[index]
+        projection = cache(_projection)  # loaded with the first batch
 
         @torch.no_grad()
         def take(hidden: Tensor) -> Tensor:
@@ -432,7 +449,9 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 
     Its norms and its matrix [H, 2H] are loaded; the embedding is read row by row.
     """
-    partial, parts, checkpoint = head.model.partial, head.names.parts, head.checkpoint
+    partial = head.model.partial
+    parts = head.names.parts
+    checkpoint = head.checkpoint
 
     def loaded(part: str) -> Tensor:
         return checkpoint.read_checked(parts[part]).to(partial.device, partial.dtype)
@@ -442,8 +461,10 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
         module.weight = nn.Parameter(loaded(part), requires_grad=False)
         return module
 
-    table, weight = checkpoint.read_checked(head.embedding), loaded("projection")
-    embedding_norm, hidden_norm = norm("embedding_norm"), norm("hidden_norm")
+    table = checkpoint.read_checked(head.embedding)
+    weight = loaded("projection")
+    embedding_norm = norm("embedding_norm")
+    hidden_norm = norm("hidden_norm")
 
     def project(tokens: Tensor, hidden: Tensor) -> Tensor:
         looked_up = embedding(tokens.to(table.device), table).to(hidden.device, hidden.dtype)
@@ -453,7 +474,7 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
-    """Return [agreed, positions]: the positions at which the argmax tokens of head and trunk agree, and all."""
+    """Return [agreed, positions]: the number of positions where head and trunk have the same argmax, and of all."""
     agreed = positions = 0
     for batch, chosen in head.choices.items():
         agreed += int((trunk.choices[batch][:, -chosen.shape[1] :] == chosen).sum())
@@ -462,7 +483,7 @@ def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
 
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Each head's `agreement` on token ids [B, L], from a pass over the model and its heads that looks at no more."""
+    """Return each head's `agreement` on token ids [B, L], measured in a pass of its own."""
     stages = mtp_stages(model, heads, batches, frozenset(range(len(batches))))
     for mtp_stage in stages:
         with mtp_stage.hooked():

@@ -29,22 +29,24 @@ from compressor.model.serving import Advice, Served, advise
 
 logger = logging.getLogger(__name__)
 
-SPARE = 0.2  # share of the free memory of a device that is left to hidden states and what layers compute
+SPARE = 0.2  # share of a device's free memory kept for hidden states and the computation of layers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype for computing: `auto` is the checkpoint's own, bfloat16 where it is quantised."""
+    """Return the dtype for computing; `auto` is the checkpoint's dtype, or bfloat16 if it is quantised."""
     if name != "auto":
         if name not in DTYPES:
             raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    names, otherwise = ["BF16", "F16"], torch.bfloat16
+    names = ["BF16", "F16"]
+    otherwise = torch.bfloat16
     if not checkpoint.quantization:
         for node in (config, config.get_text_config()):
             if isinstance(getattr(node, "dtype", None), torch.dtype):
                 return node.dtype  # type: ignore[no-any-return]
-        names, otherwise = ["BF16", "F16", "F32"], torch.float32
+        names = ["BF16", "F16", "F32"]
+        otherwise = torch.float32
     stored = [info.dtype for info in checkpoint.tensors.values()]
     commonest = max(names, key=stored.count)
     return TORCH_DTYPES[commonest] if commonest in stored else otherwise
@@ -60,18 +62,18 @@ class OpenModel:
     architecture: Architecture
     partial: PartialModel
     layout: Layout
-    whole: "OpenModel | None" = None  # the stored model, where this is a view of it: experts split, or another top-k
-    split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
+    whole: "OpenModel | None" = None  # the stored model that this is a view of: with experts split, or another top-k
+    split: Mapping[str, Any] | None = None  # the split in a plan, once neurons are in order
     stored_parts: Any = None  # how parts are cut from quantised tensors (`steps.split.quantized`), if any are
-    top_k: int | None = None  # what smaller models write, where that is not the view's own
-    formats: tuple[str, ...] = ()  # that are wanted of the output
-    found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
+    top_k: int | None = None  # the top-k of smaller models if it is not the view's
+    formats: tuple[str, ...] = ()  # requested for the output
+    cached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # results that others reuse
 
     @classmethod
     def of(
         cls, source: ModelSource, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """The stock model that a config makes of a checkpoint; every way in which it can be unfit is an error."""
+        """Return the stock model of a config and a checkpoint; raise `CompressionError` if they are unfit."""
         partial = PartialModel(checkpoint, config, dtype, device)
         architecture = discover(config, partial.model)
         return cls(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
@@ -113,15 +115,15 @@ class OpenModel:
 
     @property
     def positions(self) -> int | None:
-        """Positions that the model was made for; None where its config has no limit."""
+        """The positions that the model was made for; None if its config has no limit."""
         limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) else None
 
 
 def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto", resident: str = "no") -> OpenModel:
-    """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`.
+    """Open a checkpoint lazily; raise `CompressionError` if it is unfit.
 
-    With `resident` "yes", or "auto" where it fits, what has been loaded once stays on the device.
+    With `resident` "yes", or "auto" if the model fits, loaded tensors stay on the device.
     """
     if resident not in ("auto", "yes", "no"):
         raise CompressionError(f"--resident {resident!r} is not known; give auto, yes or no")
@@ -138,7 +140,7 @@ def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "au
 def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str) -> OpenModel:
     """Return the model of a checkpoint whose headers have been read.
 
-    Constants for experts are for those who know of them.
+    Constants for experts are refused unless it is a `SubstitutedCheckpoint`.
     """
     if declared(checkpoint.raw_config) and not isinstance(checkpoint, SubstitutedCheckpoint):
         raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
@@ -147,7 +149,7 @@ def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, dev
 
 
 def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
-    """Open a checkpoint that computes like another model: in its dtype, on its device, and kept there if that is."""
+    """Open a checkpoint in the dtype and on the device of another model, resident if that one is and both fit."""
     opened = open_model(source, model.dtype_name, str(model.partial.device))
     stored = (model.whole or model).partial
     opened.partial.resident = stored.resident and fits(opened, stored.unread)
@@ -155,16 +157,13 @@ def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
 
 
 def fits(model: OpenModel, promised: int = 0) -> bool:
-    """Return True if a model can stay on its device, where `promised` bytes are for another one.
-
-    Beside it there are a layer being read and one being made.
-    """
+    """Return True if a model can stay on its device, beside `promised` bytes of another model and two layers."""
     budget = memory_budget(model.partial.device)
     return budget is not None and model.partial.nbytes + promised + 2 * model.largest_layer <= budget
 
 
 def memory_budget(device: torch.device) -> float | None:
-    """Return the bytes that weights on a device may take; None: not known. Ranks on one machine share its memory."""
+    """Return the bytes that weights may take on a device; None if unknown. Ranks on a machine share its memory."""
     free = free_memory(device)
     if free is None:
         return None
@@ -172,8 +171,9 @@ def memory_budget(device: torch.device) -> float | None:
 
 
 def how_resident(model: OpenModel) -> str:
-    """Return the sentence on where a model is kept."""
-    partial, free = model.partial, free_memory(model.partial.device)
+    """Return a sentence on the device and memory of a model."""
+    partial = model.partial
+    free = free_memory(model.partial.device)
     if partial.resident:
         return f"keeping {human_bytes(partial.nbytes)} on {partial.device}"
     known = "" if free is None else f", {human_bytes(free)} free"
@@ -181,7 +181,7 @@ def how_resident(model: OpenModel) -> str:
 
 
 def shared_experts(model: OpenModel) -> str | None:
-    """Return a layer that shares expert tensors with another one: it cannot be changed before the other has run."""
+    """Return a layer that shares expert tensors with another one, if any: it can't change before the other has run."""
     tied = {*model.partial.tied, *model.partial.tied.values()}
     for layer in model.architecture.layers:
         if any(tensor.key in tied for tensor in layer.tensors):
@@ -191,7 +191,8 @@ def shared_experts(model: OpenModel) -> str | None:
 
 def refuse_shared_experts(model: OpenModel) -> None:
     """Refuse a model that cannot be compressed in order."""
-    if shared := shared_experts(model):
+    shared = shared_experts(model)
+    if shared:
         raise CompressionError(
             f"{shared} shares its experts with another layer, so it cannot be compressed in order; use --correct none "
             "and leave out --sequential"
@@ -200,7 +201,8 @@ def refuse_shared_experts(model: OpenModel) -> None:
 
 def served_model(model: OpenModel) -> Served:
     """Return an opened model as servers see it."""
-    layer, text = model.architecture.layers[0], model.config.get_text_config()
+    layer = model.architecture.layers[0]
+    text = model.config.get_text_config()
     quantization = model.checkpoint.quantization
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
@@ -227,10 +229,15 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
     A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises `CompressionError` for a
     checkpoint that lacks weights: they would be random.
     """
-    checkpoint = Checkpoint(folder)
-    if checkpoint.quantization:
-        return load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
-    settings["config"] = load_config(folder)  # which names no kernels
+    if Checkpoint(folder).quantization:
+        dtype = str(settings.get("dtype", "auto")).removeprefix("torch.")
+        device = str(settings.get("device_map", {"": "cpu"})[""])
+        partial = open_model(ModelSource(str(folder), None, folder), dtype, device).partial
+        partial.load(partial.empty)
+        with suppress(OSError):
+            partial.model.generation_config = GenerationConfig.from_pretrained(str(folder))
+        return partial.model
+    settings["config"] = load_config(folder)  # without names of kernels
     model, info = kind.from_pretrained(str(folder), output_loading_info=True, **settings)
     absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:
@@ -239,12 +246,3 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
             "download or write it again"
         )
     return model
-
-
-def load_dequantised(folder: Path, dtype: Any, device: Any) -> Any:
-    """Return the stock model of a quantised checkpoint with plain weights, as all passes compute with them."""
-    partial = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), str(device)).partial
-    partial.load(partial.empty)
-    with suppress(OSError):
-        partial.model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    return partial.model

@@ -1,4 +1,4 @@
-"""Code that a checkpoint's configs name: it is neither run nor carried, and its names are left out."""
+"""Code named by a checkpoint's configs: it is neither run nor copied, and its names are left out."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def naming_code(folder: Path) -> list[Path]:
 
 @contextmanager
 def stock_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder without its weights, whose configs name no code; itself if that is so already."""
+    """Yield a copy of a folder, without weights, whose configs name no code; the folder itself if none does."""
     configs = naming_code(folder)
     if not configs:
         yield folder
@@ -57,6 +57,6 @@ def stock_folder(folder: Path) -> Iterator[Path]:
 
 
 def load_stock(kind: str, folder: Path) -> Any:
-    """Return what transformers' class of that name loads from a folder, such as a tokenizer, without its own code."""
+    """Load a tokenizer or processor from a folder by the transformers class of this name, without its own code."""
     with quiet_transformers(), stock_folder(folder) as plain:
         return getattr(transformers, kind).from_pretrained(str(plain), trust_remote_code=False)  # None would ask

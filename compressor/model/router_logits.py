@@ -1,4 +1,4 @@
-"""A router's logits where they arise, in the product of its input and weight, and the expert weights made of them.
+"""A router's logits at their origin, the product of its input and weight, and the expert weights made of them.
 
 T tokens, E experts (and any rows beyond them), H width.
 """
@@ -19,26 +19,28 @@ from compressor.model.moe_layer import MoeLayer
 PRODUCTS = {"linear", "matmul", "mm", "__matmul__", "__rmatmul__"}
 Score = Literal["softmax", "sigmoid", "sqrt-softplus"]
 SCORES: tuple[Score, ...] = get_args(Score)
-EXACT = 0.05  # of a logarithm: what bfloat16 leaves between two chosen experts' weights and their scores
-LEAST = 1e-30  # weight of an expert that counts for nothing, whose logarithm must stay a number
+EXACT = 0.05  # largest error of a logarithm: two chosen experts' weights and their scores differ by less in bfloat16
+LEAST = 1e-30  # weight in place of 0, so that its logarithm is finite
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One call of a router: what enters the product [T, H], and the logits [T, E] that come out of it."""
+    """One call of a router: the inputs [T, H] and logits [T, E] of its product."""
 
     inputs: Tensor
     logits: Tensor
     weight: Tensor
-    bias: Tensor | None = None  # [E], where the product adds one
+    bias: Tensor | None = None  # [E], if the product adds one
 
 
 class _Watch(TorchFunctionMode):
-    """Shows the first matrix product that has a column for every expert."""
+    """Shows the first matrix product with a column for every expert."""
 
     def __init__(self, widths: set[int], show: Callable[[Product], Tensor | None]) -> None:
         super().__init__()
-        self.widths, self.show, self.seen = widths, show, False
+        self.widths = widths
+        self.show = show
+        self.seen = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -49,7 +51,8 @@ class _Watch(TorchFunctionMode):
         if not isinstance(result, Tensor) or result.shape[-1] not in self.widths:
             return result
         self.seen = True
-        inputs, weight = args[0], args[1]
+        inputs = args[0]
+        weight = args[1]
         bias = None
         if func.__name__ == "linear":
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
@@ -74,7 +77,7 @@ def router_weight(layer: MoeLayer) -> str:
 
 @contextmanager
 def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor | None]) -> Iterator[None]:
-    """While the block runs, `show` gets the product of each call of the layer's router, and may return other logits."""
+    """Show the product of each call of the layer's router while the block runs; `show` may return other logits."""
     router = model.get_submodule(layer.router)
     weight = router_weight(layer)
     widths = {layer.experts + tensor.extra for tensor in layer.tensors if tensor.key == weight}
@@ -99,7 +102,7 @@ def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor 
 
 
 def log_weights(logits: Tensor, score: Score) -> Tensor:
-    """[..., E] -> logarithms of the weights over all experts, in float32."""
+    """Return the logarithms of the weights over all experts, in float32: [..., E] -> [..., E]."""
     logits = logits.float()
     if score == "softmax":
         return logits.log_softmax(-1)
@@ -107,28 +110,28 @@ def log_weights(logits: Tensor, score: Score) -> Tensor:
 
 
 def weights_of(logits: Tensor, score: Score) -> Tensor:
-    """[..., E] -> the weights over all experts, as the router scores them, in float32."""
+    """Return the weights over all experts as the router scores them, in float32: [..., E] -> [..., E]."""
     return log_weights(logits, score).exp()
 
 
 def logits_of(weights: Tensor, score: Score) -> Tensor:
-    """[..., E] -> logits that have these weights; of softmax those whose exponentials are the weights themselves."""
+    """Return logits with these weights: [..., E] -> [..., E]; for softmax, their logarithms."""
     weights = weights.float().clamp_min(LEAST)
     if score == "softmax":
         return weights.log()
     if score == "sigmoid":
         return torch.logit(weights.clamp_max(1 - torch.finfo(torch.float32).eps))
     squared = weights.square().clamp_min(LEAST)
-    return squared + (-torch.expm1(-squared)).log()  # the inverse of softplus, without an overflow
+    return squared + (-torch.expm1(-squared)).log()  # the inverse of softplus without overflow
 
 
 def find_score(logits: Tensor, chosen: Tensor, given: Tensor) -> Score:
-    """The score by which a router with logits [T, E] gives its `chosen` experts [T, k] the weights `given` [T, k].
+    """Return the score by which a router with logits [T, E] gives the experts `chosen` [T, k] the weights `given`.
 
-    A factor that all of a token's experts share does not count, nor does one of all tokens if each has one expert.
-    Softmax, where no score fits: it takes every logit and gives it back.
+    A common factor of a token's experts is ignored, or of all tokens if each has one expert. If no score fits, softmax
+    is returned, which has a logit for every weight.
     """
-    logits, chosen, given = (value.reshape(-1, value.shape[-1]).detach() for value in (logits, chosen, given))
+    logits, chosen, given = (value.detach().flatten(0, -2) for value in (logits, chosen, given))
     known = given.float().clamp_min(LEAST).log()
     among = 1 if chosen.shape[1] > 1 else 0
 

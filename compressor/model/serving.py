@@ -1,8 +1,8 @@
-"""Advice on servers: which run a model at full speed, and the nearest number of experts that suits all of them.
+"""Advice on servers: which of them run a model at full speed, and the nearest number of experts that suits all.
 
-Every rule stands with the place in the server's source it is from.
-E is the number of routed experts in a layer, K the top-k, I the width of an expert (its neurons), n_group and
-topk_group the routing groups and how many of them a token may use.
+Every rule names the place in the server's source that it comes from. E is the number of routed experts in a layer, K
+the top-k, I the width of an expert (its neurons), n_group the number of routing groups, and topk_group how many of them
+a token may use.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,17 +13,17 @@ from typing import Literal, NamedTuple
 from compressor.formatting import joined
 
 Effect = Literal["fails", "wrong", "slower", "larger"]
-IN_WORDS: Mapping[Effect, str] = {
+IN_WORDS: Mapping[Effect, str] = {  # from the worst
     "wrong": "wrong answers",
     "fails": "can fail",
     "slower": "slower",
     "larger": "larger",
-}  # the worst first
+}
 About = Literal["experts", "top-k", "width", "head"]
-Evidence = Literal["read", "run", "reported"]  # in the source, in the source and seen, said by others alone
+Evidence = Literal["read", "run", "reported"]  # in the source, seen in a run, or reported by others
 
 LLAMA_CPP = "llama.cpp"
-SIZES = (2, 4, 8)  # of expert or tensor parallelism, that people use
+SIZES = (2, 4, 8)  # common sizes of expert or tensor parallelism
 TO_512 = frozenset(2**power for power in range(10))
 VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
 LLAMA_CUDA = TO_512 | {288, 576}
@@ -39,18 +39,18 @@ class Served:
     width: int
     groups: int = 1
     chosen_groups: int = 1
-    selection_bias: bool = False  # whether the router chooses by scores with a bias that weights do not have
-    tied: bool = False  # the head to the embeddings
-    quantization: str = ""  # quant_method of the config
+    selection_bias: bool = False  # the router chooses experts by scores plus a bias, but weights them without it
+    tied: bool = False  # the language-model head is the embedding
+    quantization: str = ""  # the config's quant_method
 
     @property
     def uneven(self) -> tuple[int, ...]:
-        """Sizes of parallelism, up to the number of experts, that do not divide it."""
+        """The sizes of parallelism up to the number of experts that do not divide it."""
         return tuple(size for size in SIZES if size <= self.experts and self.experts % size)
 
 
 class Condition(NamedTuple):
-    """One on a model, in words and as code."""
+    """A condition on a model, in words and as code."""
 
     words: str
     holds: Callable[[Served], bool]
@@ -58,7 +58,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: whom it concerns, what it needs, and what the server does otherwise."""
+    """A server's requirement of some models, and how the server treats a model that does not meet it."""
 
     server: str
     version: str
@@ -67,12 +67,12 @@ class Rule:
     about: About
     whom: Condition
     needs: Condition
-    says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
+    says: str  # continues the server's name; may contain {experts}, {top_k}, {width}, {uneven}, {even}
     evidence: Evidence = "read"
 
 
 def breach_text(rule: Rule, model: Served) -> str:
-    """Return what the server does with a model that does not keep the rule."""
+    """Return the sentence on how the server treats a model that breaks the rule."""
     dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
     even = f" (over {dividing} it can)" if dividing else ""
     return rule.says.format(**asdict(model), uneven=joined([str(size) for size in model.uneven]), even=even)
@@ -86,7 +86,7 @@ def _width_multiple(of: int) -> Condition:
     return Condition(f"I is a multiple of {of}", lambda model: model.width % of == 0)
 
 
-# whom a rule concerns
+# Models that a rule concerns.
 ALL = Condition("all", lambda model: True)
 GROUPS = Condition("routing groups", lambda model: model.groups > 1)
 BIASED_GROUPS = Condition(
@@ -115,7 +115,7 @@ LLAMA_HEADS = _families(
     "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, phimoe, qwen2_moe"
 )
 
-# what it needs
+# Requirements.
 TWO_A_GROUP = Condition(
     "E is a multiple of n_group and at least two experts a group",
     lambda model: model.experts % model.groups == 0 and model.experts >= 2 * model.groups,
@@ -152,8 +152,10 @@ WIDTH_64, WIDTH_128, WIDTH_256 = map(_width_multiple, (64, 128, 256))
 UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
 
 
-_vllm, _sglang = partial(Rule, "vLLM", "0.32.0"), partial(Rule, "SGLang", "0.5.23")
-_flashinfer, _llama = partial(Rule, "FlashInfer", "0.6.18 (fb28d7242)"), partial(Rule, LLAMA_CPP, "0c1e57098")
+_vllm = partial(Rule, "vLLM", "0.32.0")
+_sglang = partial(Rule, "SGLang", "0.5.23")
+_flashinfer = partial(Rule, "FlashInfer", "0.6.18 (fb28d7242)")
+_llama = partial(Rule, LLAMA_CPP, "0c1e57098")
 
 RULES = (
     _vllm(
@@ -357,18 +359,17 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     # python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py (get_moe_scheme): WNA16 and FP8;
     # NVFP4 with activations as they are from 0.5.22 on
     "sglang": ("fp8", "int8", "int4", "nvfp4"),
-    # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, 3 bits packed otherwise,
-    # NVFP4 of experts by some names alone, and of integers only groups (GROUPED)
+    # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, no 3 bits, NVFP4 of
+    # experts only under some names, and integers only in groups (GROUPED)
     "llama.cpp": ("fp8", "int8", "int4", "int2"),
 }
 GROUPED = (LLAMA_CPP,)
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
-PAGE = "docs/reference/servers.md"
 
 
 def loaders(scheme: str, by_row: bool) -> list[str]:
-    """Servers that load experts in a format, with one scale a row or in groups."""
+    """Return the servers that load experts in a format, with scales by row or by group."""
     return [
         NAMES[server]
         for server, schemes in FORMATS.items()
@@ -378,7 +379,7 @@ def loaders(scheme: str, by_row: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A rule that a model does not keep."""
+    """A rule that a model breaks."""
 
     server: str
     effect: Effect
@@ -390,9 +391,9 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Advice on a number of experts; `nearest` is the nearest one that suits all servers, if any does.
+    """Advice on a number of experts.
 
-    It is the number itself where that suits, by the rules on numbers of experts; width and head are another matter.
+    `nearest` is the nearest number that meets all rules on numbers of experts, maybe this one; None if there is none.
     """
 
     experts: int
@@ -404,12 +405,12 @@ class Advice:
 
 
 def broken(model: Served) -> tuple[Rule, ...]:
-    """Return the rules that a model does not keep."""
+    """Return the rules that a model breaks."""
     return tuple(rule for rule in RULES if rule.whom.holds(model) and not rule.needs.holds(model))
 
 
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
-    """Return how servers run a model; `counts` are the other numbers of experts that it could have."""
+    """Return how servers run a model; `counts` are other numbers of experts that it could have."""
     breaches = tuple(
         Breach(rule.server, rule.effect, breach_text(rule, model), rule.needs.words, rule.version, rule.source)
         for rule in broken(model)
@@ -421,7 +422,7 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
         return all(rule.about != "experts" for rule in broken(replace(model, experts=count)))
 
     suitable = filter(suits, (model.experts, *counts))
-    nearest = min(suitable, key=lambda count: (abs(count - model.experts), -count), default=None)  # the larger of two
+    nearest = min(suitable, key=lambda count: (abs(count - model.experts), -count), default=None)
     return Advice(model.experts, model.top_k, model.width, full_speed, breaches, nearest)
 
 

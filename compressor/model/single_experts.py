@@ -1,4 +1,4 @@
-"""Experts stored one by one where the stock model knows them fused only, as quantised checkpoints have them.
+"""Experts stored one by one, as in quantised checkpoints, of a stock model that only loads fused ones.
 
 compressed-tensors packs matrices, so that gpt_oss, quantised, has `experts.N.gate_proj`, `up_proj` and `down_proj`
 [out, in] in place of `experts.gate_up_proj` [E, in, 2 out]. Their biases may stay fused.
@@ -15,7 +15,7 @@ from compressor.model.architecture import experts_modules
 
 
 def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
-    """Weight converters for experts that the names which the loader does not know hold one by one."""
+    """Return weight converters for experts that are stored one by one under names unknown to the loader."""
     ends = {re.split(r"\.\d+\.", name)[-1]: module for name, module in experts_modules(model)}
     converters = list[Any]()
     for end, module in ends.items():
@@ -26,7 +26,7 @@ def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
 
 
 def _converters(end: str, experts: Any) -> list[Any]:
-    """The converters of experts modules whose names end so: each projection's tensors are stacked, then laid out."""
+    """Return the converters of experts modules with this `end` of their names: tensors are stacked, then laid out."""
     converters = []
     inner = (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
     for kind, suffix in (("weight", ""), ("bias", "_bias")) if experts.has_bias else (("weight", ""),):

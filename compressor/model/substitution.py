@@ -1,4 +1,4 @@
-"""Standing in for decoder layers: variants of a model that run side by side, one layer of one of them in memory."""
+"""Variants of a model, with other decoder layers, that run side by side, one layer of one of them in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ def _unchanged(decoder_layer: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Substitution:
-    """A variant of a model: tensors in place of those of its decoder layers, and constants in place of experts.
+    """A variant of a model: other tensors in its decoder layers, and constants in place of experts.
 
-    `tensors` returns those of the decoder layer of that name, which is loaded, by state-dict key; None: it stays as it
-    is. All other tensors of a layer are the model's own.
+    `tensors` returns tensors by state-dict key for a decoder layer that is loaded, or None to leave it unchanged. All
+    other tensors of a layer are the model's own.
     """
 
     tensors: LayerTensors = _unchanged
-    experts: int | None = None  # in every MoE layer; None: as many as the model has
+    experts: int | None = None  # in every MoE layer; None: the model's number
     constants: Mapping[str, Substitutes] = field(default_factory=dict)  # by experts module
 
 
@@ -35,7 +35,7 @@ AS_IT_IS = Substitution()
 
 
 class SmallerModel:
-    """The stock model on meta, maybe with fewer experts; one decoder layer at a time is filled and takes over."""
+    """The stock model on meta, possibly with fewer experts, of which one decoder layer at a time is filled."""
 
     def __init__(self, model: OpenModel, experts: int | None) -> None:
         self.partial = model.partial
@@ -47,7 +47,7 @@ class SmallerModel:
         self._constants: Mapping[str, Substitutes] = {}
 
     def fill(self, decoder_layer: str, tensors: Mapping[str, Tensor]) -> Forward:
-        """Fill a layer with these tensors and, for the rest, the base's own, which must be loaded; return its forward.
+        """Fill a layer with these tensors and the base's others, which must be loaded; return its forward.
 
         Tensors are shared, not copied.
         """
@@ -63,33 +63,36 @@ class SmallerModel:
         return forward
 
     def put_constants(self, constants: Mapping[str, Substitutes]) -> None:
-        """Have constants, by experts module, stand for experts of the layer that is filled."""
+        """Substitute constants, by experts module, for experts of the filled layer."""
         self._constants = constants
         for name, substitutes in constants.items():
             values = substitutes.values.to(self.partial.device, self.partial.dtype)
             substitute(self.model.get_submodule(name), replace(substitutes, values=values))
 
     def release(self) -> None:
-        """Empty the layer that is filled, if one is."""
+        """Empty the filled layer, if there is one."""
         if self.filled is not None:
             for key in self.partial.keys_under(self.filled):
                 set_tensor(self.model, key, self.empty[key])
         for name in self._constants:
             substitute(self.model.get_submodule(name), None)
-        self.filled, self._constants = None, {}
+        self.filled = None
+        self._constants = {}
 
 
 class SideBySide(LayerVisitor):
-    """Lets every batch of a pass through the layers of its own variant, which sees what that variant's layers output.
+    """Passes every batch through the layers of its own variant, on the outputs of that variant's earlier layers.
 
-    `variants` has each batch's, by its number among the `substitutions`; None: it passes the model's own layers.
-    Batches of a variant follow one another, so that one variant of a layer is in memory beside the model's own.
+    `variants` holds the index of each batch's variant among the `substitutions`, or None for the model's own layers.
+    Batches of a variant follow one another, so that only one variant of a layer is in memory beside the model's.
     """
 
     repeatable = True
 
     def __init__(self, model: OpenModel, substitutions: Sequence[Substitution], variants: Sequence[int | None]) -> None:
-        self.model, self.substitutions, self.variants = model, substitutions, variants
+        self.model = model
+        self.substitutions = substitutions
+        self.variants = variants
         self._smaller: dict[int | None, SmallerModel] = {}  # by experts
         self._filled: int | None = None  # the variant whose layer is ready
         self._forward: Forward | None = None  # of that layer; None: the model's own
@@ -121,4 +124,5 @@ class SideBySide(LayerVisitor):
     def _release(self) -> None:
         for smaller in self._smaller.values():
             smaller.release()
-        self._filled, self._forward = None, None
+        self._filled = None
+        self._forward = None

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template as stock transformers load them; a made-up one is refused."""
+"""A checkpoint's tokenizer and chat template as stock transformers loads them; an invented one is refused."""
 
 import json
 import re
@@ -21,26 +21,26 @@ VOCABULARIES = [
     *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*"),
     *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
 ]
-MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut off may differ from the whole one
-LONGEST = 96  # letters of a token, but in texts of blanks, marks or the unknown
+MARGIN = 4096  # tokens after the requested ones, which may differ if the text is cut off
+LONGEST = 96  # most letters of a token, except in blanks, marks or unknown text
 
 
 def load_tokenizer(folder: Path, hint: str = "copy those of the original model there") -> Any:
-    """Return the checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
+    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a token of text."""
     try:
         tokenizer = load_stock("AutoTokenizer", folder)
         tokenizer.name_or_path = str(folder)
-    except Exception as error:  # tokenizer classes raise what they like
+    except Exception as error:  # tokenizer classes raise anything
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}") from error
     files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
     if files == VOCABULARIES:
-        files.append("tokenizer_config.json")  # which names a class that needs no vocabulary
+        files.append("tokenizer_config.json")  # names a class that needs no vocabulary
     if not any(path.is_file() for name in files for path in folder.glob(name)):
         reason = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
         raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     try:
         tokens = set(tokenizer.get_vocab().values())
-    except NotImplementedError:  # which the base class of slow tokenizers raises
+    except NotImplementedError:  # raised by the base class of slow tokenizers
         return tokenizer
     if tokens <= set(getattr(tokenizer, "all_special_ids", ())):
         reason = "its vocabulary holds nothing but special tokens"
@@ -49,30 +49,30 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
 
 
 def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
-    """Return the beginning of a text with its first `most` tokens, and its tokens: of a long text no more is read.
+    """Return the beginning of a text, and its first `most` tokens without special ones; read no more of a long text.
 
-    They are those of the whole text, as far as a token hangs on the `MARGIN` tokens after it alone. A text of which
-    `LONGEST` letters make one token, or none, counts as one that ends there. No special tokens are added.
+    They are the tokens of the whole text unless a token depends on more than the `MARGIN` tokens after it, or has more
+    than `LONGEST` letters.
     """
     part = text[: LONGEST * (most + MARGIN)]
     return part, tokenizer(part, add_special_tokens=False)["input_ids"][:most]
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer puts before a text by default, such as <s>; many put none."""
+    """Return the tokens that the tokenizer adds before a text by default, such as <s>, if any."""
     encoded = tokenizer("0", return_special_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
     return tuple(int(token) for token, _ in takewhile(lambda pair: pair[1], pairs))
 
 
 def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Return True if any of a text's tokens is other than the one for what is unknown."""
+    """Return True if any of a text's tokens is not the one for unknown text."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     return any(token != unknown for token in ids)
 
 
 def no_token(text: str) -> CompressionError:
-    """Return the error where no token stands for a text."""
+    """Return the error for a text without a known token."""
     return CompressionError(
         f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the tokenizer's files "
         "from the original model, or give text that it was made for"
@@ -80,7 +80,7 @@ def no_token(text: str) -> CompressionError:
 
 
 def check_vocabulary(largest: int, vocabulary: int, maker: str = "tokenizer") -> None:
-    """Refuse a tokenizer or processor whose largest token of a text is none of the model's."""
+    """Refuse a tokenizer or processor whose largest token is not in the model's vocabulary."""
     if largest >= vocabulary:
         raise CompressionError(
             f"the {maker} makes token {largest}, the model knows {vocabulary}; they do not belong together"
@@ -93,19 +93,22 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def thinking_end(tokenizer: Any) -> str | None:
-    """Return the end of a model's thinking, as its chat template has it, else `</think>` where that is one token.
+    """Return the text that ends a model's thinking in its chat template, else `</think>` if that is one token.
 
-    Or None.
+    None if the model has neither.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     texts = template.values() if isinstance(template, dict) else [template]
     for text in texts:
-        if match := THINKING_ENDS.search(text):
+        match = THINKING_ENDS.search(text)
+        if match:
             return match[0]
     return THINKING_END if THINKING_END in tokenizer.get_vocab() else None
 
 
-PROBE, WORD = "Probe7", "Word9"  # which no template has
+# Words that no template has.
+PROBE = "Probe7"
+WORD = "Word9"
 USER = {"role": "user", "content": "Hello"}
 CALL_ID = "call12345"  # Mistral's templates want nine letters
 CONTENT_REPR = re.compile(rf"""['"]text['"]: ?['"]{WORD}""")
@@ -120,13 +123,14 @@ class ChatForm:
     strings: frozenset[str]  # roles whose content may be text
     parts: frozenset[str]  # roles whose content may be a list of parts
     json_arguments: bool  # a call's arguments have to be JSON text, not an object
-    silence: tuple[str | None, ...]  # contents of a message that calls tools and says nothing; none known: as given
+    silence: tuple[str | None, ...]  # possible contents of a message that only calls tools; empty if unknown
     wrapped_tools: bool  # a tool has to be {"type": "function", "function": {...}}
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in a form that the template renders; raises ValueError where there is none."""
+        """Return a message in a form that the template renders; raise ValueError if there is none."""
         adapted = with_json_arguments(message) if self.json_arguments else dict(message)
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if isinstance(content, str):
             if role in self.parts and role not in self.strings:
                 adapted["content"] = [{"type": "text", "text": content}]
@@ -170,7 +174,7 @@ MESSAGES = TypeAdapter(list[_Saying | _Calling])
 
 
 def check_chat(messages: Sequence[Any], tools: Any) -> None:
-    """Raise ValueError for a message without role or content, and for half a character, which no tokenizer takes."""
+    """Raise ValueError for a message without role or content, and for half a character, which tokenizers refuse."""
     try:
         json.dumps([messages, tools], ensure_ascii=False, default=id).encode()
         MESSAGES.validate_python(messages)
@@ -182,7 +186,7 @@ def check_chat(messages: Sequence[Any], tools: Any) -> None:
 
 
 def as_part(part: Any) -> Any:
-    """Return text as a part of a message's content, whatever its type is called; other parts stay."""
+    """Return text as a part of type `text`, and other parts unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, Mapping) and part.get("type") in (None, "input_text", "output_text") and "text" in part:
@@ -191,7 +195,7 @@ def as_part(part: Any) -> Any:
 
 
 def joined_text(parts: Sequence[Any]) -> str:
-    """Return the text of a message's parts, as servers join it; raises ValueError for a part that is no text."""
+    """Return the texts of a message's parts, joined as by servers; raise ValueError for another part."""
     texts = list[str]()
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -202,7 +206,7 @@ def joined_text(parts: Sequence[Any]) -> str:
 
 
 def with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as JSON text, as servers and some templates take them."""
+    """Return a message whose tool calls have arguments in JSON text, which servers and some templates require."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = list[Any]()
@@ -222,7 +226,7 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
     def rendered(*messages: Any, **options: Any) -> str:
         try:
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-        except Exception:  # templates raise what they like at a form that they don't take
+        except Exception:  # templates raise anything for a form that they don't take
             return ""
 
     def calling(as_json: bool, content: str | None) -> dict[str, Any]:
@@ -240,7 +244,8 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
     silence = tuple(content for as_json, content in shown if as_json == json_arguments)
     call = calling(json_arguments, silence[0] if silence else "")
     answered = {"role": "tool", "tool_call_id": CALL_ID, "name": "look"}
-    strings, parts = set[str](), set[str]()
+    strings = set[str]()
+    parts = set[str]()
     for role, before, message, after in (
         ("system", (), {"role": "system"}, (USER,)),
         ("user", (), {"role": "user"}, ()),
@@ -258,10 +263,7 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Any], tools: Any = None, **options: Any) -> str:
-    """Return the text of a conversation, in the form that the template takes.
-
-    A template is a program, so that any exception may come.
-    """
+    """Return the text of a conversation, rendered by the chat template; it may raise any exception."""
     form = chat_form(tokenizer, str(tokenizer.chat_template))
     adapted = [form.message(message) for message in messages]
     return str(tokenizer.apply_chat_template(adapted, tokenize=False, tools=form.tools(tools), **options))

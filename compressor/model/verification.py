@@ -1,4 +1,4 @@
-"""Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
+"""Checks of a finished output by the stock loader, without reading a weight."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -33,7 +33,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
         try:
             with quiet_transformers():
                 GenerationConfig.from_pretrained(str(folder))
-        except Exception as error:  # whatever its fields make it raise
+        except Exception as error:  # its fields may raise anything
             raise CompressionError(
                 f"transformers cannot load {folder / GENERATION} ({reason_of(error)}); mend it, or remove it from the "
                 "folder"
@@ -59,10 +59,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
 
 
 def _loading_error(kind: str, folder: Path) -> BaseException | None:
-    """Return the error with which a folder's tokenizer or processor loads without its own code.
-
-    None if there is none.
-    """
+    """Return the error of loading a folder's tokenizer or processor without its own code; None if it loads."""
     try:
         if kind == LOADERS[0]:
             load_tokenizer(folder)
@@ -70,18 +67,19 @@ def _loading_error(kind: str, folder: Path) -> BaseException | None:
             loaded = load_stock(kind, folder)
             if kind == "AutoProcessor" and not isinstance(loaded, ProcessorMixin):
                 return CompressionError(f"a {type(loaded).__name__} in its place")
-    except Exception as error:  # whatever tokenizers and processors raise
+    except Exception as error:  # tokenizers and processors raise anything
         return error.__cause__ or error
     return None
 
 
 def verify_checkpoint(folder: Path, experts: int | None = None, known: Collection[str] = ()) -> Checkpoint:
-    """Check every file and tensor of any checkpoint against the stock model, which should have that many `experts`.
+    """Check every file and tensor of a checkpoint against the stock model, which must have this number of `experts`.
 
-    Tensors that are `known` to be no part of it are passed over. Returns the checkpoint; raises `CompressionError`
-    naming the file, tensor or field that is wrong.
+    Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises `CompressionError` naming the file,
+    tensor or field that is wrong.
     """
-    checkpoint, config = Checkpoint(folder), load_config(folder)
+    checkpoint = Checkpoint(folder)
+    config = load_config(folder)
     model = build_meta(config)
     for name, count in expert_counts(model).items():
         if experts is not None and count != experts:
@@ -95,9 +93,9 @@ def verify_checkpoint(folder: Path, experts: int | None = None, known: Collectio
 
 
 def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()) -> None:
-    """Load meta tensors of the written names, shapes and dtypes through the stock loader and read its report.
+    """Check plain tensors by loading meta tensors of the same names, shapes and dtypes with the stock loader.
 
-    Tensors that are `known` to be no part of the stock model are passed over.
+    Tensors `known` not to belong to the stock model are ignored.
     """
     state = {}
     for name, info in checkpoint.tensors.items():
@@ -110,14 +108,15 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
     conversions = get_model_conversion_mapping(model)
     for conversion in conversions:
         if getattr(conversion, "force_cpu", False):
-            conversion.force_cpu = False  # there is nothing to convert, only shapes
+            conversion.force_cpu = False  # only shapes are converted
     report = load_converted(model, state, torch.device("meta"), conversions)
     for key, stored, expected in sorted(report.mismatched_keys):
         raise CompressionError(
             f"the written tensor {key!r} has shape {list(stored)}, the new config asks for {list(expected)}"
         )
     missing = report.missing_keys - set(getattr(model, "all_tied_weights_keys", None) or {})
-    if wrong := missing or report.unexpected_keys or set(report.conversion_errors):
+    wrong = missing or report.unexpected_keys or set(report.conversion_errors)
+    if wrong:
         how = "missing" if missing else "not understood"
         raise CompressionError(f"the written tensors do not fit the new config: {min(wrong)!r} is {how}")
     for key, value in model.state_dict().items():
@@ -126,12 +125,14 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
 
 
 def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
-    """Check tensors that stay quantised: each one has its role with the model's number of experts, and none is missing.
+    """Check quantised tensors: each has a role and the model's number of experts, and none is missing.
 
-    Tensors that are `known` to be no part of the stock model are passed over.
+    Tensors `known` not to belong to the stock model are ignored.
     """
-    partial, experts = model.partial, model.architecture.experts
-    if unknown := sorted(set(model.layout.left_out) - set(known)):
+    partial = model.partial
+    experts = model.architecture.experts
+    unknown = sorted(set(model.layout.left_out) - set(known))
+    if unknown:
         raise CompressionError(f"the written tensor {unknown[0]!r} does not belong to the new model")
     for name, role in model.layout.roles.items():
         shape = model.checkpoint.tensors[name].shape

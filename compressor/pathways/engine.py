@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError, wrap_faults
 from compressor.model.architecture import head_of
-from compressor.model.experts import MoeHooks
+from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, Score, find_score, watched, weights_of
@@ -134,7 +134,7 @@ class PathwayModel:
             for layer in self.layers:
                 stack.enter_context(watched(self.model, layer, partial(keep_logits, layer.name)))
                 if not self.scores:
-                    stack.enter_context(MoeHooks(self.model, layer, on_experts=partial(keep_choice, layer.name)))
+                    stack.enter_context(moe_hooks(self.model, layer, on_experts=partial(keep_choice, layer.name)))
             for decoder_layer in self.early_layers:
                 hook = self.model.get_submodule(decoder_layer).register_forward_hook(
                     partial(keep_output, decoder_layer)

@@ -20,14 +20,14 @@ from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
     EvaluationSet,
-    Text,
+    TextBatches,
     TextSpec,
     evaluation_sets,
     load_tokenizer,
     read_text,
     repeat_text,
 )
-from compressor.data.emphasis import PLAIN, Emphasis, Marked
+from compressor.data.emphasis import PLAIN, Emphasis, MarkedTokens
 from compressor.data.sources import DEFAULT_SOURCE, SourceSpec, WeightedSource, local_name, parse_sources
 from compressor.distributed import launched, ranks
 from compressor.divergence.teacher_outputs import check_base
@@ -325,7 +325,7 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
         if not tokens[name]:
             message = f"{model.source.label} has {missing[name]}"
             raise CompressionError(f"emphasis.{name}: {message}; leave it out, or mend the model's files")
-    return Emphasis({name: Marked(weight, tokens[name]) for name, weight in weights.items()})
+    return Emphasis({name: MarkedTokens(weight, tokens[name]) for name, weight in weights.items()})
 
 
 def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:
@@ -393,7 +393,7 @@ def read_texts(resolved: ResolvedRecipe) -> Texts:
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
-    texts = dict[int | None, Text]()
+    texts = dict[int | None, TextBatches]()
     for number, spec in text_specs(resolved):
         tokenizer = load_tokenizer(resolved.model.source.folder)
         identity = None
@@ -408,7 +408,7 @@ def read_texts(resolved: ResolvedRecipe) -> Texts:
     return texts
 
 
-def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> Text | None:
+def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> TextBatches | None:
     """Return the text that the output is evaluated on: the first one read, or else the first one that a plan names."""
     if texts:
         return next(iter(texts.values()))
@@ -421,7 +421,7 @@ def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> Text | None:
     return repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary, evaluation=EVALUATED)
 
 
-def first_plan(resolved: ResolvedRecipe, text: Text | None) -> Plan:
+def first_plan(resolved: ResolvedRecipe, text: TextBatches | None) -> Plan:
     """Return the plan before the first step: the decisions of earlier runs, then all steps, still undecided."""
     model = resolved.model
     if resolved.plan is not None:

@@ -15,7 +15,7 @@ arXiv:1905.00414) stands in where a strategy compares no experts.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from compressor.data.batches import Calibration, calibrate, load_tokenizer, repe
 from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
-from compressor.model.experts import MoeHooks
+from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass, hidden_of
@@ -274,21 +274,22 @@ class _WatchedLayer:
         layers: Sequence[MoeLayer],
         models: Sequence[Any],
         needs: Sequence[frozenset[str]],
-        sizes: Sequence[int],
+        batches: Sequence[Tensor],
         seed: int,
     ) -> None:
         self.layer, self.block, self.stream = layers[0], RelativeError(), RelativeError()
         # CKA by Gram matrices takes S^2 H multiplications for each expert; 4 s for 128 tokens, 256 experts, width 7168
-        self.sizes = sizes
+        self.batches = batches
+        sizes = [batch.numel() for batch in batches]
         self.rows = sample_rows(sizes, 256 if self.layer.experts <= 64 else 128, seed)
         self.width = int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
-        self.collectors, self.watches = list[Collector](), list[MoeHooks]()
+        self.collectors, self.hooks = list[Collector](), ExitStack()
         for turn, model in enumerate(models):
             self.collectors.append(Collector(layers[turn], model, needs[turn], seed))
             on_output, on_block = partial(self._experts_ran, turn), partial(self._block_ran, turn)
-            self.watches.append(MoeHooks(model, self.layer, on_output=on_output, on_block=on_block).attach())
+            self.hooks.enter_context(moe_hooks(model, self.layer, on_output=on_output, on_block=on_block))
 
     def _experts_ran(self, turn: int, hidden: Tensor, output: Tensor) -> None:
         self.outputs[turn] = output
@@ -308,7 +309,7 @@ class _WatchedLayer:
     def begin(self, turn: int, number: int) -> None:
         """Collect what a batch shows of one of the models alone."""
         self.stop_collecting()
-        self.collectors[turn].enter(self.sizes[number], self.rows[number])
+        self.collectors[turn].observe(self.batches[number], self.rows[number])
 
     def stop_collecting(self) -> None:
         for collector in self.collectors:
@@ -316,8 +317,7 @@ class _WatchedLayer:
 
     def detach(self) -> None:
         self.stop_collecting()
-        for watch in self.watches:
-            watch.detach()
+        self.hooks.close()
 
     def measures(self, similarity: Similarity) -> LayerMeasures:
         *before, after = [collector.finish() for collector in self.collectors]
@@ -344,8 +344,10 @@ class _BaseAndOutput(LayerVisitor):
     so it is no `Substitution`.
     """
 
-    def __init__(self, models: Sequence[OpenModel], sizes: list[int], similarity: Similarity, seed: int) -> None:
-        self.models, self.sizes, self.similarity, self.seed = models, sizes, similarity, seed
+    def __init__(
+        self, models: Sequence[OpenModel], batches: Sequence[Tensor], similarity: Similarity, seed: int
+    ) -> None:
+        self.models, self.batches, self.similarity, self.seed = models, batches, similarity, seed
         self.watched: list[_WatchedLayer] = []
         self.turn, self.hidden, self.random = 0, torch.empty(0), torch.get_rng_state()
 
@@ -356,7 +358,7 @@ class _BaseAndOutput(LayerVisitor):
         by_model = [layers_by_decoder_layer(model.architecture.layers).get(decoder_layer, ()) for model in self.models]
         for layers in zip(*by_model, strict=True):
             needs = [VISITS | self.similarity.needs, VISITS][-len(live) :]
-            self.watched.append(_WatchedLayer(layers, live, needs, self.sizes, self.seed))
+            self.watched.append(_WatchedLayer(layers, live, needs, self.batches, self.seed))
 
     def on_batch_start(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))
@@ -403,7 +405,7 @@ def measure_layers(
             "output; name the base with --model"
         )
     doubled = [batch for batch in batches for _ in models]
-    both = _BaseAndOutput(models, [batch.numel() for batch in batches], similarity, seed)
+    both = _BaseAndOutput(models, batches, similarity, seed)
     with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
         try:
             for decoder_layer in passed:

@@ -1,15 +1,17 @@
-"""Meters: each turns what passes one MoE layer into the value of a statistic.
+"""Meters, each of which computes a statistic from the batches that pass an MoE layer.
 
 T tokens of a batch, S sampled ones, E experts, K top-k, H hidden, I neurons of an expert.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
@@ -47,21 +49,22 @@ class RouterArguments:
 
 @dataclass(frozen=True, slots=True)
 class Observed(LayerWeights):
-    """The layer that is observed; `smaller_router` is None if weights are not needed."""
+    """The observed layer; `smaller_router` is None if weights are not needed."""
 
     layer: MoeLayer
     config: Any
     seed: int
+    sources: int  # of text, whose sums are kept apart until the end
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled.
+    """A call of the experts: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled.
 
     `media` [T] says which tokens stand for pictures, video or sound.
     """
 
-    batch: int
+    batch: tuple[int, int]  # source and number
     rows: Tensor
     hidden: Tensor
     index: Tensor
@@ -71,9 +74,9 @@ class ExpertsCall:
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:
-    """A batch's router call: logits [T, E and maybe more], all its arguments by keyword or None; `rows` are sampled."""
+    """A call of the router: logits [T, E or more], its arguments, each after a keyword or None, and sampled `rows`."""
 
-    batch: int
+    batch: tuple[int, int]  # source and number
     rows: Tensor
     logits: Tensor
     arguments: tuple[tuple[str | None, Any], ...]
@@ -85,6 +88,9 @@ class Meter:
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
 
+    def begin(self, source: int) -> None:
+        """Expect a batch of this source of text."""
+
     def experts_called(self, call: ExpertsCall) -> None:
         """Observe a batch before it passes the experts."""
 
@@ -92,19 +98,19 @@ class Meter:
         """Observe a batch that has passed the router."""
 
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        """For the tokens `rows` [n] an expert returned `outputs` [n, H], in the computing dtype.
+        """Observe an expert's `outputs` [n, H], in the computing dtype, for the tokens `rows` [n].
 
-        With gate weights [n] and L2 norms [n].
+        Their gate weights are [n], and the L2 norms of the outputs [n].
         """
 
     def on_layer_output(self, hidden: Tensor) -> None:
         """Take the batch's hidden states [B, L, H] behind the decoder layer."""
 
-    def absorb(self, other: Self, scale: float) -> None:
-        """Take in what another meter of the same layer has seen, its sums times `scale`."""
-
     def all_reduce(self) -> None:
-        """Add up the sums of all ranks."""
+        """Bring together the sums and samples of all ranks."""
+
+    def combine(self, scales: Sequence[float]) -> None:
+        """Add up the sums of all sources, each times its scale, and put samples in the order of sources and batches."""
 
     def finish(self) -> Any:
         """Return the value of the statistic."""
@@ -116,20 +122,26 @@ class Sum(Meter):
 
     def __init__(self, observed: Observed, *width: int) -> None:
         super().__init__(observed)
-        self.total = torch.zeros(observed.layer.experts, *width, dtype=torch.float64)
+        self.totals = torch.zeros(observed.sources, observed.layer.experts, *width, dtype=torch.float64)
+        self.total = self.totals[0]  # of the batch's source: a view
 
-    def absorb(self, other: Self, scale: float) -> None:
-        self.total += scale * other.total
+    def begin(self, source: int) -> None:
+        self.total = self.totals[source]
 
     def all_reduce(self) -> None:
-        self.total = ranks().all_reduce(self.total)
+        self.totals = ranks().all_reduce(self.totals)
+
+    def combine(self, scales: Sequence[float]) -> None:
+        self.total = torch.zeros_like(self.totals[0])
+        for scale, total in zip(scales, self.totals, strict=True):
+            self.total += scale * total
 
     def finish(self) -> Tensor:
         return self.total
 
 
 class GateSum(Sum):
-    """Gate weights to a power, of which 0 counts the tokens."""
+    """Gate weights to a power; power 0 counts the tokens."""
 
     def __init__(self, observed: Observed, power: int = 1) -> None:
         super().__init__(observed)
@@ -137,12 +149,13 @@ class GateSum(Sum):
 
     def experts_called(self, call: ExpertsCall) -> None:
         used = call.weights != 0
-        index, weights = call.index[used].cpu(), call.weights[used].cpu().double()
+        index = call.index[used].cpu()
+        weights = call.weights[used].cpu().double()
         self.total += torch.zeros_like(self.total).index_add_(0, index, weights**self.power)
 
 
 class ModalityCount(Sum):
-    """The tokens of text, and those of pictures, video or sound."""
+    """Tokens of text, and of pictures, video or sound."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed, 2)
@@ -168,7 +181,8 @@ class NormSum(Sum):
 
     def __init__(self, observed: Observed, gated: bool = False, power: int = 1) -> None:
         super().__init__(observed)
-        self.gated, self.power = gated, power
+        self.gated = gated
+        self.power = power
 
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         values = as_float64(weights) * norms if self.gated else norms[as_float64(weights) != 0]
@@ -176,11 +190,12 @@ class NormSum(Sum):
 
 
 class StreamEnergySum(Sum):
-    """Squared norms of the gated outputs, each over that of its token's hidden state behind the decoder layer."""
+    """Squared norms of gated outputs, relative to the token's hidden state after the decoder layer."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
-        self.tokens, self.waiting = 0, list[tuple[int, Tensor, Tensor]]()  # an expert, its tokens, their energies
+        self.tokens = 0
+        self.waiting = list[tuple[int, Tensor, Tensor]]()  # an expert, its tokens, their energies
 
     def experts_called(self, call: ExpertsCall) -> None:
         self.tokens = len(call.hidden)
@@ -189,6 +204,8 @@ class StreamEnergySum(Sum):
         self.waiting.append((expert, rows, (as_float64(weights) * norms).square()))
 
     def on_layer_output(self, hidden: Tensor) -> None:
+        if not self.waiting:
+            return
         weights = stream_weights(hidden, self.tokens)
         for expert, rows, energies in self.waiting:
             self.total[expert] += (energies * weights[rows.to(weights.device)]).sum().cpu()
@@ -199,7 +216,8 @@ class SquaredGateOutputSum(Sum):
     """Outputs times the square of their gate weights."""
 
     def __init__(self, observed: Observed) -> None:
-        down, turned = observed.experts.down_proj, observed.experts.is_transposed
+        down = observed.experts.down_proj
+        turned = observed.experts.is_transposed
         super().__init__(observed, down.shape[2 if turned else 1])
 
     def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
@@ -222,7 +240,7 @@ class SquaredNeuronSum(Sum):
 
 
 class TokenSum(Sum):
-    """A sum over tokens for which all outputs of a token are needed at once: those of a batch wait for its end."""
+    """A sum that needs all outputs of a token at once; those of a batch are kept until its end."""
 
     def __init__(self, observed: Observed, *width: int) -> None:
         super().__init__(observed, *width)
@@ -240,7 +258,8 @@ class TokenSum(Sum):
     def on_layer_output(self, hidden: Tensor) -> None:
         if self.call is not None and len(self.call.hidden):
             self.add(self.call, self.outputs)
-        self.call, self.outputs = None, torch.zeros(0)
+        self.call = None
+        self.outputs = torch.zeros(0)
 
     def add(self, call: ExpertsCall, outputs: Tensor) -> None:
         """Add a batch's tokens: `outputs` [T, K, H] of the chosen experts in float32, before their gate weights."""
@@ -248,7 +267,7 @@ class TokenSum(Sum):
 
 
 class PairSum(TokenSum):
-    """[E, E] over the tokens that chose both experts: how many, or products of gated norms, or of gated outputs."""
+    """[E, E] of the tokens that chose both experts: their number, or products of gated norms or gated outputs."""
 
     def __init__(self, observed: Observed, of: Literal["tokens", "norms", "outputs"]) -> None:
         super().__init__(observed, observed.layer.experts)
@@ -285,10 +304,13 @@ class DeletionSum(TokenSum):
         self.routed = call
 
     def add(self, call: ExpertsCall, outputs: Tensor) -> None:
-        gates, index = call.weights.float(), call.index
-        whole, total = gates.sum(1, keepdim=True), (gates[..., None] * outputs).sum(1)
+        gates = call.weights.float()
+        index = call.index
+        whole = gates.sum(1, keepdim=True)
+        total = (gates[..., None] * outputs).sum(1)
         following, weight, normalised = self._next(call)
-        refill, experts = torch.zeros_like(total), self.observed.experts
+        refill = torch.zeros_like(total)
+        experts = self.observed.experts
         for expert, rows, _ in routed(weight[:, None], following[:, None]):
             refill[rows] = apply_expert(experts, expert_parameters(experts, expert), call.hidden[rows]).float()
         refill *= weight[:, None]
@@ -301,7 +323,7 @@ class DeletionSum(TokenSum):
 
     @torch.no_grad()
     def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, bool]:
-        """The expert [T] that each token would get next, its gate weight [T] beside those in use, and `normalised`."""
+        """Return each token's next expert [T], its gate weight [T] beside those in use, and `normalised`."""
         tokens, top_k = call.index.shape
         none = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
         nothing = none, none.float(), False
@@ -316,8 +338,10 @@ class DeletionSum(TokenSum):
             return nothing
         added = (index[:, :, None] != call.index[:, None]).all(-1)
         slot = added.int().argmax(1, keepdim=True)
-        following, weight = index.gather(1, slot)[:, 0].long(), weights.float().gather(1, slot)[:, 0]
-        before, after = call.weights.float().sum(1), weights.float().sum(1) - weight
+        following = index.gather(1, slot)[:, 0].long()
+        weight = weights.float().gather(1, slot)[:, 0]
+        before = call.weights.float().sum(1)
+        after = weights.float().sum(1) - weight
         known = (added.sum(1) == 1) & (following < observed.layer.experts) & weight.isfinite()
         normalised = bool(((after - before).abs()[known] > NORMALISED * before.abs()[known]).any())
         if normalised:
@@ -330,20 +354,27 @@ class Sample(Meter):
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
-        self.parts: list[tuple[int, Any]] = []  # with the number of the batch that each is of
+        self.parts: list[tuple[tuple[int, int], Any]] = []  # by batch
 
-    def absorb(self, other: Self, scale: float) -> None:
-        self.parts.extend(other.parts)
+    def all_reduce(self) -> None:
+        device = self.observed.experts.down_proj.device
+        for rank, parts in enumerate(ranks().all_gather(self.parts)):
+            if rank != ranks().rank:
+                self.parts += tree_map_only(Tensor, lambda value: value.to(device), parts)
+
+    def combine(self, scales: Sequence[float]) -> None:
+        self.parts.sort(key=itemgetter(0))
 
     def take(self, call: ExpertsCall | RouterCall, value: Tensor) -> None:
         """Keep the sampled rows of a tensor [T, ...]."""
         if call.rows.numel():
-            taken = value[call.rows.to(value.device)].detach()
-            self.parts.append((call.batch, taken.float() if taken.is_floating_point() else taken))
+            self.parts.append((call.batch, value[call.rows.to(value.device)].detach()))
 
     def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return all rows; of a layer that no sampled token reached, none, and so wide."""
-        return torch.cat([part for _, part in self.parts]) if self.parts else torch.zeros(0, width, dtype=dtype)
+        """Return all rows [S, width]; none if no sampled token reached the layer."""
+        parts = [part for _, part in self.parts] or [torch.zeros(0, width)]
+        device = parts[0].device  # orders are on the CPU, except those of other ranks
+        return torch.cat([part.to(device, dtype) for part in parts])
 
 
 class CallSample(Sample):
@@ -372,7 +403,7 @@ class RouterLogits(Sample):
 
 
 class RouterOrders(Sample):
-    """The experts in the order of the router's logits, of every token: 2 bytes for each token and expert."""
+    """The experts of every token in the order of the router's logits, 2 bytes each."""
 
     def router_called(self, call: RouterCall) -> None:
         order = call.logits[:, : self.observed.layer.experts].argsort(dim=-1, descending=True, stable=True)
@@ -396,7 +427,7 @@ class RouterArgumentsSample(Sample):
             self.parts.append((call.batch, arguments))
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
-        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
+        """Return a router argument's dimension of tokens and sampled rows: [S, ...] of [T, ...], or [1, S, ...].
 
         An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
         """
@@ -408,7 +439,8 @@ class RouterArgumentsSample(Sample):
         return dim, taken if dim == 0 else taken[None]
 
     def finish(self) -> RouterArguments:
-        joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
+        joined = list[tuple[str | None, Any]]()
+        dims = dict[int | str, int | None]()
         calls = [arguments for _, arguments in self.parts]
         for position, (name, dim, first) in enumerate(calls[0] if calls else ()):
             values = [arguments[position][2] for arguments in calls]
@@ -425,12 +457,12 @@ class ExpertOutputs(Sample):
         self.mixed = mixed
 
     def experts_called(self, call: ExpertsCall) -> None:
-        if call.rows.numel():
-            self.parts.append((call.batch, call.hidden[call.rows.to(call.hidden.device)].detach()))
+        self.take(call, call.hidden)
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        experts, count = self.observed.experts, self.observed.layer.experts
+        experts = self.observed.experts
+        count = self.observed.layer.experts
         if not self.parts:
             return torch.zeros(count, 0, 1)
         hidden = torch.cat([part for _, part in self.parts])
@@ -443,7 +475,7 @@ class ExpertOutputs(Sample):
 
 
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
-    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
+    """Mix each token [S, H] with another one in random proportion (section 3.4 of arXiv:2407.09590)."""
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
@@ -452,7 +484,7 @@ def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
 
 
 class Weights(Meter):
-    """The live modules, which no batch is needed for."""
+    """The live modules, without a batch."""
 
     def finish(self) -> LayerWeights:
         return self.observed

@@ -1,25 +1,21 @@
 """Statistics of one MoE layer, measured while every calibration batch passes it; frozen afterwards.
 
-A statistic is an entry of `LayerStatistics` with a meter, which sees every batch that passes the layer and in the end
-gives its value. Sums run over all tokens that the router sent to an expert and are float64. Samples are of some of the
-tokens, S of them, kept as they were seen: float32, or in the computing dtype where experts are to be run on them. The
-gate weight is the one that really multiplies an expert's output. One pass over the layers measures what strategies
-need, each source's tokens apart. T tokens of a batch, E experts, K top-k, H hidden.
+A statistic is an entry of `LayerStatistics` with a meter, which sees every batch that passes the layer and returns the
+value at the end. Sums are over all tokens routed to an expert, in float64. Samples are of S of the tokens. Gate weights
+are those that an expert's output is multiplied by. One pass over the layers measures all that strategies need, each
+source's tokens apart. T tokens of a batch, E experts, K top-k, H hidden.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
-from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from compressor.checkpoint.reader import is_finite
 from compressor.data.batches import Calibration, sample_rows
@@ -28,7 +24,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, build_meta
-from compressor.model.experts import MoeHooks
+from compressor.model.experts import moe_hooks
 from compressor.model.inputs import media_of, parts_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -56,8 +52,6 @@ from compressor.statistics.meters import (
     SquaredGateOutputSum,
     SquaredNeuronSum,
     StreamEnergySum,
-    Sum,
-    TokenSum,
     Weights,
 )
 
@@ -76,7 +70,10 @@ class Statistic(Generic[T]):
     """
 
     def __init__(self, shape: str, meaning: str, meter: type[Meter] | None = None, **options: Any) -> None:
-        self.shape, self.meaning, self.meter, self.options = shape, meaning, meter, options
+        self.shape = shape
+        self.meaning = meaning
+        self.meter = meter
+        self.options = options
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -94,7 +91,7 @@ class Statistic(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """The statistics of one layer, only to be read. `values` holds what was collected, by name.
+    """The read-only statistics of one layer; `values` holds those collected, by name.
 
     S sampled tokens, E experts, K top-k, H hidden, I neurons of an expert.
     """
@@ -175,28 +172,16 @@ class LayerStatistics:
 
 STATISTICS = {name: value for name, value in vars(LayerStatistics).items() if isinstance(value, Statistic)}
 ALL = frozenset(STATISTICS)
-
-
-def _measured_by(*kinds: type[Meter]) -> frozenset[str]:
-    """Return the names of the statistics that meters of these kinds measure."""
-    return frozenset(name for name, entry in STATISTICS.items() if entry.meter and issubclass(entry.meter, kinds))
-
-
-# need every output of an expert: a slower forward
-ROUTED_OUTPUTS = _measured_by(NormSum, StreamEnergySum, SquaredGateOutputSum, TokenSum)
-ROUTED = _measured_by(Sum) - ROUTED_OUTPUTS
-DENSE = _measured_by(ExpertOutputs)
-SAMPLED = _measured_by(Sample) - DENSE
-WEIGHTS = _measured_by(Weights)
+WEIGHTS = frozenset({"weights"})
 ATTRIBUTED = frozenset({"rank_change"})  # measured over all layers
-RECONSTRUCTION = frozenset(
-    {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
-)  # what the output of a planned layer can be computed from
+# the output of a planned layer can be computed from these
+RECONSTRUCTION = frozenset({"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"})
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
-    """Refuse a need that no meter measures, before anything is read."""
-    if unknown := sorted(needs - ALL):
+    """Refuse an unknown statistic before anything is read."""
+    unknown = sorted(needs - ALL)
+    if unknown:
         raise CompressionError(
             f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
             f"{', '.join(sorted(ALL))}"
@@ -204,7 +189,7 @@ def check_needs(needs: frozenset[str], strategy: str) -> None:
 
 
 class Collector:
-    """Has the meters of `needs` observe one layer while batches pass it."""
+    """Measures the statistics `needs` of one layer while batches pass it, each source weighted to its share."""
 
     def __init__(
         self,
@@ -213,34 +198,47 @@ class Collector:
         needs: frozenset[str],
         seed: int,
         smaller_router: Any = None,
+        shares: Sequence[float] = (1.0,),
     ) -> None:
-        self.layer, self.model, self.needs, self.tokens = layer, model, needs, 0
+        self.layer = layer
+        self.model = model
+        self.shares = shares
+        self.tokens = torch.zeros(len(shares), dtype=torch.long)  # by source
+        self.source = 0
         experts, router, block = map(model.get_submodule, (layer.name, layer.router, layer.block))
-        self.observed = Observed(experts, router, block, smaller_router, layer, model.config, seed)
+        self.observed = Observed(experts, router, block, smaller_router, layer, model.config, seed, len(shares))
         self.meters = {
             name: entry.meter(self.observed, **entry.options)
             for name, entry in STATISTICS.items()
             if name in needs and entry.meter is not None
         }
-        self.watch = MoeHooks(
-            model,
-            layer,
+        watching = [meter for meter in self.meters.values() if type(meter).expert_ran is not Meter.expert_ran]
+        self.watches_experts = bool(watching)  # which needs a slower forward
+        self.hooks = ExitStack()
+
+    def observe(self, ids: Tensor, rows: Tensor, batch: int = 0, source: int = 0) -> None:
+        """Observe a batch of token ids [B, L] while it runs; the tokens at `rows` [s] are sampled."""
+        self.detach()
+        self.source = source
+        self.batch = (source, batch), rows, media_of(ids).flatten()
+        self.parts = parts_of(ids)
+        for meter in self.meters.values():
+            meter.begin(source)
+        hooks = moe_hooks(
+            self.model,
+            self.layer,
             on_router=self._router_ran,
             on_experts=self._experts_called,
-            on_expert_output=self._expert_ran if needs & ROUTED_OUTPUTS else None,
+            on_expert_output=self._expert_ran if self.watches_experts else None,
         )
-
-    def enter(self, tokens: int, rows: Tensor, batch: int = 0, ids: Tensor | None = None) -> None:
-        """Observe the batch of this number, of whose `tokens` those at `rows` [s] are sampled; `ids` are its own."""
-        self.batch = batch, rows, torch.zeros(tokens, dtype=torch.bool) if ids is None else media_of(ids).flatten()
-        self.parts = () if ids is None else parts_of(ids)
-        self.watch.attach()
+        self.hooks.enter_context(hooks)
 
     def detach(self) -> None:
-        self.watch.detach()
+        """Stop observing."""
+        self.hooks.close()
 
-    def _seen(self, tokens: int) -> tuple[int, Tensor, Tensor]:
-        """Return the current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
+    def _seen(self, tokens: int) -> tuple[tuple[int, int], Tensor, Tensor]:
+        """Return the current batch, its sampled rows among the `tokens` that the layer sees, and their media mask [T].
 
         A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
         """
@@ -261,7 +259,7 @@ class Collector:
             raise CompressionError(
                 f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
             )
-        self.tokens += len(hidden)
+        self.tokens[self.source] += len(hidden)
         batch, rows, media = self._seen(len(hidden))
         call = ExpertsCall(batch, rows, hidden, index, weights, media)
         for meter in self.meters.values():
@@ -269,8 +267,8 @@ class Collector:
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
-        are_probabilities = (logits >= 0).all() and ((logits.sum(-1) - 1).abs() < 1e-2).all()
-        if are_probabilities:
+        sums_to_1 = ((logits.sum(-1) - 1).abs() < 1e-2).all()
+        if sums_to_1 and (logits >= 0).all():
             logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # whose softmax is the same
         batch, rows, _ = self._seen(len(logits))
         call = RouterCall(batch, rows, logits, as_arguments(args, kwargs))
@@ -287,60 +285,33 @@ class Collector:
         for meter in self.meters.values():
             meter.on_layer_output(hidden)
 
-    def absorb(self, other: Self, scale: float = 1.0) -> None:
-        """Take in what another collector of the same layer has seen, its sums times `scale`."""
-        self.tokens += other.tokens
-        for name, meter in self.meters.items():
-            meter.absorb(other.meters[name], scale)
-
-    def gather(self) -> None:
-        """Add up the sums of all ranks, and bring their samples together in the order of the batches."""
-        self.tokens = int(ranks().all_reduce(torch.tensor(self.tokens)))
-        samples = {name: meter for name, meter in self.meters.items() if isinstance(meter, Sample)}
-        parts = {name: meter.parts for name, meter in samples.items()}
-        device = self.observed.experts.down_proj.device
-        every_rank = ranks().all_gather(parts)
-        for name, sample in samples.items():
-            others = [rank[name] for number, rank in enumerate(every_rank) if number != ranks().rank]
-            sample.parts += tree_map_only(Tensor, lambda value: value.to(device), list(chain(*others)))
-            sample.parts.sort(key=itemgetter(0))
-        for meter in self.meters.values():
-            meter.all_reduce()
-
     def finish(self) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
+        by_source = self.tokens.tolist()
+        tokens = sum(by_source)
         samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]
-        if samples and self.tokens and not any(meter.parts for meter in samples):
+        if samples and tokens and not any(meter.parts for meter in samples):
             logger.warning(
                 "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
             )
-        values = {name: meter.finish() for name, meter in self.meters.items()}
-        return LayerStatistics(self.layer, self.tokens, values, self.observed.seed)
-
-
-def combined(collectors: Mapping[int, Collector], shares: Sequence[float]) -> Collector:
-    """One collector that has seen what those of all sources have, sums weighted to each source's share of tokens."""
-    first, *others = collectors.values()
-    if not others:
-        return first
-    observed = first.observed
-    whole = Collector(first.layer, first.model, first.needs, observed.seed, observed.smaller_router)
-    tokens = sum(collector.tokens for collector in collectors.values())
-    total = sum(shares[source] for source in collectors)
-    for source, collector in collectors.items():
-        whole.absorb(collector, shares[source] / total * tokens / max(collector.tokens, 1))
-    return whole
+        whole = sum(self.shares)
+        scales = [share / whole * tokens / max(seen, 1) for share, seen in zip(self.shares, by_source, strict=True)]
+        values = dict[str, Any]()
+        for name, meter in self.meters.items():
+            meter.combine(scales)
+            values[name] = meter.finish()
+        return LayerStatistics(self.layer, tokens, values, self.observed.seed)
 
 
 def smaller_routers(architecture: Architecture) -> Routers:
-    """Router modules of the models with fewer experts, each such model built once, on meta."""
+    """Return a function that returns a layer's router in a model with fewer experts, built once, on meta."""
     built = cache(lambda count: build_meta(architecture.with_experts(count), torch.float32))
     return lambda layer, count: built(count).get_submodule(layer.router)
 
 
-class Observers:
-    """One layer's collectors, one for each source's tokens; those that are held out are not observed."""
+class CalibrationCollector(Collector):
+    """Observes one layer on the calibration's batches; those that are held out are not observed."""
 
     def __init__(
         self,
@@ -351,51 +322,35 @@ class Observers:
         routers: Routers,
         seed: int,
     ) -> None:
-        self.layer, self.calibration, self.seed = layer, calibration, seed
-        self.observing: Collector | None = None
+        self.calibration = calibration
         self.rows: dict[int, Tensor] = {}  # the sampled tokens of each batch
-        self.collectors: dict[int, Collector] = {}  # by source
         batches: dict[int, list[int]] = {}
-        for number in range(len(calibration.batches)):
-            if number not in calibration.heldout:
-                batches.setdefault(calibration.source_of(number), []).append(number)
-        for source, numbers in sorted(batches.items()):
+        for number in calibration.fit:
+            batches.setdefault(calibration.source_of(number), []).append(number)
+        for source, numbers in batches.items():
             sizes = [calibration.batches[number].numel() for number in numbers]
             rows = sample_rows(sizes, round(SAMPLE_TOKENS * calibration.weights[source]), seed)
             self.rows |= dict(zip(numbers, rows, strict=True))
-            self.collectors[source] = Collector(layer, model.partial.model, needs, seed, partial(routers, layer))
+        shares = [weight if source in batches else 0.0 for source, weight in enumerate(calibration.weights)]
+        super().__init__(layer, model.partial.model, needs, seed, partial(routers, layer), shares)
 
     def enter(self, batch: int) -> None:
-        """The batch of this number is about to run: observe it."""
+        """Observe the batch of this number, which is about to run."""
         self.detach()
-        if batch not in self.calibration.heldout:
-            tokens = self.calibration.batches[batch]
-            self.observing = self.collectors[self.calibration.source_of(batch)]
-            self.observing.enter(tokens.numel(), self.rows[batch], batch, tokens)
-
-    def on_layer_output(self, hidden: Tensor) -> None:
-        """Take the batch's hidden states [B, L, H] behind the decoder layer."""
-        if self.observing is not None:
-            self.observing.on_layer_output(hidden)
-
-    def detach(self) -> None:
-        """Stop observing."""
-        if self.observing is not None:
-            self.observing.detach()
-        self.observing = None
+        if batch in self.rows:
+            calibration = self.calibration
+            self.observe(calibration.batches[batch], self.rows[batch], batch, calibration.source_of(batch))
 
     def finish(self) -> LayerStatistics:
-        """Return the statistics of the layer.
-
-        Of several ranks the first has them, of the batches of all; the others get the bare layer.
-        """
+        """Return the statistics of the layer: of all batches on the first rank, and without values on others."""
         self.detach()
         if not ranks().is_alone:
-            for collector in self.collectors.values():
-                collector.gather()
+            self.tokens = ranks().all_reduce(self.tokens)
+            for meter in self.meters.values():
+                meter.all_reduce()
             if not ranks().is_first:
-                return LayerStatistics(self.layer, seed=self.seed)
-        return combined(self.collectors, self.calibration.weights).finish()
+                return LayerStatistics(self.layer, seed=self.observed.seed)
+        return super().finish()
 
 
 def collect(
@@ -406,7 +361,7 @@ def collect(
     seed: int = 0,
     end: LayerVisitor | None = None,
 ) -> Iterator[LayerStatistics]:
-    """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
+    """Yield the statistics of every MoE layer in order, valid until the next one; one layer is in memory at a time.
 
     Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the batches go on to the
     model's output.
@@ -417,19 +372,19 @@ def collect(
             raise CompressionError("this strategy needs calibration data; pass --calibration")
         yield from _from_weights(model, needs, routers, progress, seed)
         return
-    watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed))
+    watching = _Watching(lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed))
     visitors = [watching] if end is None else [watching, end]
     batches = calibration.batches
     run = Pass(model, batches, progress, "calibrate and plan", seed, to_end=end is not None, shared=True)
     with closing(run.layers(*visitors)) as passed:
         try:
             for _ in passed:
-                for observers in watching.active:
-                    yield observers.finish()
+                for collector in watching.active:
+                    yield collector.finish()
                 watching.active = []  # before their layer's memory is given back
         finally:
-            for observers in watching.active:
-                observers.detach()
+            for collector in watching.active:
+                collector.detach()
 
 
 def _from_weights(
@@ -451,16 +406,17 @@ def _from_weights(
 
 
 class _Watching(LayerVisitor):
-    def __init__(self, observers: Callable[[MoeLayer], Observers]) -> None:
-        self.observers, self.active = observers, list[Observers]()
+    def __init__(self, collector_of: Callable[[MoeLayer], CalibrationCollector]) -> None:
+        self.collector_of = collector_of
+        self.active = list[CalibrationCollector]()
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
-        self.active = [self.observers(layer) for layer in self.at.moe_layers]
+        self.active = [self.collector_of(layer) for layer in self.at.moe_layers]
 
     def on_batch_start(self, batch: int) -> None:
-        for observers in self.active:
-            observers.enter(batch)
+        for collector in self.active:
+            collector.enter(batch)
 
     def on_layer_output(self, output: Any) -> None:
-        for observers in self.active:
-            observers.on_layer_output(hidden_of(output))
+        for collector in self.active:
+            collector.on_layer_output(hidden_of(output))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compressor.data.batches import Text
+from compressor.data.batches import TextBatches
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.model.mtp import fitting_heads
@@ -21,7 +21,7 @@ from compressor.steps.cutting import CutFiles
 from compressor.steps.workdir import Workdir
 
 # The run's text (None), with a part for each step that needs one, and texts of single steps, by number in the run.
-Texts = Mapping[int | None, Text]
+Texts = Mapping[int | None, TextBatches]
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class State:
     shared: dict[str, Any] = field(default_factory=dict)  # values that steps compute once
 
     @property
-    def text(self) -> Text | None:
+    def text(self) -> TextBatches | None:
         """The step's own text, or that of the run."""
         return self.texts.get(self.number - self.first, self.texts.get(None))
 
@@ -113,7 +113,7 @@ class State:
         return batches[name], outputs[name], evaluator
 
     def _run_teacher(
-        self, text: Text, first: int
+        self, text: TextBatches, first: int
     ) -> tuple[Evaluator, dict[str, Sequence[torch.Tensor]], dict[str, list[Distributions]]]:
         """Run the base on the batches of all steps from `first` on that read this text, and on its held-out part."""
         assert self.work is not None

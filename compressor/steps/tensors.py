@@ -42,15 +42,14 @@ class OutputTensor:
     shape: tuple[int, ...]
     decoder_layer: str
     content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
-    each: Fraction = Fraction(1)
+    density: Fraction = Fraction(1)
 
     @classmethod
     def copy(cls, checkpoint: Checkpoint, name: str, decoder_layer: str) -> Self:
         """A stored tensor as it is."""
         info = checkpoint.tensors[name]
-        return cls(
-            name, info.dtype, info.shape, decoder_layer, partial(_mixed, checkpoint, name, [(name, 1.0)]), info.each
-        )
+        content = partial(_mixed, checkpoint, name, [(name, 1.0)])
+        return cls(name, info.dtype, info.shape, decoder_layer, content, info.density)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +59,7 @@ class OutputTensor:
     @property
     def parameters(self) -> int:
         """Number of the model's weights."""
-        return int(math.prod(self.shape) * self.each)
+        return int(math.prod(self.shape) * self.density)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ def plan_outputs(
             raise CompressionError(
                 f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
             )
-        outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.each))
+        outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density))
     return in_order_of(layer_names, outputs)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
-from compressor.data.batches import Calibration, EvaluationSet, Text
+from compressor.data.batches import Calibration, EvaluationSet, TextBatches
 from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
@@ -95,7 +95,9 @@ def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these batches be the calibration text of plans that are carried out from now on."""
     heldout = EvaluationSet("random tokens", data.heldout_batches)
     monkeypatch.setattr(resolve, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(resolve, "repeat_text", lambda *_, **__: Text(data, data.identity, {}, (heldout,), (heldout,)))
+    monkeypatch.setattr(
+        resolve, "repeat_text", lambda *_, **__: TextBatches(data, data.identity, {}, (heldout,), (heldout,))
+    )
 
 
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:

@@ -5,8 +5,10 @@ and past a budget in unlinked mapped files. Each of several ranks records its ow
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,8 +16,7 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.model.experts import MoeHooks, Parameters, apply_expert, expert_parameters, routed
-from compressor.model.loading import parent_and_name
+from compressor.model.experts import Parameters, apply_expert, expert_parameters, moe_hooks, routed
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
 
@@ -77,16 +78,18 @@ class Recording:
         self._weights = Rows(expected)
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._batch = 0
+        self._hooks = ExitStack()
         self._rows_out = 0  # rows whose batch has left the decoder layer
 
     def attach(self, model: Any) -> None:
         block = model.get_submodule(self.layer.block)
         named = chain(block.named_parameters(), block.named_buffers())
         self._block_tensors = {id(value): name for name, value in named}
-        self._watch = MoeHooks(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
+        hooks = moe_hooks(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran)
+        self._hooks.enter_context(hooks)
 
     def detach(self) -> None:
-        self._watch.detach()
+        self._hooks.close()
 
     def enter(self, batch: int) -> None:
         self._batch = batch
@@ -181,7 +184,7 @@ class Recording:
 
         def value(argument: _Argument) -> Any:
             if argument.key is not None:
-                return getattr(*parent_and_name(block, argument.key))
+                return attrgetter(argument.key)(block)
             if argument.dim is None:
                 return argument.plain
             values = picked(self.inputs if argument.rows is None else argument.rows.value, rows)

@@ -6,13 +6,14 @@ and down. A guard keeps only what lowers the reconstruction error on held-out ca
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.distributed import ranks
-from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.step import CONSTANTS
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
@@ -36,13 +37,13 @@ def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[
     """
     block_keys = [f"{layer.block}.{argument.key}" for argument in recording.arguments if argument.key is not None]
     state = model.get_submodule(layer.router).state_dict(prefix=f"{layer.router}.", keep_vars=True)
-    state |= {key: getattr(*parent_and_name(model, key)) for key in block_keys}
+    state |= {key: attrgetter(key)(model) for key in block_keys}
     before = {key: value for key, value in state.items() if value.is_floating_point()}
     for key, value in before.items():
         set_tensor(model, key, value.detach().to(torch.float32, copy=True))
     sized = {tensor.key for tensor in layer.tensors}
     tuned = {
-        key: getattr(*parent_and_name(model, key))
+        key: attrgetter(key)(model)
         for key, value in before.items()
         if key in sized and isinstance(value, torch.nn.Parameter)
     }

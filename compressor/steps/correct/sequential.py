@@ -41,7 +41,7 @@ from compressor.model.substitution import LayerTensors, SmallerModel, Substituti
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.records import read_as, read_object
-from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
+from compressor.statistics.statistics import CalibrationCollector, LayerStatistics, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording, RefittedConstants
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
@@ -90,7 +90,7 @@ class _InOrder(LayerVisitor):
     files: CutFiles | None
     base_stream: BaseStream | None = None
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    active: list[Observers | Recording] = field(default_factory=list)  # observers of a replay's batches
+    active: list[CalibrationCollector | Recording] = field(default_factory=list)  # while batches are replayed
     smaller: SmallerModel = field(init=False)
     routers: Routers = field(init=False)
 
@@ -173,25 +173,26 @@ class _InOrder(LayerVisitor):
         work = self.work
         calibration = self.calibration
         statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
-        observers = list[Observers]()
+        collectors = list[CalibrationCollector]()
         recordings = list[Recording]()
         if self.base_stream is not None:
             self.base_stream.find_factor(layers, replay)
         for layer in layers if calibration.batches else ():
             if work.needs:
-                observers.append(Observers(self.model, layer, work.needs, calibration, self.routers, work.seed))
+                collector = CalibrationCollector(self.model, layer, work.needs, calibration, self.routers, work.seed)
+                collectors.append(collector)
             if work.measure or work.correction.wanted:
                 recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis)
                 recording.attach(self.model.partial.model)
                 recordings.append(recording)
-        self.active = [*observers, *recordings]
+        self.active = [*collectors, *recordings]
         if self.active:
             replay(range(len(calibration.batches)))
         self.active = []
         for recording in recordings:
             recording.detach()
-        if observers:
-            statistics = [observer.finish() for observer in observers]
+        if collectors:
+            statistics = [collector.finish() for collector in collectors]
         for layer, measured in zip(layers, statistics, strict=True):
             self.plans[layer.name] = work.decide(measured)
         return recordings
@@ -294,6 +295,7 @@ def _compress_model(
         visitors.append(probe)
     if mtp_stage is not None:
         visitors.append(mtp_stage)
+    batches = (*batches, *evaluation)
     text_pass = Pass(
         model,
         batches,
@@ -301,7 +303,7 @@ def _compress_model(
         phase,
         work.seed,
         to_end=mtp_stage is not None,
-        evaluation=evaluation,
+        finishing=range(len(batches) - len(evaluation), len(batches)),
         share=share,
         activation_budget=budget,
     )

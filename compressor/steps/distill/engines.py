@@ -431,7 +431,7 @@ class _Masters(ReverseVisitor):
             masters = kept_state(engine.now, decoder_layer, engine.model.partial.device, moments=False).masters
             engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
 
-    def done(self, decoder_layer: str) -> None:
+    def on_reverse_end(self, decoder_layer: str) -> None:
         engine = self.engine
         layer = engine.layers.get(decoder_layer)
         if self.rate is not None and layer is not None:

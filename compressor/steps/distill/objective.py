@@ -149,7 +149,7 @@ class Objective(ReverseVisitor):
     def on_batch_start(self, batch: int) -> None:
         self.batch = batch
 
-    def replaying(self, decoder_layer: str, batch: int) -> None:
+    def before_reverse(self, decoder_layer: str, batch: int) -> None:
         self.batch = batch
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:

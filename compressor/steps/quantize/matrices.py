@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from compressor.checkpoint.quantized import dequantizer
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
 from compressor.model.experts import matrix_of, parameter_names
-from compressor.model.loading import KeyMap, map_keys, parent_and_name, saved_names
+from compressor.model.loading import KeyMap, map_keys, saved_names
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.steps.quantize.scheme import Scheme
@@ -51,7 +52,7 @@ class Matrix:
     def of(self, model: nn.Module) -> Tensor:
         """Return the matrix [rows, columns] in a live model: a view, which can be written into."""
         if self.expert is None:
-            return getattr(*parent_and_name(model, self.key))  # type: ignore[no-any-return]
+            return attrgetter(self.key)(model)  # type: ignore[no-any-return]
         experts = model.get_submodule(self.owner)
         name = self.key.rpartition(".")[2]
         return matrix_of(experts, name, getattr(experts, name)[self.expert], self.part)
@@ -139,18 +140,11 @@ def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, Moe
     return keys
 
 
-def _converter(partial: Any, pattern: str) -> Any:
-    """Return the conversion of tensors whose names match the pattern, if there is one."""
-    return next(
-        (entry for entry in partial.plain_conversions if pattern in getattr(entry, "source_patterns", ())), None
-    )
-
-
 def _as_it_lies(partial: Any, key: str) -> bool:
     """Return True if an experts tensor is stored as it is, or as matrices [rows, columns] of single experts."""
     keys = partial.plain_keys
     for pattern in {keys.patterns[name] for name, target in keys.targets.items() if target == key} - {None}:
-        operations = getattr(_converter(partial, pattern), "operations", ())
+        operations = getattr(partial.converter_of(pattern), "operations", ())
         if "*" not in pattern or any("Transpose" in type(operation).__name__ for operation in operations):
             return False
     return True
@@ -167,7 +161,7 @@ def _names_of_experts(
             families.setdefault((key, pattern), []).append(name)
     stored = dict[tuple[str, int, str], str]()
     for (key, pattern), names in families.items():
-        converter = _converter(partial, pattern)
+        converter = partial.converter_of(pattern)
         first, *others = converter.target_patterns
         targets = [key, *(key.replace(first, other) for other in others)]
         parts = _parts_of(key)

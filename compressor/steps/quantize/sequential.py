@@ -17,7 +17,7 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.experts import MoeHooks, Parameters, expert_parameters, intermediate
+from compressor.model.experts import Parameters, expert_parameters, intermediate, moe_hooks
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import LayerVisitor, Pass, Replay
@@ -106,8 +106,8 @@ class Quantizing(LayerVisitor):
         routed = {layer.name: RoutedTokens(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
             for layer in layers:  # a single layer's output is not read
-                watch = MoeHooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
-                stack.enter_context(watch)
+                hooks = moe_hooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
+                stack.enter_context(hooks)
             run()
         for layer in layers:
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]

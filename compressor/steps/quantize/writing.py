@@ -131,8 +131,9 @@ class Writer:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             tensors = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
             for name, (dtype, shape) in tensors.items():
-                each = Fraction(weights, math.prod(shape))
-                outputs.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.decoder_layer, each=each))
+                density = Fraction(weights, math.prod(shape))
+                stored_name = f"{matrix.module}.{name}"
+                outputs.append(OutputTensor(stored_name, dtype, shape, matrix.decoder_layer, density=density))
                 weights = 0
         config = json.loads(bytes(inner.files["config.json"]))
         ignored = [*self.matrices.ignored, *sorted(name.removesuffix(".weight") for name in dense)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, Figures
 from compressor.divergence.teacher_outputs import Distributions, top_divergence
-from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
@@ -97,7 +98,7 @@ def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights 
     tensors = dict[str, Tensor]()
     for key, weight in weights.items():
         if key.startswith(f"{decoder_layer}."):
-            present = getattr(*parent_and_name(model, key))
+            present = attrgetter(key)(model)
             tensors[key] = weight.to(present.device, present.dtype)
     return tensors or None
 
@@ -190,7 +191,7 @@ class RouterGradients(ReverseVisitor):
         self._watching = ExitStack()
         self._seen = list[tuple[str, Product]]()
 
-    def replaying(self, decoder_layer: str, batch: int) -> None:
+    def before_reverse(self, decoder_layer: str, batch: int) -> None:
         self._seen = []
         for layer in self.at.moe_layers:
             note = partial(self._note, router_weight(layer))
@@ -204,7 +205,7 @@ class RouterGradients(ReverseVisitor):
         self._seen.append((key, Product(product.inputs, logits, product.weight)))
         return logits
 
-    def returned(self, decoder_layer: str, batch: int) -> None:
+    def on_gradient(self, decoder_layer: str, batch: int) -> None:
         self._watching.close()
         for key, product in self._seen:
             gradient = product.logits.grad
@@ -214,7 +215,7 @@ class RouterGradients(ReverseVisitor):
             g = as_float64(gradient.reshape(len(x), -1))
             self.moments.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
-    def done(self, decoder_layer: str) -> None:
+    def on_reverse_end(self, decoder_layer: str) -> None:
         """Add up the moments of the layer's routers over all ranks."""
         for layer in self.at.moe_layers:
             key = router_weight(layer)

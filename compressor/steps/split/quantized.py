@@ -142,7 +142,7 @@ class StoredParts:
                 renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
                 shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
                 content = partial(self._parts, model, roles[stored.name], [(stored.name, member)])
-                yield OutputTensor(renamed, stored.dtype, shape, layer.decoder_layer, content, stored.each)
+                yield OutputTensor(renamed, stored.dtype, shape, layer.decoder_layer, content, stored.density)
 
     def _parts(self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]) -> Iterator[Piece]:
         """Yield the bytes of parts, each from a stored tensor by the part's number."""

@@ -10,7 +10,7 @@ weights to choose experts, it shrinks with them.
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -24,6 +24,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import (
     Architecture,
     build_meta,
+    config_numbers,
     discover,
     experts_modules,
     with_fields,
@@ -78,15 +79,6 @@ def widths(model: nn.Module) -> dict[str, int]:
     return {name: width_of(module) for name, module in experts_modules(model)}
 
 
-def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths of all whole numbers and lists of them in a config."""
-    for key, value in vars(config).items():
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            yield from _numbers(value, f"{prefix}{key}.")
-        elif type(value) is int or (isinstance(value, list) and value and {*map(type, value)} == {int}):
-            yield f"{prefix}{key}", value
-
-
 def _each(value: Any, change: Callable[[int], int]) -> Any:
     """Return a config's number, or all numbers of its list, changed."""
     return [change(number) for number in value] if isinstance(value, list) else change(value)
@@ -95,7 +87,7 @@ def _each(value: Any, change: Callable[[int], int]) -> Any:
 def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
     """The fields that hold one of these numbers, and what they hold: the first by this `order`, then by depth."""
     named = list[tuple[str, Any]]()
-    for path, value in _numbers(config):
+    for path, value in config_numbers(config):
         if not {*values}.isdisjoint(value if isinstance(value, list) else [value]):
             named.append((path, value))
     return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))
@@ -155,7 +147,7 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
             continue
         if not changed:
             return fields
-        for shared, count in _numbers(config):
+        for shared, count in config_numbers(config):
             more = {**fields, shared: _each(count, lambda number: number * parts)}
             if "shared" in shared and changed_by(more) == []:
                 return more

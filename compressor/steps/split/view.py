@@ -109,9 +109,9 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     if not 1 <= parts <= MOST_PARTS:
         raise CompressionError(f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts")
     known = f"split in {parts}"
-    if known not in model.found:  # once, as it runs blocks
-        model.found[known] = split_shape(model.architecture, parts)
-    shape: SplitShape = model.found[known]
+    if known not in model.cached:  # once, as it runs blocks
+        model.cached[known] = split_shape(model.architecture, parts)
+    shape: SplitShape = model.cached[known]
     stored = copy.copy(model.checkpoint)
     stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
     written = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
@@ -120,7 +120,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     split = replace(
         model,
         whole=model,
-        found={},
+        cached={},
         config=architecture.config,
         checkpoint=stored,
         architecture=architecture,
@@ -130,7 +130,7 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
         try:
             split = replace(split, stored_parts=stored_parts(model, shape.factors))
         except CompressionError as error:
-            split.found[PLAIN] = str(error)
+            split.cached[PLAIN] = str(error)
     return with_top_k(split, top_k)
 
 
@@ -237,7 +237,7 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     """
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
-    reason = "what changes experts needs one" if changed else model.found[PLAIN]
+    reason = "what changes experts needs one" if changed else model.cached[PLAIN]
     logger.warning("%s is stored quantised; its parts are written in a plain dtype: %s", model.source.label, reason)
     return replace(model, stored_parts=None)
 

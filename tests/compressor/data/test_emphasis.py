@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import compressor
-from compressor.data.emphasis import PLAIN, Emphasis, Marked
+from compressor.data.emphasis import PLAIN, Emphasis, MarkedTokens
 from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.model.tokenizer import thinking_end
 from compressor.progress import Silent
@@ -30,7 +30,7 @@ THINKS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_tok
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=40), st.lists(st.integers(0, 3), min_size=1, max_size=3))
 def test_positions_before_a_marked_run_count_more(ids: list[int], run_of_ids: list[int]) -> None:
-    emphasis = Emphasis({"think_end": Marked(5.0, (tuple(run_of_ids),))})
+    emphasis = Emphasis({"think_end": MarkedTokens(5.0, (tuple(run_of_ids),))})
     expected = [1.0] * len(ids)
     for begin in range(len(ids) - len(run_of_ids) + 1):
         if ids[begin : begin + len(run_of_ids)] == run_of_ids:
@@ -93,7 +93,7 @@ def test_routers_get_the_gradient_of_tokens_that_count_so_often(tmp_path: Path) 
     last = keys[-1]
 
     def both(*weights: float) -> list[torch.Tensor]:
-        each = [Emphasis({"end": Marked(weight, ((int(tokens[0, 4]),),))}) for weight in weights]
+        each = [Emphasis({"end": MarkedTokens(weight, ((int(tokens[0, 4]),),))}) for weight in weights]
         return [_moments(found.model, own, [(tokens, answers[0])], emphasis)[last].both for emphasis in each]
 
     one, three, five = both(1.0, 3.0, 5.0)  # X'G is linear in the weights

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from compressor.data.batches import Text, TextSpec, calibrate, read_text, repeat_text
-from compressor.data.emphasis import Emphasis, Marked
+from compressor.data.batches import TextBatches, TextSpec, calibrate, read_text, repeat_text
+from compressor.data.emphasis import Emphasis, MarkedTokens
 from compressor.data.sources import TextPart, WeightedSource, divide
 from compressor.errors import CompressionError
 from tests.support import small
@@ -29,7 +29,7 @@ def spec(sources: Sequence[WeightedSource], **more: Any) -> TextSpec:
     return TextSpec(tuple(sources), **{**wanted, **more})
 
 
-def read(sources: Sequence[WeightedSource], **more: Any) -> Text:
+def read(sources: Sequence[WeightedSource], **more: Any) -> TextBatches:
     return read_text(spec(sources, **more), Numbers(), VOCAB)
 
 
@@ -38,11 +38,11 @@ def flat(batches: Iterable[Tensor], source: int) -> list[int]:
     return [token for batch in batches for token in batch.flatten().tolist() if token // 10_000 == source]
 
 
-def heldout_batches(text: Text) -> list[Tensor]:
+def heldout_batches(text: TextBatches) -> list[Tensor]:
     return [batch for each in text.heldout for batch in each.batches]
 
 
-def reserved_batches(text: Text) -> list[Tensor]:
+def reserved_batches(text: TextBatches) -> list[Tensor]:
     return [batch for each in text.fit.reserved for batch in each.batches]
 
 
@@ -133,7 +133,7 @@ def test_short_text_starts_again_by_hand(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_text_for_one_part_alone(tmp_path: Path) -> None:
     source = WeightedSource(count_up(tmp_path, 0, 900), 1.0)
-    emphasis = Emphasis({"end": Marked(8.0, ((7,), (8, 9)))})
+    emphasis = Emphasis({"end": MarkedTokens(8.0, ((7,), (8, 9)))})
     made = read([source], samples=0, reserve=0, heldout=0.0, parts={"a": TextPart(50, 6)}, emphasis=emphasis)
     stream = stream_of(source.source)
     assert made.fit.batches == () and made.fit.tokens == 0

@@ -20,7 +20,7 @@ REFUSED = {  # more than one hidden state goes from layer to layer, or to the he
     "zaya": r"model\.layers\.1 is given more of earlier layers than their hidden states",
     "mistral_large4": r"model\.language_model\.layers\.2 is given more of earlier layers",  # their keys and values
     "inkling2_loop": r"model\.layers\.2 is given more of earlier layers than their hidden states",
-    "inkling2": "its output hangs on more than the last layer's hidden states",
+    "inkling2": "its output depends on more than the last layer's hidden states",
     "diffusion_gemma": r"model\.encoder\.language_model\.layers\.0\.\S+ shares its weights with another layer",
 }
 EVERY = pytest.mark.parametrize("name", zoo.sweep())
@@ -43,10 +43,10 @@ class Gathering(ReverseVisitor):
     def on_layer_loaded(self, decoder_layer: str) -> None:
         self.whole.get_submodule(decoder_layer).requires_grad_(True)
 
-    def replaying(self, decoder_layer: str, batch: int) -> None:
+    def before_reverse(self, decoder_layer: str, batch: int) -> None:
         self.most = max(self.most, len(loaded_units(self.model)))
 
-    def done(self, decoder_layer: str) -> None:
+    def on_reverse_end(self, decoder_layer: str) -> None:
         for name, parameter in self.whole.get_submodule(decoder_layer).named_parameters():
             self.found[f"{decoder_layer}.{name}"] = parameter.grad
 

@@ -234,7 +234,7 @@ def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: P
 def test_batches_of_an_evaluation_come_last_and_go_to_the_end(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     one, two, three = batches(stock, (1, 1, 2))
-    found = logits(Pass(model, [one, two], evaluation=[three]))
+    found = logits(Pass(model, [one, two, three], finishing=[2]))
     assert list(found) == [2]
     torch.testing.assert_close(found[2], stock(input_ids=three).logits, rtol=0, atol=2e-6)
 

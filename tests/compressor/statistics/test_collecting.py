@@ -13,20 +13,16 @@ from compressor.progress import Silent
 from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import (
     ALL,
-    DENSE,
-    ROUTED,
-    ROUTED_OUTPUTS,
-    SAMPLED,
     LayerStatistics,
     RouterArguments,
     collect,
 )
 from tests.support import zoo
 from tests.support.opened_models import opened
+from tests.support.statistic_groups import DENSE, SAMPLED, SUMS
 
 NAMES = pytest.mark.parametrize("name", zoo.sweep(["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"]))
 DATA = ALL - {"weights", "rank_change"}
-SUMS = ROUTED | ROUTED_OUTPUTS
 SHARES = (0.5, 0.25, 0.25)
 SOURCES = (0, 1, 0, 2, 2, 0)
 HELDOUT = frozenset({2, 4})  # nothing of source 1

@@ -19,10 +19,6 @@ from compressor.statistics import statistics as collecting
 from compressor.statistics.meters import mix_tokens
 from compressor.statistics.statistics import (
     ALL,
-    DENSE,
-    ROUTED,
-    ROUTED_OUTPUTS,
-    SAMPLED,
     STATISTICS,
     WEIGHTS,
     LayerStatistics,
@@ -40,6 +36,7 @@ from tests.support.opened_models import (
     statistics,
 )
 from tests.support.plans import plan_of
+from tests.support.statistic_groups import DENSE, SAMPLED, SUMS
 
 NAMES = [
     "mixtral", "qwen3_moe-norm_topk_false", "deepseek_v3", "gpt_oss", "gemma4", "zaya", "minimax_m2", "nemotron_h",
@@ -48,7 +45,7 @@ NAMES = [
 SEVERAL = pytest.mark.parametrize("name", zoo.sweep(NAMES))
 SAMPLE = 20  # of 36 tokens
 SEED = 5
-ONE_BY_ONE = (ROUTED | ROUTED_OUTPUTS) - {  # the others: tests/strategies/test_deleting.py, steps/split/test_neurons.py
+ONE_BY_ONE = SUMS - {  # the others: tests/strategies/test_deleting.py, steps/split/test_neurons.py
     "squared_deletion_sum", "pair_count", "pair_norm_sum", "pair_product_sum", "squared_neuron_sum",
 }  # fmt: skip
 DATA = ALL - {"weights", "heldout", "rank_change"}
@@ -231,7 +228,7 @@ def test_a_pass_leaves_the_stock_modules_as_they_were(name: str, abandoned: bool
 
 def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
-    run: Any = collecting.collect(model, ROUTED, calibration(batches(stock)), Silent())
+    run: Any = collecting.collect(model, SUMS, calibration(batches(stock)), Silent())
     module = model.partial.model.get_submodule(model.architecture.decoder_layers[1])
     handle = module.register_forward_hook(lambda _, __, output: output * torch.inf)
     first = model.partial.model.get_submodule(model.architecture.layers[1].name)

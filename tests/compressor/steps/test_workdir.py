@@ -25,7 +25,7 @@ from compressor.errors import CompressionError
 from compressor.files import work_folder
 from compressor.quality_gate.report import NAMES as GATE
 from compressor.report.comparison_report import NAMES as COMPARISON
-from compressor.report.page import FIGURES, MADE_BY
+from compressor.report.page import MADE_BY
 from compressor.steps import workdir
 from compressor.steps.tensors import OutputJob, OutputTensor, Piece
 from compressor.steps.workdir import header_of, shards
@@ -384,8 +384,7 @@ def test_overwrite_names_what_it_would_lose_in_an_export_too(tmp_path: Path) -> 
 
 def test_overwrite_replaces_what_commands_add_and_checkpoint_files(tmp_path: Path, whole: dict[str, str]) -> None:
     added = {
-        **dict.fromkeys((*GATE, *ATTRIBUTION, *COMPARISON, *FIGURES, "onnx/onnx_export.json"), "{}"),
-        **{f"figures/{name}": "" for name in FIGURES},
+        **dict.fromkeys((*GATE, *ATTRIBUTION, *COMPARISON, "onnx/onnx_export.json"), "{}"),
         "plan.wiki.json": '{"format": "moe-compressor-plan/1"}',
         "page.html": f"<!DOCTYPE html>... {MADE_BY} out; plan 12.",
         "terms.txt": "carried from the source",
