@@ -27,7 +27,6 @@ from tests.support.onnx_answers import Runner, experts_of, observe, run_node, se
 from tests.support.packed_codes import unpack
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
-SMALL_BLOCK = Scheme(4, 4)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -68,14 +67,6 @@ def test_rounding_is_that_of_torch(scheme: Scheme) -> None:
     zeros = torch.zeros(len(steps), dtype=torch.int32)
     wanted = torch.fake_quantize_per_channel_affine(flat, steps, zeros, 0, -scheme.highest - 1, scheme.highest)
     torch.testing.assert_close(value, wanted.view(4, 64))
-
-
-def test_a_case_by_hand() -> None:
-    weight = torch.tensor([[7.0, -3.0, 0.4, 0.0, -70.0, 0.0, 30.0, 50.0]])  # blocks of 4: steps of 1 and of 10
-    value, scales = rounded(weight, SMALL_BLOCK)
-    assert value.tolist() == [[7, -3, 0, 0, -70, 0, 30, 50]]
-    assert scales.tolist() == [[1, 10]]
-    assert pack(codes(weight, scales, SMALL_BLOCK), SMALL_BLOCK).tolist() == [[0x5F, 0x88, 0x81, 0xDB]]
 
 
 def test_zeros_and_tiny_weights_have_a_scale() -> None:
