@@ -250,8 +250,7 @@ def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
 def test_a_fault_while_writing_leaves_what_was_there(parts: int, tmp_path: Path) -> None:
     model = gguf_models.quantised(tmp_path / "model.gguf", parts=parts)
     matrix = gguf_models.imatrix(
-        tmp_path / "imatrix.gguf",
-        {f"blk.{n}.ffn_down_exps.weight": (np.ones((8, 32)), np.arange(8)) for n in (1, 2)},
+        tmp_path / "imatrix.gguf", {f"blk.{n}.ffn_down_exps.weight": (np.ones((8, 32)), np.arange(8)) for n in (1, 2)}
     )
     out = tmp_path / "out.gguf"
     made = compressor.compress_gguf(model, out, imatrix=matrix, experts=6)

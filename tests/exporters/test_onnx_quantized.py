@@ -1,4 +1,4 @@
-"""Quantised exports: stock models given the weights that the graph's own bytes mean compute what the graph does."""
+"""Quantised exports: integer weights by plain loops, and graphs against stock models of the weights in the file."""
 
 import json
 from dataclasses import dataclass
@@ -20,11 +20,76 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from exporters.onnx import ExportOptions, ExportSummary, export
 from exporters.onnx.moe import qmoe_tensors, round_experts
-from exporters.onnx.quantise import SCHEMES, dequantise
+from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, codes, dequantise, pack, rounded
 from exporters.onnx.verify import rounding_cost
 from tests.support import zoo
-from tests.support.onnx_answers import Runner, experts_of, observe, session_of
+from tests.support.onnx_answers import Runner, experts_of, observe, run_node, session_of
 from tests.support.packed_codes import unpack
+
+ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def naive_scale(values: list[float], scheme: Scheme) -> tuple[float, float]:
+    """The scale of a few values with the smallest squared error, tried one by one in Python's own numbers."""
+    full = max(abs(value) for value in values) / scheme.highest
+    found = []
+    for ratio in RATIOS:
+        scale = full * ratio
+        nearest = [min(scheme.highest, max(-scheme.highest - 1, round(value / scale))) for value in values]
+        found.append((sum((n * scale - v) ** 2 for n, v in zip(nearest, values, strict=True)), scale))
+    error, scale = min(found, key=lambda pair: pair[0])
+    return scale, error
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_every_scale_has_the_smallest_error_of_a_plain_loop(scheme: Scheme) -> None:
+    weight = gaussian(3, 70)
+    value, scales = rounded(weight, scheme)
+    width = scheme.block or 70
+    assert scales.shape == (3, -(-70 // width))
+    for row in range(3):
+        for place, part in enumerate(weight[row].split(width)):
+            scale, error = naive_scale(part.tolist(), scheme)
+            mine = (value[row].split(width)[place] - part).double().square().sum()
+            assert float(mine) == pytest.approx(error, rel=1e-4)
+            assert float(scales[row, place]) == pytest.approx(scale, rel=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_rounding_is_that_of_torch(scheme: Scheme) -> None:
+    weight = gaussian(4, 64)
+    value, scales = rounded(weight, scheme)
+    flat, steps = weight.view(-1, scheme.block or 64), scales.flatten()
+    zeros = torch.zeros(len(steps), dtype=torch.int32)
+    wanted = torch.fake_quantize_per_channel_affine(flat, steps, zeros, 0, -scheme.highest - 1, scheme.highest)
+    torch.testing.assert_close(value, wanted.view(4, 64))
+
+
+def test_zeros_and_tiny_weights_have_a_scale() -> None:
+    for weight in (torch.zeros(2, 40), torch.full((2, 40), 1e-42)):
+        value, scales = rounded(weight, SCHEMES["int4"])
+        assert bool((scales > 0).all()) and bool(torch.isfinite(value).all()) and float(value.abs().max()) < 1e-37
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_the_node_reads_the_same_weights(scheme: Scheme) -> None:
+    weight, identity = gaussian(1, 64, 64), torch.eye(64)[None]
+    tensors = {}
+    for name, value in (("one", weight), ("two", identity)):
+        scales = best_scales(value, scheme)
+        tensors[name] = pack(codes(value, scales, scheme), scheme)
+        tensors[f"{name}_scales"] = scales if scheme.block else scales[..., 0]
+    inputs = ["x", "logits", "one", "one_scales", "", "two", "two_scales"]
+    attributes: dict[str, Any] = {"k": 1, "activation_type": "identity", "expert_weight_bits": scheme.bits}
+    attributes |= {"block_size": scheme.block} if scheme.block else {}
+    feed = {"x": torch.eye(64), "logits": torch.zeros(64, 1)}
+    read = run_node("QMoE", inputs, attributes, feed, tensors)  # row i: column i of the weight
+    torch.testing.assert_close(read.T, rounded(weight, scheme)[0][0], rtol=1e-5, atol=1e-6)
+
 
 SHAPES = ((1, 1), (1, 7), (3, 5), (2, 33), (4, 16))
 WIDE: dict[str, Any] = {"hidden_size": 48}  # one block and a half; 24 in the middle is less than one

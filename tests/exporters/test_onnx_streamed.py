@@ -3,7 +3,9 @@
 The source is quantised (MXFP4), its weights tied and with biases, and its experts are rounded anew for the graph.
 """
 
+import gc
 import json
+import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,6 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model import opened
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.opened import open_model
@@ -68,18 +69,19 @@ def written_whole(model: Any, folder: Path, options: ExportOptions) -> Path:
     return folder
 
 
-class Held:
-    """The most elements of large tensors that models which are loaded in parts have held at once."""
+class Held(Silent):
+    """The most elements of large tensors in memory at once, beside those that were there before."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.most, own = 0, PartialModel.load
+    def __init__(self) -> None:
+        self.most, self.before = 0, elements()
 
-        def load(partial: PartialModel, keys: Any) -> None:
-            own(partial, keys)
-            state = {value.data_ptr(): value.numel() for value in partial.model.state_dict().values() if real(value)}
-            self.most = max(self.most, sum(state.values()))
+    def advance(self, detail: str) -> None:
+        self.most = max(self.most, elements() - self.before)
 
-        patch.setattr(PartialModel, "load", load)
+
+def elements() -> int:
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+    return sum({value.data_ptr(): value.numel() for value in tensors if real(value)}.values())
 
 
 def real(value: Tensor) -> bool:
@@ -102,10 +104,10 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("streamed")
     source = save(folder / "source")
+    held = Held()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened, "free_memory", lambda device: 1000)
-        held = Held(patch)
-        summary = export(source, folder / "out", STREAMED)
+        patch.setattr(resource, "getrlimit", lambda which: (1000, resource.RLIM_INFINITY))
+        summary = export(source, folder / "out", STREAMED, held)
     yield Made(source, folder / "out", summary, held.most)
     shutil.rmtree(folder)
 
@@ -176,9 +178,6 @@ def nudging(model: Any, layer_names: Sequence[str]) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_weight_of_any_layer_is_found(made: Made, tmp_path: Path) -> None:

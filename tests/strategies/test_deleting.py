@@ -14,12 +14,12 @@ from compressor.recipe.registry import load_strategy
 from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.reconstruction import KeptErrors
-from compressor.steps.prune.selection import blocks_of
 from strategies import hope
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls, statistics
 from tests.support.plans import kept, make_plan
 from tests.support.sequential_runs import opened_wide
+from tests.support.strategy_runs import layer_statistics
 
 NORMALISING = ["mixtral", "gpt_oss", "minimax_m2", "qwen3_moe"]
 FROZEN = ["qwen3_moe-norm_topk_false", "olmoe"]
@@ -126,9 +126,11 @@ def test_pairs_by_loops(tmp_path: Path) -> None:
 
 
 def scored(table: Tensor, groups: int = 1, counts: Tensor | None = None) -> LayerStatistics:
-    layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, len(table), 1, groups, groups)
-    values = {"pair_product_sum": table, "pair_norm_sum": table, "pair_count": table.new_ones(table.shape)}
-    return LayerStatistics(layer, 100, values | ({} if counts is None else {"pair_count": counts}))
+    values = {"pair_product_sum": table, "pair_norm_sum": table, "pair_count": torch.ones_like(table)}
+    if counts is not None:
+        values["pair_count"] = counts
+    blocks = {"routing_groups": groups, "chosen_groups": groups}
+    return layer_statistics(values, experts=len(table), top_k=1, **blocks)
 
 
 def least(table: Tensor, groups: int, keep: int, protected: frozenset[int]) -> float:
@@ -146,22 +148,14 @@ def least(table: Tensor, groups: int, keep: int, protected: frozenset[int]) -> f
 @pytest.mark.parametrize(("groups", "keep"), [(1, 2), (1, 3), (1, 5), (2, 2), (2, 4)])
 @pytest.mark.parametrize("protected", [frozenset[int](), frozenset({1})])
 def test_hope_deletes_the_cheapest_set_of_six(groups: int, keep: int, protected: frozenset[int]) -> None:
-    found = 0
     for seed in range(20):
         outputs = torch.randn(6, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         table = outputs @ outputs.T
+        left = kept(hope.plan(scored(table, groups), keep, protected))
+        assert protected <= {*left} and len(left) == keep
+        gone = [expert for expert in range(6) if expert not in left]
         best = least(table, groups, keep, protected)
-        made = hope.plan(scored(table, groups), keep, protected)
-        assert protected <= {*kept(made)} and len(kept(made)) == keep
-        gone = [expert for expert in range(6) if expert not in kept(made)]
         assert float(table[gone][:, gone].sum()) == pytest.approx(best, rel=1e-9, abs=1e-9)
-        blocks = blocks_of(scored(table, groups).layer, keep, protected)
-        grown = hope.grown(table, blocks)
-        exchanged = hope.exchanged(table, grown, blocks)
-        costs = [float(table[deleted][:, deleted].sum()) for deleted in (grown, exchanged)]
-        assert best - 1e-9 <= costs[1] <= costs[0] + 1e-9 and int(exchanged.sum()) == 6 - keep
-        found += costs[1] <= best * (1 + 1e-6) + 1e-9
-    assert found >= 12  # one exchange at a time may end beside it
 
 
 def test_two_that_stand_in_for_each_other_do_not_both_go() -> None:

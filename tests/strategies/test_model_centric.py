@@ -10,18 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import collect
 from compressor.steps.prune.similarity import fast_squared_distances
 from strategies import model_centric
 from strategies.model_centric import surrogate_distances, vectorized_distances
 from tests.support import zoo
-from tests.support.opened_models import batches, calibration, opened
-from tests.support.plans import by_hand, make_plan
+from tests.support.opened_models import opened
+from tests.support.strategy_runs import members, planned_layers
 
 LAYOUTS = ["mixtral", "gpt_oss", "aria", "nemotron_h", "deepseek_v3", "muse_spark"]
 
@@ -61,11 +58,8 @@ def naive_surrogates(experts: Any, count: int) -> Tensor:
 
 
 def naive_distances(features: Tensor) -> Tensor:
-    table = torch.zeros(len(features), len(features), dtype=torch.float64)
-    for i in range(len(features)):
-        for j in range(len(features)):
-            table[i, j] = (features[i].double() - features[j].double()).square().sum().sqrt()
-    return table
+    rows = [(feature.double() - features.double()).square().flatten(1).sum(1).sqrt() for feature in features]
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("name", zoo.sweep(LAYOUTS))
@@ -79,15 +73,6 @@ def test_distances_equal_a_loop_over_every_layout(name: str, tmp_path: Path) -> 
         whole = [[m.flatten() for m in naive_matrices(experts, e) if m is not None] for e in range(count)]
         vectors = torch.stack([torch.cat(parts) for parts in whole])
         torch.testing.assert_close(flat, naive_distances(vectors), rtol=1e-6, atol=1e-9)
-
-
-def test_a_surrogate_by_hand() -> None:
-    """Two experts of width one: 2 * (3 * 5) = 30 and 1 * (1 * 4) = 4, so 26 apart; as vectors, sqrt(4 + 1 + 1)."""
-    weights = fake(2, 1, 1)
-    weights.experts.gate_up_proj.copy_(torch.tensor([[[3.0], [5.0]], [[1.0], [4.0]]]))
-    weights.experts.down_proj.copy_(torch.tensor([[[2.0]], [[1.0]]]))
-    assert surrogate_distances(weights, 2)[0].tolist() == [[0, 26], [26, 0]]
-    assert vectorized_distances(weights, 2)[0][0, 1] == pytest.approx(6**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,22 +127,14 @@ def test_fast_distances_refuse_what_is_not_finite() -> None:
         fast_squared_distances(torch.tensor([[1e30], [-1e30]]))
 
 
-def plans(folder: Path, name: str, keep: int, **options: Any) -> Any:
-    model = open_model(locate(str(folder)), "float32", "cpu")
-    strategy = load_strategy("model-centric", options)
-    data = calibration(batches(zoo.build(name))) if options.get("merge", "uniform") != "uniform" else None
-    return make_plan(model, strategy, keep, options, data, Silent())
-
-
-@pytest.mark.parametrize("merge", ["uniform", "max", "frequency", "learned"])
-def test_every_merge_plans_the_same_groups_twice(merge: str, tmp_path: Path) -> None:
-    zoo.save("mixtral", tmp_path)
-    first, second = (plans(tmp_path, "mixtral", 4, merge=merge) for _ in range(2))
-    assert by_hand(first).to_json() == by_hand(second).to_json()
-    uniform = plans(tmp_path, "mixtral", 4)
-    for layer, other in zip(first.layers, uniform.layers, strict=True):
-        assert [group.members for group in layer.groups] == [group.members for group in other.groups]
-        for group in layer.groups:
+@pytest.mark.parametrize("merge", ["max", "frequency", "learned"])
+def test_every_merge_plans_the_groups_of_a_uniform_one(merge: str, tmp_path: Path) -> None:
+    made, uniform = (
+        planned_layers("mixtral", tmp_path / name, "model-centric", merge=name) for name in (merge, "uniform")
+    )
+    for layer, other in zip(made, uniform, strict=True):
+        assert members(layer.plan) == members(other.plan)
+        for group in layer.plan.groups:
             assert sum(group.coefficients) == pytest.approx(1, abs=1e-9)
             if merge == "max":
                 assert sorted(group.coefficients) == [0.0] * (len(group.members) - 1) + [1.0]

@@ -1,11 +1,13 @@
-"""Options of the built-in strategies: what they need measured, and which values are refused."""
+"""Options of the built-in strategies: what they need measured, and which values are refused; what auto stands for."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compressor.errors import CompressionError
 from compressor.recipe.registry import load_strategy
+from tests.support.strategy_runs import planned_layers
 
 LEARNED = {"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"}
 
@@ -37,11 +39,7 @@ def test_needs_follow_the_options(name: str, options: dict[str, Any], needs: set
         *((name, {"merge": "sum"}, "there is no merge 'sum'") for name in ("data-centric", "hc-smoe", "router-guided")),
         ("data-centric", {"similarity": "cka"}, "no similarity 'cka'; known are linear-cka, rbf-cka, mean-output"),
         ("model-centric", {"representation": "mean"}, "no representation 'mean'; known are surrogate, vectorized"),
-        (
-            "model-centric",
-            {"similarity": "rbf-cka"},
-            "'similarity'; it has align, merge, merge_routers, repr",
-        ),
+        ("model-centric", {"similarity": "rbf-cka"}, "'similarity'; it has align, merge, merge_routers, repr"),
         ("reap", {"saliency": "norm"}, "known are reap, frequency, ean"),
         ("hub-guided", {"mass": "ean"}, "there is no mass 'ean'; known are gated-mass, visits"),
         *(("hub-guided", {"exponent": value}, "a number from 0 to 10") for value in (-0.5, 11, float("nan"))),
@@ -51,3 +49,12 @@ def test_needs_follow_the_options(name: str, options: dict[str, Any], needs: set
 def test_impossible_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
         load_strategy(name, options)
+
+
+def test_auto_is_energy_corrected_by_tune(tmp_path: Path) -> None:
+    made, alone = (planned_layers("mixtral", tmp_path / name, name) for name in ("auto", "energy"))
+    for layer, wanted in zip(made, alone, strict=True):
+        assert layer.plan.groups == wanted.plan.groups
+        assert layer.plan.figures == {**wanted.plan.figures, "won": "energy"}
+    auto = load_strategy("auto")
+    assert auto.correction == "tune" and auto.options is None and auto.needs == load_strategy("energy").needs

@@ -6,11 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.model.moe_layer import MoeLayer
-from compressor.statistics.statistics import LayerStatistics
 from strategies import ranked_choice
 from tests.support.opened_models import batches, opened, plain_calls, statistics
 from tests.support.plans import kept
+from tests.support.strategy_runs import layer_statistics
 
 
 def run_off(orders: list[list[int]], top_k: int, keep: int, groups: int, protected: frozenset[int]) -> list[int]:
@@ -37,8 +36,9 @@ def test_the_run_off(data: st.DataObject) -> None:
     keep = groups * data.draw(st.integers(-(-top_k // groups), experts // groups))
     orders = data.draw(st.lists(st.permutations(range(experts)), min_size=1, max_size=12))
     protected = frozenset(data.draw(st.sets(st.integers(0, experts // groups - 1), max_size=min(1, keep // groups))))
-    layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, experts, top_k, groups, groups)
-    stats = LayerStatistics(layer, len(orders), {"router_orders": torch.tensor(orders, dtype=torch.int16)})
+    values = {"router_orders": torch.tensor(orders, dtype=torch.int16)}
+    blocks = {"routing_groups": groups, "chosen_groups": groups}
+    stats = layer_statistics(values, len(orders), experts=experts, top_k=top_k, **blocks)
     assert kept(ranked_choice.plan(stats, keep, protected)) == run_off(orders, top_k, keep, groups, protected)
 
 

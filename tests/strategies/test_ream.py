@@ -1,4 +1,4 @@
-"""REAM: a whole model and made-up layers against plain loops, a case by hand, protection, room, refusals."""
+"""REAM: a whole model and made-up layers against plain loops, protection, room, refusals."""
 
 import math
 from dataclasses import asdict
@@ -13,28 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.model.moe_layer import MoeLayer
 from compressor.plugins import check_strategy
-from compressor.progress import Silent
-from compressor.recipe.plan import Group
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import ream
 from strategies.ranked import Reap
 from strategies.ream import Options
-from tests.support.opened_models import batches, calibration, one_expert, opened, plain_calls
-from tests.support.plans import make_plan
-
-GROUPS = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
+from tests.support.strategy_runs import GROUPED, layer_statistics, members, planned_layers
 
 
 def stats(sums: Any, counts: Any, logits: Tensor, outputs: Tensor, **groups: Any) -> LayerStatistics:
-    layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, len(sums), 1, **groups)
-    values = {
-        "gated_norm_sum": torch.tensor(sums, dtype=torch.float64), "expert_outputs": outputs,
-        "routed_count": torch.tensor(counts, dtype=torch.float64), "router_logits": logits,
-    }  # fmt: skip
-    return LayerStatistics(layer, len(logits), values)
+    values = {"gated_norm_sum": sums, "routed_count": counts, "expert_outputs": outputs, "router_logits": logits}
+    return layer_statistics(values, len(logits), experts=len(sums), top_k=1, **groups)
 
 
 def naive_table(logits: list[list[float]], outputs: list[list[list[float]]]) -> list[list[float]]:
@@ -88,41 +78,36 @@ def naive_groups(saliency: list[float], table: Any, keep: int, alone: set[int], 
 def check(made: Any, groups: dict[int, list[int]], saliency: list[float]) -> None:
     """Members, coefficients by saliency, router rows and heads of a plan."""
     by_members = {group.members: group for group in made.groups}
-    assert set(by_members) == {tuple(sorted(members)) for members in groups.values()}
+    assert set(by_members) == {tuple(sorted(experts)) for experts in groups.values()}
     least = min((value for value in saliency if value > 0), default=1.0)
-    for head, members in groups.items():
-        group = by_members[tuple(sorted(members))]
-        weights = [saliency[member] or least for member in sorted(members)]
+    for head, experts in groups.items():
+        group = by_members[tuple(sorted(experts))]
+        weights = [saliency[member] or least for member in group.members]
         assert group.coefficients == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-5)
-        assert group.router_coefficients == tuple(float(member == head) for member in sorted(members))
-        assert group.head == (head if len(members) > 1 else None) and group.scale == 1
+        assert group.router_coefficients == tuple(float(member == head) for member in group.members)
+        assert group.head == (head if len(experts) > 1 else None) and group.scale == 1
 
 
 @pytest.mark.parametrize(("name", "size"), [("mixtral", 16), ("mixtral", 2), ("gpt_oss", 3), ("nemotron_h", 0)])
 def test_a_whole_model_against_loops(name: str, size: int, tmp_path: Path) -> None:
     """Saliency, logits and outputs of a plain forward of the stock model's tokens, all of which are sampled."""
-    stock, model = opened(name, tmp_path)
-    parts, options = batches(stock), {"group_size": size}
-    made = make_plan(model, load_strategy("ream", options), 4, options, calibration(parts), Silent())
-    assert made == make_plan(model, load_strategy("ream", options), 4, options, calibration(parts), Silent())
-    calls = plain_calls(stock, model.architecture, parts)
-    for layer, planned in zip(model.architecture.layers, made.layers, strict=True):
-        seen = calls[layer.name]
-        hidden, index, weights = seen.joined()
-        logits = torch.cat([output[0] for output in seen.router_outputs]).reshape(-1, 8)
-        outputs = [one_expert(stock.get_submodule(layer.name), expert, hidden) for expert in range(8)]
+    for made in planned_layers(name, tmp_path, "ream", group_size=size):
+        _, index, weights = made.calls.joined()
+        logits = torch.cat([output[0] for output in made.calls.router_outputs]).reshape(-1, 8).double()
+        outputs = made.outputs()
         saliency = []
-        for expert in range(8):
-            gated = [float(weights[t, k] * outputs[expert][t].norm()) for t, k in (index == expert).nonzero().tolist()]
-            saliency.append(sum(gated) / len(gated) if gated else 0.0)
-        table = naive_table(logits.double().tolist(), torch.stack(outputs).double().tolist())
-        groups, width = {}, 8 // layer.routing_groups
-        for begin in range(0, 8, width):
-            inside = [row[begin : begin + width] for row in table[begin : begin + width]]
-            found = naive_groups(saliency[begin : begin + width], inside, 4 // layer.routing_groups, set(), size)
-            groups |= {begin + head: [begin + member for member in members] for head, members in found.items()}
-        check(planned, groups, saliency)
-        assert planned.decided_by == "REAP's saliency, gated outputs and router logits"
+        for expert, output in enumerate(outputs):
+            gated = [float(weights[t, k] * output[t].norm()) for t, k in (index == expert).nonzero().tolist()]
+            saliency.append(sum(gated) / max(1, len(gated)))
+        table = naive_table(logits.tolist(), torch.stack(outputs).tolist())
+        groups = dict[int, list[int]]()
+        for block in made.blocks():
+            inside = [[table[one][other] for other in block] for one in block]
+            kept = 4 // len(made.blocks())
+            for head, found in naive_groups([saliency[e] for e in block], inside, kept, set(), size).items():
+                groups[block[head]] = [block[member] for member in found]
+        check(made.plan, groups, saliency)
+        assert made.plan.decided_by == "REAP's saliency, gated outputs and router logits"
 
 
 @given(data=st.data())
@@ -149,39 +134,34 @@ def test_made_up_layers_against_loops(data: st.DataObject) -> None:
 
 LOGITS = torch.tensor([[1.0, 0, 1, 0, 1, 0]])  # experts 0, 2 and 4 are scored alike
 OUTPUTS = torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 1], [1, 0.1], [-1, 0]])[:, None]  # [E, 1, H]
-SUMS, COUNTS = [4.0, 6.0, 3.0, 2.0, 0.0, 1.0], [1, 2, 3, 2, 0, 1]  # saliencies 4, 3, 1, 1, 0 and 1
+SUMS = [4.0, 6.0, 3.0, 2.0, 0.0, 1.0]
+COUNTS = [1.0, 2, 3, 2, 0, 1]  # saliencies 4, 3, 1, 1, 0 and 1
 
 
-def test_a_case_by_hand() -> None:
-    """Experts 0 and 1 are the centroids; 0 chooses first."""
+def test_options_and_few_groups_by_hand() -> None:
     found = stats(SUMS, COUNTS, LOGITS, OUTPUTS)
-    assert ream.plan(found, 2, options=Options(group_size=4)).groups == (
-        Group((0, 2, 3, 4), (4 / 7, 1 / 7, 1 / 7, 1 / 7), (1, 0, 0, 0), head=0),  # 4 counts like the least reached
-        Group((1, 5), (0.75, 0.25), (1, 0), head=1),
-    )
     near = ream.plan(found, 2, options=Options(group_size=0, align=False, merge_routers=True))
-    assert [group.members for group in near.groups] == [(0, 2, 4), (1, 3, 5)]
+    assert members(near) == [(0, 2, 4), (1, 3, 5)]
     assert [group.head for group in near.groups] == [None, None]
     assert all(group.router_coefficients == group.coefficients for group in near.groups)
     assert near.figures["largest_group"] == 3
-    assert [group.members for group in ream.plan(found, 3, options=Options(4)).groups] == [(0, 3, 4, 5), (1,), (2,)]
     assert ream.plan(found, 6).is_drop
 
 
 def test_protected_experts_stay_alone_and_may_leave_no_home_for_others() -> None:
     found = stats(SUMS, COUNTS, LOGITS, OUTPUTS)
     made = ream.plan(found, 3, frozenset({0, 5}))
-    assert [group.members for group in made.groups] == [(0,), (1, 2, 3, 4), (5,)]
+    assert members(made) == [(0,), (1, 2, 3, 4), (5,)]
     full = ream.plan(found, 2, frozenset({3, 5}))
-    assert [group.members for group in full.groups] == [(3,), (5,)] and full.dropped == (0, 1, 2, 4)
-    twice = stats(SUMS[:4] * 2, COUNTS[:4] * 2, LOGITS[:, :4].repeat(1, 2), OUTPUTS[:4].repeat(2, 1, 1), **GROUPS)
-    inside = [group.members for group in ream.plan(twice, 4, options=Options(3)).groups]
+    assert members(full) == [(3,), (5,)] and full.dropped == (0, 1, 2, 4)
+    twice = stats(SUMS[:4] * 2, COUNTS[:4] * 2, LOGITS[:, :4].repeat(1, 2), OUTPUTS[:4].repeat(2, 1, 1), **GROUPED)
+    inside = members(ream.plan(twice, 4, options=Options(3)))
     assert inside == [(0, 2, 3), (1,), (4, 6, 7), (5,)]
 
 
 def test_a_layer_without_tokens_is_planned_by_its_lowest_experts() -> None:
     silent = stats([0.0] * 6, [0] * 6, torch.zeros(0, 6), torch.zeros(6, 0, 2))
-    assert [group.members for group in ream.plan(silent, 3, options=Options(3)).groups] == [(0, 3, 4), (1, 5), (2,)]
+    assert members(ream.plan(silent, 3, options=Options(3))) == [(0, 3, 4), (1, 5), (2,)]
     assert ream.plan(silent, 3).groups[0].coefficients == pytest.approx((0.25,) * 4)
 
 
@@ -191,7 +171,5 @@ def test_the_contract_options_and_refusals() -> None:
     assert asdict(load_strategy("ream").options) == {"group_size": 16, "align": True, "merge_routers": False}
     with pytest.raises(CompressionError, match="2 groups of at most 2 have no room for 6 experts; raise group_size"):
         ream.plan(stats(SUMS, COUNTS, LOGITS, OUTPUTS), 2, options=Options(2))
-    with pytest.raises(CompressionError, match="group_size is 1; it must be 2 or more, or 0"):
-        load_strategy("ream", {"group_size": 1})
     with pytest.raises(CompressionError, match="the outputs of expert 1 are not finite"):
-        ream.plan(stats([1, float("nan"), 3], [1, 1, 1], LOGITS[:, :3], OUTPUTS[:3]), 2)
+        ream.plan(stats([1.0, float("nan"), 3.0], [1.0, 1.0, 1.0], LOGITS[:, :3], OUTPUTS[:3]), 2)

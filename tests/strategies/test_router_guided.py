@@ -1,7 +1,6 @@
-"""Router-guided: groups by plain loops and by hand, protected experts, unreached layers."""
+"""Router-guided: groups by plain loops and by hand, protected experts."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,17 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group
 from compressor.statistics.statistics import LayerStatistics
 from strategies import router_guided
 from strategies.router_guided import Options
+from tests.support.strategy_runs import layer_statistics, shares
 
 
-def statistics(counts: Any, logits: Tensor, blocks: int = 1) -> LayerStatistics:
-    layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, len(counts), 1, blocks, blocks)
-    values = {"routed_count": torch.tensor(counts, dtype=torch.float64), "router_logits": logits}
-    return LayerStatistics(layer, 9, values)
+def statistics(counts: list[float], logits: Tensor, blocks: int = 1) -> LayerStatistics:
+    values = {"routed_count": counts, "router_logits": logits}
+    return layer_statistics(values, experts=len(counts), top_k=1, routing_groups=blocks, chosen_groups=blocks)
 
 
 def naive(counts: list[int], logits: list[list[float]], keep: int, protected: set[int], blocks: int) -> list[list[int]]:
@@ -65,11 +63,11 @@ def test_groups_equal_plain_loops(data: st.DataObject) -> None:
     assert sorted(list(group.members) for group in made.groups) == naive(counts, logits, keep, protected, blocks)
     for group in made.groups:
         visits = [counts[member] for member in group.members]
-        shares = [visit / sum(visits) for visit in visits] if sum(visits) else [1 / len(visits)] * len(visits)
-        assert group.coefficients == pytest.approx(shares)
+        expected = shares(visits)
+        assert group.coefficients == pytest.approx(expected)
         (router,) = [m for m, share in zip(group.members, group.router_coefficients, strict=True) if share]
         assert counts[router] == max(visits)
-        assert group.head == (router if sum(share > 0 for share in shares) > 1 else None)
+        assert group.head == (router if sum(share > 0 for share in expected) > 1 else None)
 
 
 def test_by_hand() -> None:
@@ -89,12 +87,3 @@ def test_by_hand() -> None:
     assert [(g.coefficients, g.head) for g in largest.groups] == [((1.0, 0.0), None), ((0.0, 1.0), None)]
     uniform = router_guided.plan(statistics([9, 5, 7, 1], logits), 2, options=Options(merge="uniform"))
     assert [(g.coefficients, g.head) for g in uniform.groups] == [((0.5, 0.5), 0), ((0.5, 0.5), 2)]
-
-
-def test_experts_and_layers_that_no_token_reached() -> None:
-    made = router_guided.plan(statistics([0, 0, 0, 0], torch.zeros(0, 4)), 2)
-    assert [group.members for group in made.groups] == [(0, 2, 3), (1,)]
-    assert made.groups[0].coefficients == pytest.approx((1 / 3,) * 3)
-    visited = router_guided.plan(statistics([5, 0, 3, 0], torch.eye(4)[:2]), 2)
-    assert [group.members for group in visited.groups] == [(0, 1, 3), (2,)]
-    assert visited.groups[0].coefficients == (1.0, 0.0, 0.0) and visited.groups[0].head is None

@@ -95,6 +95,18 @@ def paths_of(event: str, pattern: str = "") -> Iterator[list[Path]]:
         yield paths
 
 
+@contextmanager
+def at_every(event: str, action: Callable[[], object]) -> Iterator[None]:
+    """Do something just before every such operation."""
+
+    def listener(heard: str, arguments: tuple[Any, ...]) -> None:
+        if heard == event:
+            action()
+
+    with _listening(listener):
+        yield
+
+
 def fill_disk() -> None:
     """Fail as the operating system does where no space is left."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,31 +1,27 @@
-"""Passes in order over tiny models: calibration with a held-out part, plans by hand, and what was recorded on the way.
-
-Test support.
-"""
+"""Passes in order over tiny models: calibration with a held-out part, and plans by hand; test support."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
+<<<<<<< HEAD
 from compressor.data.batches import Calibration, EvaluationSet, TextBatches
+=======
+from compressor.data.batches import Calibration
+>>>>>>> w-t2
 from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor
-from compressor.pipeline import resolve
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan, Source
-from compressor.steps.correct import sequential
-from compressor.steps.correct.cut_layer import Recording
-from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from tests.support import zoo
 from tests.support.plans import Decided
@@ -36,9 +32,9 @@ SHARED = {"diffusion_gemma"}  # encoder and decoder are the same experts
 Plans = Mapping[str, LayerPlan]
 
 
-def opened_wide(name: str, folder: Path, dtype: str = "float32") -> tuple[PreTrainedModel, OpenModel]:
+def opened_wide(name: str, folder: Path, dtype: str = "float32", **overrides: Any) -> tuple[PreTrainedModel, OpenModel]:
     """The stock model in memory, wide enough to lose experts, and the same one opened from its checkpoint."""
-    stock = zoo.build(name, **WIDER.get(name, {}))
+    stock = zoo.build(name, **WIDER.get(name, {}), **overrides)
     stock.to(getattr(torch, dtype)).save_pretrained(folder)
     return stock, open_model(locate(str(folder)), dtype, "cpu")
 
@@ -91,6 +87,7 @@ def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> Decided:
     return Decided(source, len(layers[0].groups), "by hand", {}, more.pop("calibration", None), layers, **more)
 
 
+<<<<<<< HEAD
 def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these batches be the calibration text of plans that are carried out from now on."""
     heldout = EvaluationSet("random tokens", data.heldout_batches)
@@ -100,6 +97,8 @@ def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+=======
+>>>>>>> w-t2
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
     """`compress_sequentially` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)
@@ -119,35 +118,3 @@ class Watched(LayerVisitor):
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         self.logits[batch - self.first] = output.logits.clone()
-
-
-@dataclass(frozen=True, slots=True)
-class Corrected:
-    """One layer at the moment of its correction."""
-
-    model: Any  # the smaller one, only this layer filled
-    layer: MoeLayer
-    recording: Recording
-    before: dict[str, Tensor]  # its tensors as cut, copied
-    after: dict[str, Tensor]
-    figures: dict[str, Any]
-
-
-def watch_corrections(
-    monkeypatch: pytest.MonkeyPatch, then: Callable[[Corrected], None] = lambda seen: None
-) -> dict[str, Corrected]:
-    """Have every correction of passes from now on noted, by layer; `then` sees each while its layer is filled."""
-    found: dict[str, Corrected] = {}
-
-    def filled(model: Any) -> dict[str, Tensor]:
-        return {key: value.clone() for key, value in model.state_dict().items() if value.device.type != "meta"}
-
-    def noted(model: Any, layer: MoeLayer, recording: Recording, *more: Any) -> dict[str, Any]:
-        before = filled(model)
-        figures = correct_layer(model, layer, recording, *more)
-        found[layer.name] = Corrected(model, layer, recording, before, filled(model), figures)
-        then(found[layer.name])
-        return figures
-
-    monkeypatch.setattr(sequential, "correct_layer", noted)
-    return found

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan
@@ -76,3 +77,19 @@ class Small:
 def by_slot(weights: Tensor, index: Tensor, count: int) -> Tensor:
     """Gate weights of every slot, whatever the order of the choices: [T, K], [T, K] -> [T, N]."""
     return torch.zeros(len(weights), count).scatter_add_(1, index, weights)
+
+
+def activations(experts: Any, expert: int, x: Tensor) -> Tensor:
+    """[n, I] by each family's own formula, from the fused tensors."""
+    if not experts.has_gate:
+        return torch.relu(x @ experts.up_proj[expert].T).square()
+    fused = experts.gate_up_proj[expert]
+    if experts.is_transposed:  # gpt_oss: interleaved, clamped, one added to up
+        inner = x @ fused + experts.gate_up_proj_bias[expert]
+        gate, up = inner[:, 0::2].clamp(max=experts.limit), inner[:, 1::2].clamp(-experts.limit, experts.limit)
+        return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    gate, up = (x @ fused.T).chunk(2, dim=-1)
+    if hasattr(experts, "limit"):  # deepseek_v4
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    activate = torch.nn.functional.gelu if "Gemma4" in type(experts).__name__ else silu
+    return (activate(gate, approximate="tanh") if activate is not silu else silu(gate)) * up  # type: ignore[call-arg]

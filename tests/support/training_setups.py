@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from compressor.checkpoint.source import locate
 from compressor.divergence.teacher_outputs import read_base
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.steps.distill import engines
 from compressor.steps.distill.engines import Engine, InMemory, Streamed, trained_layers
 from compressor.steps.distill.objective import Objective, TrainingText, training_text
 from compressor.steps.distill.options import Distill
@@ -84,17 +82,6 @@ def smaller(folder: Path, sentences: int = 200) -> Path:
 
 def options(**more: Any) -> Distill:
     return Distill(**{"steps": 4, "tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "rank": 2, **more})
-
-
-def note_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """A mapping that is filled with every master's gradient, while nothing is updated any more."""
-    found: dict[str, Tensor] = {}
-
-    def note(state: Any, gradients: dict[str, Tensor], *others: Any) -> None:
-        found.update({name: value.clone() for name, value in gradients.items()})
-
-    monkeypatch.setattr(engines, "update", note)
-    return found
 
 
 def close(found: Any, expected: Any, share: float = 1e-4) -> None:

@@ -102,24 +102,6 @@ def test_an_expert_with_permuted_neurons_computes_the_same(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", zoo.sweep(LAYOUTS))
-@torch.no_grad()
-def test_a_permuted_twin_merges_into_its_head(name: str) -> None:
-    experts = an_experts_module(name)
-    order = plant(experts, 6, 2)
-    found = matching(experts, 6, 2)
-    assert [order[place] for place in found.tolist()] == list(range(width_of(experts)))
-    assert torch.equal(found, matching(experts, 6, 2))
-    for shares, scale in (((0.3, 0.7), 1.0), ((1.5, -0.5), 0.8)):
-        group = Group((2, 6), shares, (0.0, 1.0), scale, head=6)
-        merged = merged_parameters(experts, group)
-        assert all(value.dtype == torch.float32 for value in merged.values())
-        for key, value in expert_parameters(experts, 6).items():
-            torch.testing.assert_close(merged[key], scale * value, rtol=1e-5, atol=1e-5)
-        plain = merged_parameters(experts, replace(group, head=None))
-        assert not torch.allclose(plain["down_proj"], merged["down_proj"], atol=1e-2)
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h"])
 @torch.no_grad()
 def test_a_group_is_mixed_neuron_by_neuron(name: str) -> None:

@@ -58,25 +58,29 @@ def rewrite(raw: dict[str, Any], plan: Decided | None = None, **given_parts: Any
     return config
 
 
-def test_the_count_is_set_under_every_name_present() -> None:
-    assert rewrite({"num_local_experts": 8, "x": 8}) == {"num_local_experts": 4, "x": 8}
-    assert rewrite({"num_experts": 8}, built=architecture()) == {"num_experts": 4}
-    assert rewrite({"num_experts": 8, "num_local_experts": 8}) == {"num_experts": 4, "num_local_experts": 4}
-    assert rewrite({}) == {"num_local_experts": 4}  # the config class's default counted
+@pytest.mark.parametrize(
+    ("raw", "written"),
+    [
+        ({"num_local_experts": 8, "x": 8}, {"num_local_experts": 4, "x": 8}),
+        ({"num_experts": 8}, {"num_experts": 4}),
+        ({"num_experts": 8, "num_local_experts": 8}, {"num_experts": 4, "num_local_experts": 4}),
+        ({}, {"num_local_experts": 4}),  # the config class's default counted
+        (
+            {"num_local_experts": [8, 0, 8], "other": {"count": 8}},
+            {"num_local_experts": [4, 0, 4], "other": {"count": 8}},
+        ),
+    ],
+)
+def test_the_count_is_set_under_every_name_present(raw: dict[str, Any], written: dict[str, Any]) -> None:
+    assert rewrite(raw) == written
 
 
 def test_a_nested_count() -> None:
-    inner = MixtralConfig(num_local_experts=8)
-    outer = SimpleNamespace(text_config=inner, num_local_experts=3)
+    outer = SimpleNamespace(text_config=MixtralConfig(num_local_experts=8), num_local_experts=3)
     built = architecture(outer, "text_config.num_local_experts")
     raw = {"num_local_experts": 3, "text_config": {"num_local_experts": 8}, "vision_config": {"num_local_experts": 8}}
     assert rewrite(raw, built=built) == raw | {"text_config": {"num_local_experts": 4}}
     assert rewrite({}, built=built) == {"text_config": {"num_local_experts": 4}}
-
-
-def test_listed_counts() -> None:
-    raw = {"num_local_experts": [8, 0, 8], "other": {"count": 8}}
-    assert rewrite(raw) == {"num_local_experts": [4, 0, 4], "other": {"count": 8}}
 
 
 def test_remote_code_and_the_choice_of_kernels_do_not_travel() -> None:
@@ -159,34 +163,27 @@ def test_tables_keyed_by_module_are_renumbered() -> None:
     assert quantized(table, key="extra_config") == {f"{first}.experts.3.up_proj": {"bits": 8}, "lm_head": {}}
 
 
-SAFE = [
-    "re:.*lm_head", "re:.*mlp.gate$", r"re:.*\.experts\..*\.down_proj$", r"re:model\.layers\.0\..*",
-    r"re:.*experts\.\d+\..*", r"re:(?:model\.)?layers\.0\..*", "gate_proj", "model.layers.5.self_attn",
-    "block_sparse_moe.gate", "model.layers.0.self_attn*", "*.experts.?.up_proj", "model.layers.*",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("entry", SAFE)
+@pytest.mark.parametrize(
+    "entry",
+    ["re:.*lm_head", "re:.*mlp.gate$", r"re:.*\.experts\..*\.down_proj$", r"re:model\.layers\.0\..*",
+     r"re:.*experts\.\d+\..*", r"re:(?:model\.)?layers\.0\..*", "gate_proj", "model.layers.5.self_attn",
+     "block_sparse_moe.gate", "model.layers.0.self_attn*", "*.experts.?.up_proj", "model.layers.*"],
+)  # fmt: skip
 def test_patterns_that_treat_experts_alike_stay(entry: str) -> None:
     assert quantized([entry]) == [entry]
 
 
-UNSAFE = [
-    r"re:.*experts\.7\..*", r"re:.*\.experts\.[0-3]\..*up_proj", r"re:model\.layers\.1\.mlp\.experts\.2\.down_proj",
-    "layers.0.mlp.experts.7.up_proj", "experts.2", "model.layers.*.experts.[0-3].*", "*.experts.*5.up_proj",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("entry", UNSAFE)
-def test_patterns_that_name_single_experts_are_refused(entry: str) -> None:
+@pytest.mark.parametrize(
+    "entry",
+    [r"re:.*experts\.7\..*", r"re:.*\.experts\.[0-3]\..*up_proj", r"re:model\.layers\.1\.mlp\.experts\.2\.down_proj",
+     "layers.0.mlp.experts.7.up_proj", "experts.2", "model.layers.*.experts.[0-3].*", "*.experts.*5.up_proj"],
+)  # fmt: skip
+def test_patterns_that_name_single_experts_are_refused_where_these_are_renumbered(entry: str) -> None:
     message = f"{re.escape(repr(entry))}, by which .* speaks of single experts, which get other numbers"
-    with pytest.raises(CompressionError, match=message):
-        quantized([entry])
-    with pytest.raises(CompressionError, match=message):
-        quantized({entry: {"bits": 8}}, key="dynamic")
+    for key, entries in (("ignore", [entry]), ("dynamic", {entry: {"bits": 8}})):
+        with pytest.raises(CompressionError, match=message):
+            quantized(entries, key=key)
     everyone = tuple(range(8))
-    assert quantized([entry], a_plan(everyone, everyone)) == [entry]  # nobody is renumbered
-
-
-def test_a_pattern_stays_where_experts_keep_their_numbers() -> None:
-    assert quantized([r"re:.*experts\.0\..*"], a_plan((0, 1, 2, 3), (0, 1, 2, 3))) == [r"re:.*experts\.0\..*"]
+    assert quantized([entry], a_plan(everyone, everyone)) == [entry]
+    first = r"re:.*experts\.0\..*"
+    assert quantized([first], a_plan((0, 1, 2, 3), (0, 1, 2, 3))) == [first]

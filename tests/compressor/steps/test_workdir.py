@@ -1,6 +1,7 @@
 """The work folder: files of layers, going on after a kill at any moment, overwriting, locking, full disks."""
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -53,7 +54,6 @@ def good(folder: Path) -> None:
 
 
 TEMPLATE, RECORD = "additional_chat_templates/a.jinja", b'{"tool": "moe-compressor"}'
-CONFIG: dict[str, bytes | Path] = {"config.json": b"{}"}
 STEPS = ("0-prune",)
 Before = Callable[[str, int], Any]
 
@@ -96,9 +96,6 @@ def units_made(out: Path) -> set[str]:
     write(a_job(lambda decoder_layer, _: made.append(decoder_layer)), out)
     assert not work_folder(out).exists()
     return set(made)
-
-
-# --- layout -----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -155,9 +152,6 @@ def test_the_safetensors_library_reads_every_tensor_back(tmp_path: Path) -> None
     assert sorted(tree(tmp_path / "one")) == [TEMPLATE, "compression.json", "config.json", "model.safetensors"]
 
 
-# --- killed and run again ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("whole") / "out"
@@ -187,46 +181,41 @@ def test_killed_while_a_tensor_is_made(decoder_layer: str, number: int, tmp_path
     assert set(UNITS[at:]) <= made <= set(UNITS[max(0, at - 1) :])  # of the finished, one may wait for the disk
 
 
-SYSTEM_CALLS = ("replace", "pwrite", "fsync", "close", "open")
-
-
 def shown(folder: Path) -> dict[str, str]:
     """The files of a folder that are not hidden, with their digests."""
     return {name: digest for name, digest in tree(folder).items() if not name.startswith(".")}
 
 
+def before_calls(call: str, action: Callable[[int], None]) -> Callable[..., Any]:
+    """A function of `os` that does something, with the number of the call, before each of its calls."""
+    real, count = getattr(os, call), itertools.count(1)
+
+    def acting(*arguments: Any, **named: Any) -> Any:
+        action(next(count))
+        return real(*arguments, **named)
+
+    return acting
+
+
 @pytest.mark.parametrize("exists", [False, True], ids=["new", "empty"])
-@pytest.mark.parametrize("call", SYSTEM_CALLS)
+@pytest.mark.parametrize("call", ["replace", "pwrite", "fsync", "close", "open"])
 def test_killed_before_any_system_call(
     call: str, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
-    real, counted = getattr(os, call), [0]
-
-    def counting(*args: Any, **named: Any) -> Any:
-        counted[0] += 1
-        return real(*args, **named)
-
+    numbers = list[int]()
     if exists:
         (tmp_path / "count").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, counting)
+        patch.setattr(os, call, before_calls(call, numbers.append))
         write(a_job(), tmp_path / "count")
-    total = counted[0]
-    assert total
-    for fatal in sorted({1, 2, total // 2, total - 1, total} & set(range(1, total + 1))):
+    total = numbers[-1]
+    for fatal in sorted({1, 2, total // 2, total - 1, total} & {*numbers}):
         out = tmp_path / f"out-{fatal}"
-        left = [fatal]
         if exists:
             out.mkdir()
 
-        def killing(*args: Any, left: list[int] = left, **named: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                die()
-            return real(*args, **named)
-
-        def work(out: Path = out, killing: Any = killing) -> None:
-            setattr(os, call, killing)
+        def work(out: Path = out, fatal: int = fatal) -> None:
+            setattr(os, call, before_calls(call, lambda number: die() if number == fatal else None))
             write(a_job(), out)
 
         run_killed(work)
@@ -255,9 +244,6 @@ def test_a_file_that_was_cut_short_is_made_again(tmp_path: Path, whole: dict[str
     first.write_bytes(first.read_bytes()[:-1])
     made = units_made(out)
     assert UNITS[0] in made and UNITS[1] not in made and tree(out) == whole
-
-
-# --- faults leave nothing ---------------------------------------------------------------------------------------------
 
 
 def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
@@ -299,85 +285,76 @@ def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
     if overwrite:
         write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
     before = tree(tmp_path)
-    real, calls = getattr(os, call), [0]
-
-    def failing(*args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] in fatal:
-            raise OSError(code, os.strerror(code))
-        return real(*args)
-
     message = "Input/output error" if code == errno.EIO else "is full; free some space and run"
-    for fatal in ({1}, {2}, {3}, {4}, {5}, {6}, {7}):
-        calls[0] = 0
+    for fatal in range(1, 8):
+        numbers = [0]
+
+        def fail(number: int, fatal: int = fatal, numbers: list[int] = numbers) -> None:
+            numbers.append(number)
+            if number == fatal:
+                raise OSError(code, os.strerror(code))
+
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, failing)
+            patch.setattr(os, call, before_calls(call, fail))
+            told = ""
             try:
                 write(a_job(), out, overwrite)
-                fault = ""
             except (CompressionError, OSError) as error:
-                fault = str(error)
-        if not fault:
-            assert calls[0] < min(fatal)
+                told = str(error)
+        if not told:
+            assert numbers[-1] < fatal
             break
-        assert calls[0] >= min(fatal) and message in fault
+        assert message in told
         assert tree(tmp_path) == before, fatal
         assert not work_folder(out).exists()
 
 
-# --- targets ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_existing_output_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_existing_output_is_refused_and_overwrite_replaces_checkpoints_and_empty_folders_only(
+    overwrite: bool, tmp_path: Path, whole: dict[str, str]
+) -> None:
+    said = "is not a checkpoint folder, so --overwrite will not" if overwrite else "exists already; name another folder"
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "diary").touch()
     (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    for name in ("folder", "file", "link"):
-        out = tmp_path / name
-        with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
-            write(a_job(), out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
-
-
-def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, whole: dict[str, str]) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    write(a_job(), out, overwrite=True)
-    write(a_job(), out, overwrite=True)
-    assert tree(out) == whole
-    (tmp_path / "link").symlink_to(out)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "diary.txt").touch()
-    (tmp_path / "file").touch()
-    for name in ("link", "notes", "file"):
-        with pytest.raises(CompressionError, match="is not a checkpoint folder, so --overwrite will not replace it"):
-            write(a_job(), tmp_path / name, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes", "out"]
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "train.py", "notes.html", "notes/diary.txt", ".git/HEAD"])
-def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write(a_job(files={"config.json": b"{}", **({"compression.json": RECORD} if own else {})}), out)
-    (out / stray).parent.mkdir(exist_ok=True)
-    (out / stray).write_text("dear diary")
+    (tmp_path / "link").symlink_to(tmp_path / "out" if overwrite else "nowhere")
+    if overwrite:
+        (tmp_path / "out").mkdir()
+        for _ in range(2):
+            write(a_job(), tmp_path / "out", overwrite=True)
+            assert tree(tmp_path / "out") == whole
     before = tree(tmp_path)
-    with pytest.raises(CompressionError, match=f"holds {stray.split('/')[0]}, no part of a checkpoint, .* --overwrite"):
-        write(a_job(), out, overwrite=True)
+    for name in ("folder", "file", "link"):
+        with pytest.raises(CompressionError, match=said):
+            write(a_job(), tmp_path / name, overwrite)
     assert tree(tmp_path) == before
 
 
-def test_overwrite_names_what_it_would_lose_in_an_export_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("strays", "told"),
+    [
+        *(
+            ([name], name.split("/")[0])
+            for name in ("diary.txt", "taxes.json", "train.py", "notes/diary.txt", ".git/HEAD")
+        ),
+        (["a.txt", "b.txt", "c.txt", "onnx/notes.txt"], "a.txt, b.txt, c.txt and 1 more"),
+    ],
+)
+def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(
+    own: bool, strays: list[str], told: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    write(a_job(), out)
-    (out / "onnx").mkdir()
-    (out / "onnx" / "onnx_export.json").write_bytes(RECORD)
-    for name in ("a.txt", "b.txt", "c.txt", "onnx/notes.txt"):
-        (out / name).touch()
+    write(a_job(files={"config.json": b"{}", **({"compression.json": RECORD} if own else {})}), out)
+    if own:
+        (out / "onnx").mkdir()
+        (out / "onnx" / "onnx_export.json").write_bytes(RECORD)
+    for stray in strays:
+        (out / stray).parent.mkdir(exist_ok=True)
+        (out / stray).write_text("dear diary")
     before = tree(tmp_path)
-    with pytest.raises(CompressionError, match=r"holds a.txt, b.txt, c.txt and 1 more, no part .* move what you need"):
+    expected = told if own else f"{told.split(',')[0]}"
+    with pytest.raises(CompressionError, match=f"holds {expected}.*no part of a checkpoint, .* --overwrite"):
         write(a_job(), out, overwrite=True)
     assert tree(tmp_path) == before
 
@@ -433,17 +410,20 @@ def test_a_parent_that_is_none_or_cannot_be_written_to(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+OLD: dict[str, bytes | Path] = {"config.json": b'{"old": 1}'}
+
+
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_killed_between_the_renames(after: int, tmp_path: Path, whole: dict[str, str]) -> None:
     out = tmp_path / "out"
-    write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
+    write(a_job(files=OLD), out, key="old")
     old, real, renames = tree(out), os.replace, [0]
 
     def killing(source: Any, target: Any) -> None:
-        if Path(target) == out or Path(source) == out:
-            if renames[0] == after:
-                die()
-            renames[0] += 1
+        is_output = out in (Path(source), Path(target))
+        if is_output and renames[0] == after:
+            die()
+        renames[0] += is_output
         real(source, target)
         if renames[0] == 2 and after == 2:
             die()
@@ -475,9 +455,6 @@ def test_what_a_killed_run_added_is_not_taken_over(tmp_path: Path, whole: dict[s
     assert tree(out) == whole
 
 
-# --- folders that stay ------------------------------------------------------------------------------------------------
-
-
 def forbid_siblings(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the system say that nothing may be written beside `out`, as it never does to root."""
     real = os.access
@@ -506,23 +483,16 @@ def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_mom
     overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at each rename, and in the repair that follows; the next run ends with the same bytes."""
-    out, real, once = tmp_path / "out", os.replace, partial(write, shard_bytes=10**6)
+    out, once = tmp_path / "out", partial(write, shard_bytes=10**6)
     once(a_job(), out)
     whole = tree(out)
     forbid_siblings(out, monkeypatch)
 
     def ends(fatal: int) -> bool:
-        def killing(source: Any, target: Any) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                die()
-            real(source, target)
-
         def work() -> None:
-            os.replace = killing
+            os.replace = before_calls("replace", lambda number: die() if number == fatal else None)
             once(a_job(), out, overwrite)
 
-        left = [fatal]
         process = FORK.Process(target=work)
         process.start()
         process.join(30)

@@ -213,10 +213,7 @@ def test_a_plan_with_constants_can_be_edited_and_not_be_made_impossible(tmp_path
     swapped = sorted([*first["constants"][1:], kept])
     edited = {**first, "constants": swapped, "dropped": swapped}
     assert read(edited).layers[0].constants == tuple(swapped)
-    for change, told in (
-        ({"calibration": None}, "calibration"),
-        ({"experts_total": 11}, "make them equal"),
-    ):
+    for change, told in (({"calibration": None}, "calibration"), ({"experts_total": 11}, "make them equal")):
         with pytest.raises(CompressionError, match=told):
             read(edited, **change)
 

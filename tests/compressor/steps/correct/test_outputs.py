@@ -1,7 +1,6 @@
 """Correction from the command line: the same bytes whichever way, what is refused, and killing it does no harm."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import transformers
 from safetensors.torch import load_file
 
 import compressor
-from compressor.steps.correct.options import Correct
 from tests.support import small, zoo
 from tests.support.command_line import Run, captured, names, refused
 from tests.support.plans import pruned
@@ -58,9 +56,6 @@ def changed(one: Path, other: Path) -> set[str]:
     return {name for name in left if not torch.equal(left[name], right[name])}
 
 
-# --- what is corrected ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("strategy", "correct", "method"),
     [
@@ -85,49 +80,9 @@ def test_what_is_asked_for_and_what_is_the_default(
     assert all("correction" not in layer["figures"] for layer in pruned(made)["layers"])
 
 
-@pytest.mark.full
-def test_what_each_method_changes_and_that_stock_transformers_loads_it(
-    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
-) -> None:
-    """Ridge refits down projections (w2), tuning all of the experts and the router; nothing else changes."""
-    compress = ("compress", home / "single", "--strategy", "gated-mass", *data, "--samples", 70)  # to generalise from
-    for method in ("none", "ridge", "tune"):
-        result = run(*compress, "-o", tmp_path / method, "--correct", method)
-        assert result.status == 0 and ("correct " in result.out) == (method != "none")
-    groups = [
-        [layer["groups"] for layer in pruned(record(tmp_path / method))["layers"]] for method in ("ridge", "tune")
-    ]
-    assert groups[0] == groups[1]
-    whole = [pruned(record(tmp_path / method))["layers"] for method in ("ridge", "tune")]
-    for tried, layers in enumerate(whole, start=2):  # errors before, with ridge and with tuning
-        for figures in (layer["figures"]["correction"] for layer in layers):
-            errors = [value for name, value in figures.items() if name.startswith("heldout_error_")]
-            assert figures["heldout_error"] == min(errors) and len(errors) == tried
-    made = record(tmp_path / "tune")
-    assert made["steps"][1]["options"] == Correct("tune").to_dict() and made["dtype"] == "float32"
-    assert made["source"]["model"] == "single" and made["calibration"]["source"] == "calibration.txt"
-    text = (tmp_path / "tune" / "compression.json").read_text()
-    assert str(home) not in text and str(tmp_path) not in text
-    assert run("plan", home / "single", "-o", tmp_path / "p.json", "--correct", "ridge", *compress[2:]).status == 0
-    small.edit_json(tmp_path / "p.json", lambda content: content["steps"].pop())
-    assert run("apply", tmp_path / "p.json", "-o", tmp_path / "same").status == 0  # as planned, and not corrected
-    kept = {layer["figures"]["correction"]["kept"] for layers in whole for layer in layers}
-    assert kept == {"ridge", "tune"}
-    ridge, tune = changed(tmp_path / "ridge", tmp_path / "same"), changed(tmp_path / "tune", tmp_path / "same")
-    assert ridge and all(re.search(r"experts\.\d+\.w2\.weight$", name) for name in ridge)
-    assert all(re.search(r"(experts\.\d+\.w[123]|gate)\.weight$", name) for name in tune)
-    assert {name.split(".")[-2] for name in tune} == {"w1", "w2", "w3", "gate"}
-    for method in ("ridge", "tune"):
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / method)
-        assert loaded.config.num_local_experts == 4
-        assert zoo.logits(loaded, torch.arange(3, 9)[None]).isfinite().all()
-
-
-# --- the same bytes ---------------------------------------------------------------------------------------------------
-
-
+FEW = ("--set", "correct.steps=2")
 WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tune": ("single", ("--correct", "tune")),
+    "tune": ("single", ("--correct", "tune", *FEW)),
     "ridge": ("single", ("--correct", "ridge", "--seed", 5)),
     "in order": ("sharded", ("--correct", "ridge", "--sequential")),
     "in order, not corrected": ("single", ("--correct", "none", "--sequential")),
@@ -135,11 +90,10 @@ WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attributed": ("single", ("--strategy", "hub-guided")),
     "attributed, in order": ("single", ("--correct", "ridge", "--strategy", "hub-guided", "--sequential")),
     "in float32": ("half", ("--correct", "ridge", "--dtype", "float32")),
-    "in its own dtype": ("half", ("--correct", "tune",)),
+    "in its own dtype": ("half", ("--correct", "tune", *FEW)),
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("way", [*list(WAYS)[:3], *map(zoo.full, list(WAYS)[3:])])
 def test_plan_and_apply_give_the_bytes_of_compress(
     way: str, run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
@@ -171,9 +125,6 @@ def test_a_strategy_without_data_is_corrected_on_calibration(run: Run, home: Pat
     made = record(tmp_path / "out")
     assert made["calibration"]["source"] == "calibration.txt" and made["steps"][1]["options"]["method"] == "ridge"
     assert changed(tmp_path / "plain", tmp_path / "out")
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -213,18 +164,11 @@ def test_an_edited_correction_is_refused(name: str, run: Run, planned: dict[str,
 
 def test_a_correction_reads_text_of_its_own(home: Path, tmp_path: Path) -> None:
     sizes = {"samples": SAMPLES, "sequence_length": LENGTH}
-
-    def weights(name: str, **own: Any) -> dict[str, torch.Tensor]:
+    text = str(home / "calibration.txt")
+    for name, file in (("shared", None), ("same", "calibration.txt"), ("other", "other.txt")):
+        own = {} if file is None else {"calibration": {"data": [str(home / file)], **sizes}}
         steps = [compressor.Prune(experts=4, strategy="count-guided"), compressor.Correct(method="ridge", **own)]
-        text = str(home / "calibration.txt")
         compressor.compress(str(home / "single"), tmp_path / name, steps, calibration=text, **sizes)
-        return load_file(tmp_path / name / "model.safetensors")
-
-    def changed(name: str, file: str) -> set[str]:
-        own = weights(name, calibration={"data": [str(home / file)], **sizes})
-        return {key for key, value in own.items() if not torch.equal(value, shared[key])}
-
-    shared = weights("shared")
-    assert not changed("same", "calibration.txt")
-    found = changed("other", "other.txt")
+    assert not changed(tmp_path / "same", tmp_path / "shared")
+    found = changed(tmp_path / "other", tmp_path / "shared")
     assert found and all("experts" in key for key in found)  # the routers are the pruned ones

@@ -1,15 +1,25 @@
-"""Several plans from one pass: each is what a pass of its own gives, and so is the plan of each source alone."""
+"""Several plans from one pass; text and pictures apart: what each sends to the experts, and the warning."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
+from compressor.data.media import sequence_of
+from compressor.model.inputs import Inputs, forward_inputs
+from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
+from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.prune.planning import Planner, PruneSpec
-from tests.support.opened_models import batches, opened
+from tests.support import pictures, zoo
+from tests.support.opened_models import Calls, batches, calibration, opened, watch
 from tests.support.plans import make_plan
 
 NAMES = ("count-guided", "auto", "hc-smoe", "model-centric")
@@ -36,3 +46,95 @@ def test_plans_of_one_pass_are_those_of_a_pass_each(family: str, tmp_path: Path)
         assert planned.seconds >= 0
         alone = make_plan(model, asked.strategy, asked.experts, {}, data, Silent(), 3)
         assert planned.plan == alone.expert_plan
+
+
+CPU = torch.device("cpu")
+
+
+def sequences(name: str, count: int = 4) -> tuple[Inputs, ...]:
+    processor = pictures.processor(name)
+    rows = ({"image": pictures.picture(seed), "text": f"number {seed} it is"} for seed in range(count))
+    return tuple(sequence_of(row, None, processor, Path(), 64, "a row") for row in rows)
+
+
+def opened_vision(name: str, folder: Path) -> tuple[Any, OpenModel]:
+    stock = pictures.save(name, folder)
+    return stock, open_model(locate(str(folder)), "float32", "cpu")
+
+
+@torch.no_grad()
+def whole_calls(stock: Any, model: OpenModel, batches: Sequence[Tensor]) -> dict[str, Calls]:
+    """What every experts module is called with in whole runs of the stock model."""
+    seen = watch(stock, model.architecture.layers)
+    for batch in batches:
+        stock(**forward_inputs(batch, CPU, torch.float32), use_cache=False)
+    return seen
+
+
+def measured(model: OpenModel, batches: Sequence[Tensor], *needs: str) -> list[LayerStatistics]:
+    return list(collect(model, frozenset(needs), calibration(batches), Silent()))
+
+
+def test_choices_are_counted_by_modality(tmp_path: Path) -> None:
+    stock, model = opened_vision("qwen3_vl_moe", tmp_path)
+    pictures_of, text = sequences("qwen3_vl_moe"), zoo.tokens(stock)
+    found = measured(model, (*pictures_of, text), "modality_count", "routed_count")
+    calls = whole_calls(stock, model, (*pictures_of, text))
+    media = torch.cat([*(batch.media.flatten() for batch in pictures_of), torch.zeros(text.numel()).bool()]).int()
+    for stats in found:
+        expected = torch.zeros(8, 2, dtype=torch.float64)
+        for token, chosen in enumerate(calls[stats.layer.name].joined()[1].tolist()):
+            expected[chosen, media[token]] += 1
+        assert torch.equal(stats.modality_count, expected) and expected.sum(0).min() > 0
+        assert torch.equal(stats.modality_count.sum(1), stats.routed_count)
+
+
+def test_experts_for_pictures_alone_are_measured_on_the_tokens_of_pictures(tmp_path: Path) -> None:
+    stock, model = opened_vision("ernie4_5_vl_moe", tmp_path)
+    batches = sequences("ernie4_5_vl_moe")
+    found = measured(model, batches, "modality_count", "inputs", "top_k_index")
+    assert sum("vision_moe" in stats.layer.name for stats in found) == 2 and len(found) == 4
+    calls = whole_calls(stock, model, batches)
+    for stats in found:
+        text, media = stats.modality_count.sum(0).tolist()
+        if "vision_moe" in stats.layer.name:  # the two tokens around each picture are text that goes with it
+            assert (text, media) == (2 * 2 * len(batches), 2 * 4 * len(batches))
+        else:
+            assert media == 0
+        hidden, index, _ = calls[stats.layer.name].joined()
+        assert torch.equal(stats.inputs, hidden) and torch.equal(stats.top_k_index, index)
+
+
+def plan(model: OpenModel, batches: Sequence[Tensor], in_order: bool = False) -> Any:
+    spec, planner = PruneSpec(load_strategy("reap", {}), 4), Planner(model, calibration(batches), Silent())
+    return planner.plan_sequentially(spec) if in_order else planner.plans([spec])[0].plan
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_plan_says_what_of_text_and_of_pictures_its_experts_had(in_order: bool, tmp_path: Path) -> None:
+    _, model = opened_vision("qwen3_vl_moe", tmp_path)
+    batches = sequences("qwen3_vl_moe")
+    for layer in plan(model, batches, in_order).layers:
+        assert {"kept_share_of_text", "kept_share_of_media", "experts_without_text"} <= layer.figures.keys()
+        if not in_order:
+            seen = {stats.layer.name: stats.modality_count for stats in measured(model, batches, "modality_count")}
+            counts = seen[layer.module]
+            kept = [expert for group in layer.groups for expert in group.members]
+            assert layer.figures["kept_share_of_media"] == round(float(counts[kept, 1].sum() / counts[:, 1].sum()), 6)
+            assert layer.figures["experts_without_text"] == int((counts[:, 0] == 0).sum())
+        assert json.loads(json.dumps(dict(layer.figures))) == dict(layer.figures)
+
+
+def test_calibrating_on_text_alone_warns_with_the_experts_that_it_never_reached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, model = opened_vision("ernie4_5_vl_moe", tmp_path)
+    text = (zoo.tokens(stock, 8, 32),)
+    made = plan(model, text)
+    unreached = sum(int((s.routed_count == 0).sum()) for s in measured(model, text, "routed_count"))
+    assert unreached >= 16, "no text ever reaches the experts for pictures"
+    assert sum(layer.figures["experts_without_text"] for layer in made.layers) == unreached
+    assert f"never reached {unreached} of its 32 experts ({100 * unreached / 32:.1f} %)" in caplog.text
+    caplog.clear()
+    plan(model, (*text, *sequences("ernie4_5_vl_moe")))
+    assert "text alone" not in caplog.text

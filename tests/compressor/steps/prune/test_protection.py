@@ -1,7 +1,6 @@
 """Protected experts: how they are read and checked, which hubs fit, and that every strategy leaves them alone."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,20 @@ from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison import random_drop
 from compressor.statistics.statistics import ALL, collect
-from compressor.steps.prune import selection
 from compressor.steps.prune.protection import given_protected, strongest_that_fit, with_list
 from compressor.steps.prune.selection import METHODS, competing
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened
 from tests.support.plans import make_plan
+from tests.support.strategy_runs import moe_layer
 
 MERGING = ("model-centric", "data-centric", "hc-smoe", "router-guided")
 
 
-def moe_layer(index: int, groups: int = 1, part: str = "mlp", experts: int = 8) -> MoeLayer:
-    decoder_layer = f"model.layers.{index}"
-    return MoeLayer(
-        f"{decoder_layer}.{part}.experts",
-        f"{decoder_layer}.{part}",
-        f"{decoder_layer}.{part}.gate",
-        decoder_layer,
-        index,
-        experts,
-        2,
-        groups,
-        groups,
-    )
-
-
-LAYERS = (moe_layer(1), moe_layer(2), moe_layer(4), moe_layer(6, part="text"), moe_layer(6, part="vision"))
+LAYERS = (
+    *(moe_layer(index=index) for index in (1, 2, 4)),
+    *(moe_layer(index=6, part=part) for part in ("text", "vision")),
+)
 
 
 def test_entries_are_read_by_the_number_of_the_decoder_layer(tmp_path: Path) -> None:
@@ -95,27 +82,6 @@ def test_a_faulty_list_is_refused_in_one_sentence(content: Any, message: str, tm
         given_protected(path, LAYERS, 8)
 
 
-def test_a_word_that_names_nothing_is_refused_with_both_possibilities(tmp_path: Path) -> None:
-    for name in ("Auto", str(tmp_path), str(tmp_path / "hubs.json")):
-        with pytest.raises(CompressionError, match=f"--protect {name} is neither 'auto' nor a file; write auto or"):
-            given_protected(name, LAYERS, 4)
-
-
-def test_more_protected_experts_than_stay_are_refused() -> None:
-    entries = [{"layer": 2, "expert": expert} for expert in (1, 2, 3)]
-    assert given_protected(entries, LAYERS, 3) == {LAYERS[1].name: {1, 2, 3}}
-    message = f"{LAYERS[1].name}: 3 protected experts do not fit into the 2 places when 2 are kept; protect fewer or"
-    with pytest.raises(CompressionError, match=message):
-        given_protected(entries, LAYERS, 2)
-    grouped = [moe_layer(3, groups=2)]
-    fitting, crowded = ([{"layer": 3, "expert": expert} for expert in experts] for experts in ((2, 3, 4, 7), (4, 5, 6)))
-    assert given_protected(fitting, grouped, 4) == {grouped[0].name: {2, 3, 4, 7}}
-    with pytest.raises(
-        CompressionError, match=r"3 protected experts .* the 2 places of experts 4 to 7 when 4 are kept"
-    ):
-        given_protected(crowded, grouped, 4)
-
-
 @given(
     groups=st.sampled_from([1, 2, 4]),
     places=st.integers(1, 2),
@@ -126,33 +92,16 @@ def test_the_strongest_hubs_that_fit_are_protected(
     groups: int, places: int, strength: list[tuple[int, int]], count: int
 ) -> None:
     """Against taking one after another wherever there is still a place."""
-    layers, taken = [moe_layer(index, groups) for index in range(2)], list[tuple[int, int]]()
+    layers, taken = (
+        [moe_layer(index=index, routing_groups=groups, chosen_groups=groups) for index in range(2)],
+        list[tuple[int, int]](),
+    )
     hubs = [(layers[index].name, expert) for index, expert in strength[:count]]
     for index, expert in strength[:count]:
         here = [one for one in taken if (one[0], one[1] * groups // 8) == (index, expert * groups // 8)]
         taken += [(index, expert)] if len(here) < places else []
     found = strongest_that_fit(hubs, layers, places * groups, "auto")
     assert sorted((index, e) for index in range(2) for e in found.get(layers[index].name, ())) == sorted(taken)
-
-
-def test_hubs_that_are_let_go_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    hubs = [(LAYERS[0].name, expert) for expert in range(5)]
-    with caplog.at_level(logging.WARNING):
-        assert strongest_that_fit(hubs, LAYERS, 3, "auto") == {LAYERS[0].name: {0, 1, 2}}
-    assert [record.getMessage() for record in caplog.records] == [
-        "2 of 5 experts of --protect auto do not fit where 3 are kept in every layer, so the weakest are not protected"
-    ]
-
-
-def test_what_is_held_out_is_not_attributed() -> None:
-    parts = tuple(torch.full((1, 4), number) for number in range(6))
-    whole = Calibration(parts, {"source": "x"}, (0, 0, 0, 1, 1, 1), (0.25, 0.75), frozenset({2, 3}))
-    seen = whole.without_heldout()
-    assert [int(batch[0, 0]) for batch in seen.batches] == [0, 1, 4, 5]
-    assert seen.sources == (0, 0, 1, 1) and seen.weights == whole.weights and not seen.heldout
-
-
-# --- strategies -------------------------------------------------------------------------------------------------------
 
 
 def variations() -> list[Strategy]:
@@ -175,8 +124,7 @@ def least_liked(free: LayerPlan, layer: MoeLayer, places: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["mixtral", zoo.full("deepseek_v3")])
-def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection.learn_coefficients, "__defaults__", (True, 1))  # steps
+def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     data = calibration(batches(stock, (2, 2, 1), 16))
     data = Calibration(data.batches, data.identity, heldout=frozenset({2}))

@@ -13,13 +13,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics, collect
-from compressor.steps.prune.reconstruction import (
-    KeptErrors,
-    SmallerRouter,
-    original,
-    reconstruct,
-    relative_error,
-)
+from compressor.steps.prune.reconstruction import KeptErrors, SmallerRouter, original, reconstruct, relative_error
 from compressor.steps.prune.selection import merge_groups
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened, plain_calls
@@ -118,9 +112,6 @@ def test_samples_in_a_lower_precision_are_reconstructed_in_float32(tmp_path: Pat
         assert relative_error(stats, pairs) > 1e-3
 
 
-ROUTERS = pytest.mark.parametrize("name", [*NAMES[:-1], "qwen3_moe-norm_topk_false", "phimoe", "inkling"])
-
-
 def some_kept(stats: LayerStatistics) -> list[list[int]]:
     """Kept sets that every router can take: of two routing groups, each half holds as many."""
     fewer = [] if stats.layer.routing_groups > 1 else [[2, 3, 7], [0, 1, 2, 3, 4, 6, 7]]
@@ -133,36 +124,25 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], c
     torch.testing.assert_close(by_slot(*found, count), by_slot(*expected, count), rtol=1e-4, atol=1e-5)
 
 
-@ROUTERS
+@pytest.mark.parametrize("name", [*NAMES[:-1], "qwen3_moe-norm_topk_false", "phimoe", "inkling"])
 def test_kept_and_merged_experts_route_as_in_the_stock_smaller_model(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
-    parts = batches(stock)
+    parts, some = batches(stock), torch.tensor([30, 2, 2, 17, 35])
     calls, small = plain_calls(stock, model.architecture, parts), Small.of(name, stock)
     for stats in layers(model, parts):
         router, layer = SmallerRouter(stats), stats.layer
         for kept in some_kept(stats):
             plan = LayerPlan.keep(layer, kept)
             weights, slots, _ = small.run(layer, plan, calls[layer.name])
-            assert_same(router.kept(kept), (weights, slots), len(kept))
-            assert all(
-                torch.equal(one, other) for one, other in zip(router.kept(kept), router.planned(plan), strict=True)
-            )
+            whole = router.kept(kept)
+            assert_same(whole, (weights, slots), len(kept))
+            assert all(map(torch.equal, whole, router.planned(plan)))
+            assert_same(router.kept(kept, some), (whole[0][some], whole[1][some]), len(kept))
+            assert all(nothing.shape == (0, layer.top_k) for nothing in router.kept(kept, some[:0]))
         mixed = [Group((0, 3), (0.5, 0.5), (0.25, 0.75)), Group((1,), (1.0,), (1.0,)), Group.single(2)]
         plan = LayerPlan.of(layer, [*mixed, Group((4, 5), (0.5, 0.5), (0.4, 0.6)), Group.single(6), Group.single(7)])
         weights, slots, _ = small.run(layer, plan, calls[layer.name])
         assert_same(router.planned(plan), (weights, slots), 6)
-
-
-@ROUTERS
-def test_some_tokens_are_routed_as_among_all(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    rows = torch.tensor([30, 2, 2, 17, 35])
-    for stats in layers(model, batches(stock)):
-        router = SmallerRouter(stats)
-        whole = router.kept([0, 2, 4, 5])
-        assert_same(router.kept([0, 2, 4, 5], rows), (whole[0][rows], whole[1][rows]), 4)
-        for nothing in router.kept([0, 2, 4, 5], rows[:0]):
-            assert nothing.shape == (0, stats.layer.top_k)
 
 
 def test_a_bias_as_long_as_the_sample_is_not_cut_by_tokens(tmp_path: Path) -> None:

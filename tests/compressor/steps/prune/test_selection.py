@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics import statistics as collecting
-from compressor.statistics.statistics import ALL, LayerStatistics
+from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.reconstruction import SmallerRouter
 from compressor.steps.prune.selection import (
-    METHODS,
     _Merge,
     coefficients,
     keep_best,
@@ -26,17 +24,12 @@ from compressor.steps.prune.selection import (
     merge_groups,
     merge_needs,
 )
-from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened, plain_calls
 from tests.support.stock_models import Small
+from tests.support.strategy_runs import GROUPED, moe_layer
 
-LAYER = MoeLayer(
-    "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2
-)
-GROUPED = MoeLayer(
-    "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2,
-    routing_groups=2, chosen_groups=1, experts_per_group=2,
-)  # fmt: skip
+LAYER = moe_layer(index=3)
+GROUPED_LAYER = moe_layer(index=3, **GROUPED)
 COUNTS = torch.tensor([3.0, 1, 0, 0, 5, 5, 2, 0], dtype=torch.float64)
 
 
@@ -94,16 +87,6 @@ def test_routers_that_are_not_merged_stay_the_most_visited_members() -> None:
     assert [group.router_coefficients for group in blind.groups] == [(1, 0, 0), (1, 0), (1, 0), (1,)]
 
 
-def test_needs_of_every_method_exist() -> None:
-    for method in METHODS:
-        assert merge_needs(method, True) <= merge_needs(method, False) <= ALL
-    assert merge_needs("uniform", True) == merge_needs("uniform", False) == frozenset()
-    assert merge_needs("max", True) == {"routed_count"}
-    assert "routed_count" in merge_needs("learned", False)
-    with pytest.raises(CompressionError, match="there is no merge 'mean'; known are uniform, max, frequency, learned"):
-        merge_needs("mean", True)
-
-
 def test_scores_that_rank_nothing_are_refused() -> None:
     scores = COUNTS.clone()
     scores[[2, 5]] = torch.nan
@@ -126,15 +109,15 @@ def test_keep_best_by_hand() -> None:
     assert kept(COUNTS, 4, set()) == [0, 4, 5, 6]
     assert kept(COUNTS, 6, set()) == [0, 1, 2, 4, 5, 6]  # 2, 3 and 7 tie at none: the lowest stays
     assert kept(COUNTS, 4, {7, 3}) == [3, 4, 5, 7]
-    assert kept(COUNTS, 4, set(), GROUPED) == [0, 1, 4, 5]
-    assert kept(COUNTS, 4, {2, 3}, GROUPED) == [2, 3, 4, 5]
+    assert kept(COUNTS, 4, set(), GROUPED_LAYER) == [0, 1, 4, 5]
+    assert kept(COUNTS, 4, {2, 3}, GROUPED_LAYER) == [2, 3, 4, 5]
     assert kept(torch.full((8,), torch.inf), 2, {6, 7}) == [6, 7]  # no score is above being protected
     with pytest.raises(
         CompressionError, match="3 protected experts do not fit into the 2 places when 2 are kept; protect"
     ):
         kept(COUNTS, 2, {0, 1, 2})
     with pytest.raises(CompressionError, match="3 protected experts do not fit into the 2 places of experts 0 to 3"):
-        kept(COUNTS, 4, {0, 1, 2}, GROUPED)  # all in one routing group, which keeps two
+        kept(COUNTS, 4, {0, 1, 2}, GROUPED_LAYER)  # all in one routing group, which keeps two
     with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2"):
         kept(COUNTS, 1, set())
 
@@ -236,56 +219,6 @@ def test_slopes_are_finite_differences_of_the_loss(name: str, merge_routers: boo
         return compared
 
     assert sum(learn(model, batches(stock), slopes)) >= 8
-
-
-def planted(tmp_path: Path, change: Callable[[Any], None], name: str = "mixtral") -> tuple[Any, OpenModel]:
-    """A small model whose first layer's block `change` has edited."""
-    stock = zoo.build(name)
-    with torch.no_grad():
-        change(stock.model.layers[0].mlp)
-    stock.save_pretrained(tmp_path)
-    return stock, open_model(locate(str(tmp_path)), "float32", "cpu")
-
-
-def first_layer(model: OpenModel, stock: Any, groups: list[tuple[int, ...]], routers: bool = True) -> LayerPlan:
-    """The first layer's learned plan with these groups."""
-    run: Any = collecting.collect(model, NEEDS, calibration(batches(stock)), Silent())
-    stats = next(run)
-    plan = learn_coefficients(stats, merge_groups(stats, groups, "uniform", routers), routers)
-    run.close()
-    return plan
-
-
-REST = [(expert,) for expert in range(2, 8)]
-
-
-def test_identical_experts_that_no_router_tells_apart_merge_without_loss(tmp_path: Path) -> None:
-    """Experts 0 and 1 are equal and no token chooses them: the layer's output cannot change."""
-
-    def change(block: Any) -> None:
-        block.experts.gate_up_proj[1], block.experts.down_proj[1] = (
-            block.experts.gate_up_proj[0],
-            block.experts.down_proj[0],
-        )
-        block.gate.weight[1] = block.gate.weight[0]
-        block.gate.weight[:2] *= 0.0
-        block.gate.weight[2:] *= 3.0
-
-    stock, model = planted(tmp_path, change)
-    plan = first_layer(model, stock, [(0, 1), *REST])
-    assert plan.figures["error_learned"] < 1e-6
-
-
-def test_a_member_that_no_token_visits_loses_its_coefficient(tmp_path: Path) -> None:
-    """Expert 1 is noise to those that visit expert 0: what is learned is to leave it out of the merged expert."""
-
-    def change(block: Any) -> None:
-        block.router.bias[:2] = torch.tensor([1.0, -100.0])
-
-    stock, model = planted(tmp_path, change, "gpt_oss")
-    plan = first_layer(model, stock, [(0, 1), *REST], routers=False)
-    assert plan.groups[0].coefficients[0] > 0.9
-    assert plan.figures["error_learned"] < 0.1 * plan.figures["error_uniform"]
 
 
 def test_nothing_to_learn_leaves_the_plan_as_it_is(tmp_path: Path) -> None:

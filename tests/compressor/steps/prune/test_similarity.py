@@ -1,5 +1,6 @@
 """CKA against its definition with an explicit centring matrix, distances against differences."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -35,9 +36,8 @@ def naive_cka(outputs: Tensor, sigma: float | None = None) -> Tensor:
         return float((kernels[i] @ centring @ kernels[j] @ centring).trace())
 
     table = torch.zeros(experts, experts, dtype=torch.float64)
-    for i in range(experts):
-        for j in range(experts):
-            table[i, j] = hsic(i, j) / (hsic(i, i) * hsic(j, j)) ** 0.5
+    for i, j in itertools.product(range(experts), repeat=2):
+        table[i, j] = hsic(i, j) / (hsic(i, i) * hsic(j, j)) ** 0.5
     return table
 
 
@@ -45,18 +45,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def rotation(width: int, seed: int) -> Tensor:
-    orthogonal: Tensor = torch.linalg.qr(normal(width, width, seed=seed)).Q
-    return orthogonal
-
-
 CKAS: list[Callable[[Tensor], Tensor]] = [linear_cka, rbf_cka]
-
-
-def test_linear_cka_by_hand() -> None:
-    # Centred: (-1, 0, 1), (1, -2, 1) orthogonal to it, and (-1, 0, 1) again.
-    outputs = torch.tensor([[[0.0], [1], [2]], [[4], [1], [4]], [[6], [7], [8]]])
-    close(linear_cka(outputs), torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 1]], dtype=torch.float64))
 
 
 @given(st.integers(1, 5), st.integers(3, 12), st.integers(1, 9), st.integers(0, 10**6))
@@ -73,18 +62,6 @@ def test_linear_cka_in_either_space_and_in_tiles(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(similarity, "BUDGET", 4 * 7**2)  # tiles of 7 x 7 tokens, the last ones smaller
     close(linear_cka(outputs), expected)
     close(rbf_cka(outputs), expected_rbf)
-
-
-@pytest.mark.parametrize("cka", CKAS)
-@settings(max_examples=25)
-@given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6))
-def test_cka_ignores_rotation_scale_and_offset(cka: Callable[[Tensor], Tensor], seed: int, scale: float) -> None:
-    outputs = normal(3, 15, 4, seed=seed)
-    changed = outputs.clone()
-    changed[1] = scale * outputs[1] @ rotation(4, seed + 1) + normal(4, seed=seed + 2) * scale
-    close(cka(changed), cka(outputs), 1e-7)
-    together = torch.stack((outputs[0], changed[1], outputs[1]))
-    assert cka(together)[1, 2] == pytest.approx(1, abs=1e-7)
 
 
 @pytest.mark.parametrize("cka", CKAS)
@@ -112,11 +89,6 @@ def test_constant_outputs_are_like_nothing_else(
     assert found[0, 2] == pytest.approx(float(cka(outputs[[0, 2]])[0, 1]))
 
 
-@pytest.mark.parametrize("cka", CKAS)
-def test_one_token_tells_nothing(cka: Callable[[Tensor], Tensor]) -> None:
-    assert torch.equal(cka(normal(3, 1, 4)), torch.eye(3, dtype=torch.float64))
-
-
 def test_extreme_magnitudes_neither_overflow_nor_vanish() -> None:
     outputs = normal(3, 12, 4)
     scaled = outputs * torch.tensor([1e-150, 1e150, 1.0], dtype=torch.float64)[:, None, None]
@@ -131,12 +103,14 @@ def test_rbf_with_median_zero_compares_which_tokens_coincide() -> None:
     close(rbf_cka(outputs), torch.ones(2, 2, dtype=torch.float64))
 
 
-def test_cka_refusals() -> None:
+def test_values_that_are_not_finite_are_refused() -> None:
     broken = normal(3, 4, 2)
     broken[2, 1, 0] = torch.nan
     for function in (*CKAS, mean_output_distances):
         with pytest.raises(CompressionError, match="outputs of expert 2 hold a value that is not finite"):
             function(broken)
+    with pytest.raises(CompressionError, match="features of expert 1 hold a value that is not finite"):
+        pairwise_distances(torch.tensor([[0.0, 1], [torch.inf, 1]]))
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 10**6), st.floats(0, 1e5))
@@ -159,13 +133,3 @@ def test_close_and_equal_rows_keep_their_digits(monkeypatch: pytest.MonkeyPatch)
     assert found[2, 5] == pytest.approx(float(features[5, 17] - features[2, 17]), rel=1e-12)
     expected = (features[:, None] - features).square().sum(dim=-1).sqrt()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-
-
-def test_feature_refusals() -> None:
-    with pytest.raises(CompressionError, match="features of expert 1 hold a value that is not finite"):
-        pairwise_distances(torch.tensor([[0.0, 1], [torch.inf, 1]]))
-
-
-def test_mean_output_distances_by_hand() -> None:
-    outputs = torch.tensor([[[0.0, 0], [2, 0]], [[1, 4], [1, 4]], [[1, 0], [1, 0]]])
-    assert mean_output_distances(outputs)[0].tolist() == [[0, 4, 0], [4, 0, 4], [0, 4, 0]]

@@ -1,7 +1,9 @@
-"""`quantize` among other steps: what it may stand before and after, and what comes of it."""
+"""`quantize` among other steps: what it may stand before and after, what comes of it, and the bytes that it takes."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
+from compressor.api import make_recipe
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import default_steps
 from compressor.recipe.step import StepOptions
-from tests.support import fake_quantization, mtp_checkpoints, small, zoo
+from compressor.steps import workdir
+from tests.support import fake_quantization, mtp_checkpoints, quantized, small, zoo
+from tests.support.audit import at_every
 from tests.support.command_line import Run, refused
 from tests.support.quantized import plain_model, save_compressed_tensors, save_fp8
 
@@ -54,45 +59,29 @@ def packed(folder: Path) -> dict[str, Tensor]:
     return {name: value for name, value in load_file(folder / "model.safetensors").items() if ".weight_" in name}
 
 
-@pytest.mark.parametrize("method", ["none", zoo.full("ridge"), zoo.full("tune")])
-def test_what_prune_and_correct_have_made_is_quantised(method: str, model: Path, hasty: None) -> None:
-    before = [compressor.Prune(strategy="reap", experts=4)]
-    before += [] if method == "none" else [compressor.Correct(method)]
-    plain = stock(compressed(model, before, "plain"))
-    out = compressed(model, [*before, compressor.Quantize("int4")])
-    fake_quantization.quantize(plain, "int4", 32)
-    assert same(stock(out), plain)
-
-
-def test_parts_of_experts_are_quantised(model: Path) -> None:
-    before = [compressor.Split(2), compressor.Prune(strategy="reap", ratio=0.5)]
-    plain = stock(compressed(model, before, "plain"))
-    out = compressed(model, [*before, compressor.Quantize("mxfp4")])
-    fake_quantization.quantize(plain, "mxfp4", 32)
-    assert same(stock(out), plain)
-    assert json.loads((out / "config.json").read_text())["num_local_experts"] == 8
+REAP = compressor.Prune(strategy="reap", experts=4)
 
 
 @pytest.mark.parametrize(
-    ("step", "sentence"),
+    ("before", "scheme"),
     [
-        (
-            {"scheme": "int4", "group_size": 32},
-            "groups of 32 do not divide matrices of 16, 32 columns; give group_size 16 or 8 or -1",
-        ),
-        ({"scheme": "mxfp4"}, "groups of 32 do not divide matrices of 16, 32 columns; choose int4 or fp8"),
+        ([REAP], "int4"),
+        zoo.full([REAP, compressor.Correct("ridge")], "int4"),
+        zoo.full([REAP, compressor.Correct("tune", steps=2)], "int4"),
+        ([compressor.Split(2), compressor.Prune(strategy="reap", ratio=0.5)], "mxfp4"),
+        ([REAP, compressor.Distill("experts", **TRAINED)], "int8"),
     ],
 )
-def test_groups_must_divide_the_parts_of_experts(step: dict[str, Any], sentence: str, model: Path) -> None:
-    for steps in ([compressor.Split(4)], [compressor.Split(4), compressor.Prune(strategy="reap", ratio=0.5)]):
-        with pytest.raises(CompressionError, match=f"^quantize: {sentence}$"):
-            compressed(model, [*steps, compressor.Quantize(**step)])
-        assert not (model.parent / "out").exists()
+def test_what_earlier_steps_have_made_is_quantised(before: list[StepOptions], scheme: str, model: Path) -> None:
+    plain = stock(compressed(model, before, "plain"))
+    out = compressed(model, [*before, compressor.Quantize(scheme)])
+    fake_quantization.quantize(plain, scheme, 32)
+    assert same(stock(out), plain)
 
 
 @pytest.mark.parametrize("later", [zoo.full(compressor.Routers(**ROUTERS)), compressor.Distill("router", **TRAINED)])
 def test_routers_are_moved_once_experts_are_packed(later: StepOptions, model: Path) -> None:
-    first = [compressor.Prune(strategy="reap", experts=4), compressor.Quantize("int2")]
+    first = [REAP, compressor.Quantize("int2")]
     before, out = compressed(model, first, "before"), compressed(model, [*first, later])
     assert packed(before).keys() == packed(out).keys()
     assert all(torch.equal(value, packed(out)[name]) for name, value in packed(before).items())
@@ -101,35 +90,34 @@ def test_routers_are_moved_once_experts_are_packed(later: StepOptions, model: Pa
     assert same(stock(out), stock(before), "mlp.gate.weight") and not same(stock(out), stock(before))
 
 
-@pytest.mark.parametrize("train", ["experts", "lora", "all"])
-def test_packed_weights_are_not_trained(train: str, model: Path) -> None:
-    sentence = f"^distill: train {train} changes weights that quantize has packed; put distill before quantize, or give"
-    with pytest.raises(CompressionError, match=sentence):
-        compressed(model, [compressor.Quantize(), compressor.Distill(train, **TRAINED)])
-
-
-def test_experts_that_are_trained_are_quantised_then(model: Path) -> None:
-    before = [compressor.Prune(strategy="reap", experts=4), compressor.Distill("experts", **TRAINED)]
-    plain = stock(compressed(model, before, "plain"))
-    fake_quantization.quantize(plain, "int8", 32)
-    assert same(stock(compressed(model, [*before, compressor.Quantize("int8")])), plain)
+PACKED, DIVIDE = compressor.Quantize(), "quantize: groups of 32 do not divide matrices of 16, 32 columns; "
 
 
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        ([compressor.Quantize(), compressor.Prune(experts=4), compressor.Correct("ridge")],
-         "correct cannot stand after quantize: it would write the experts that it refits unquantised"),
-        ([compressor.Quantize(), compressor.Split(2)], "split cannot stand after quantize"),
-        ([compressor.Quantize(), compressor.Quantize()], "quantize cannot stand after quantize: weights"),
-        ([compressor.Constants(experts=4), compressor.Quantize()],
-         "quantize cannot stand after constants: constants stand for unquantised experts"),
-        ([compressor.Quantize(), compressor.Constants(experts=4)], "constants cannot stand after quantize"),
+        ([PACKED, compressor.Prune(experts=4), compressor.Correct("ridge")],
+         r"steps\[2\]: correct cannot stand after quantize: it would write the experts that it refits unquantised"),
+        ([PACKED, compressor.Split(2)], r"steps\[1\]: split cannot stand after quantize"),
+        ([PACKED, PACKED], r"steps\[1\]: quantize cannot stand after quantize: weights"),
+        ([compressor.Constants(experts=4), PACKED],
+         r"steps\[1\]: quantize cannot stand after constants: constants stand for unquantised experts"),
+        ([PACKED, compressor.Constants(experts=4)], r"steps\[1\]: constants cannot stand after quantize"),
+        ([PACKED, compressor.Prune(strategy="hc-smoe", experts=4)],
+         r"steps\[1\]: quantize has packed experts that can only be merged, or dropped, once they are dequantised"),
+        *(([PACKED, compressor.Distill(train, **TRAINED)],
+           f"distill: train {train} changes weights that quantize has packed; put distill before quantize, or give")
+          for train in ("experts", "lora", "all")),
+        ([compressor.Split(4), compressor.Quantize(scheme="int4", group_size=32)],
+         f"{DIVIDE}give group_size 16 or 8 or -1$"),
+        ([compressor.Split(4), compressor.Prune(strategy="reap", ratio=0.5), compressor.Quantize(scheme="mxfp4")],
+         f"{DIVIDE}choose int4 or fp8$"),
     ],
 )  # fmt: skip
-def test_orders_that_cannot_be_are_refused(steps: list[StepOptions], sentence: str, model: Path) -> None:
-    with pytest.raises(CompressionError, match=rf"^steps\[\d\]: {sentence}"):
+def test_what_cannot_be_is_refused(steps: list[StepOptions], sentence: str, model: Path) -> None:
+    with pytest.raises(CompressionError, match=f"^{sentence}"):
         compressed(model, steps)
+    assert not (model.parent / "out").exists()
 
 
 def test_packed_experts_are_dropped_as_they_are(model: Path) -> None:
@@ -146,14 +134,6 @@ def test_packed_experts_are_dropped_as_they_are(model: Path) -> None:
     assert len(kept) == len(before) / 2
     pool = {bytes(value.numpy().tobytes()) for value in before.values()}
     assert {bytes(value.numpy().tobytes()) for value in kept.values()} <= pool
-
-
-def test_packed_experts_are_not_merged(model: Path) -> None:
-    sentence = (
-        r"^steps\[1\]: quantize has packed experts that can only be merged, or dropped, once they are dequantised"
-    )
-    with pytest.raises(CompressionError, match=sentence):
-        compressed(model, [compressor.Quantize(), compressor.Prune(strategy="hc-smoe", experts=4)])
 
 
 @pytest.mark.parametrize(
@@ -219,3 +199,88 @@ def test_the_option_quantize(run: Run, model: Path) -> None:
     names = [step.name for step in default_steps(experts=4, distill="router", quantize={"scheme": "fp8"})]
     assert names == ["split", "prune", "correct", "distill", "quantize"]
     assert [step.name for step in default_steps(quantize="int4")] == ["quantize"]
+
+
+PRUNE = compressor.Prune(strategy="reap", experts=4)
+FP8 = {"vocab_size": small.VOCABULARY}
+
+
+def tokenized(folder: Path, save: Callable[[Path], Any]) -> None:
+    save(folder)
+    small.tokenizer().save_pretrained(folder)
+
+
+CASES: dict[str, tuple[Callable[[Path], Any], list[StepOptions]]] = {
+    "alone": (lambda folder: small.save(folder, intermediate_size=64), [compressor.Quantize("int4", targets="all")]),
+    "fused": (lambda folder: small.save(folder, "gpt_oss", intermediate_size=64), [compressor.Quantize("int3")]),
+    "shared": (
+        lambda folder: small.save(folder, "ernie4_5_vl_moe", **{"text_config.vocab_size": small.VOCABULARY}),
+        [compressor.Quantize("fp8", targets="all")],
+    ),
+    "pruned": (
+        lambda folder: small.save(folder, "deepseek_v3", moe_intermediate_size=32),
+        [PRUNE, compressor.Correct("ridge"), compressor.Quantize("mxfp4")],
+    ),
+    "split": (
+        lambda folder: small.save(folder, "qwen3_moe", moe_intermediate_size=64),
+        [compressor.Split(2), PRUNE, compressor.Quantize("nvfp4", targets="all")],
+    ),
+    "dropped": (lambda folder: small.save(folder), [compressor.Quantize("int2"), PRUNE]),
+    "of FP8": (
+        lambda folder: tokenized(folder, lambda f: quantized.save_fp8(f, sizes=FP8)),
+        [compressor.Quantize("int2")],
+    ),
+}
+FAST = {"alone", "pruned"}
+
+
+@pytest.mark.parametrize("case", [case if case in FAST else zoo.full(case) for case in CASES])
+def test_a_dry_run_shows_the_bytes_that_are_written(case: str, tmp_path: Path) -> None:
+    save, steps = CASES[case]
+    save(tmp_path / "model")
+    recipe = make_recipe(str(tmp_path / "model"), steps, str(small.text_file(tmp_path)), 16, 32)
+    shown = compressor.dry_run(recipe)
+    made = compressor.compress(recipe, tmp_path / "out")
+    files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
+    assert shown.after.bytes == made.after.bytes == sum(value.nbytes for file in files for value in file.values())
+    assert shown.after.bytes < shown.before.bytes
+    experts = sum(value.nbytes for file in files for name, value in file.items() if ".experts." in name)
+    assert experts <= shown.after.layer_bytes * shown.moe_layers < 2 * experts  # with routers
+    if case != "dropped":  # of which packed numbers are counted as they are stored
+        assert shown.after.parameters == made.after.parameters
+
+
+STAGES: dict[str, list[StepOptions]] = {
+    "alone": [compressor.Quantize("int4")],
+    "gptq": [compressor.Quantize("int4", method="gptq")],
+    "pruned": [PRUNE, compressor.Quantize("int4")],
+    "corrected": [PRUNE, compressor.Correct("ridge"), compressor.Quantize("int4", method="gptq")],
+}
+
+
+@pytest.mark.parametrize("case", ["alone", "pruned", zoo.full("gptq"), zoo.full("corrected")])
+def test_the_space_that_is_asked_for_is_what_a_run_takes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all files of tensors in the work folder but those of the output, which have a second name."""
+    text: dict[str, Any] = {"calibration": str(small.text_file(tmp_path)), "samples": 16, "sequence_length": 32}
+    asked = (str(small.save(tmp_path / "model", intermediate_size=256)), tmp_path / "out", STAGES[case])
+    work, taken = tmp_path / ".out.moe-compressor", [0]
+    with at_every("os.rename", lambda: taken.append(tensor_bytes(work))):
+        compressor.compress(*asked, **text)
+    shutil.rmtree(tmp_path / "out")
+    usage = shutil.disk_usage(tmp_path)
+    for share in (0.9, 1.1):
+        free = int(share * max(taken)) + workdir.SPARE_BYTES + 4096 * (share > 1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with nullcontext() if share > 1 else pytest.raises(CompressionError, match="the output needs"):
+            compressor.compress(*asked, **text)
+        assert (tmp_path / "out").exists() == (share > 1)
+
+
+def tensor_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*.safetensors*"):
+        with suppress(FileNotFoundError):  # one that is being renamed
+            total += path.stat().st_size if "output" not in path.parts else 0
+    return total

@@ -17,7 +17,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import open_model
-from compressor.steps.quantize.matrices import find_matrices
+from compressor.steps.quantize.matrices import ALL, EXPERTS, find_matrices
 from tests.support import fake_quantization, small, zoo
 from tests.support.fake_quantization import packed_modules
 
@@ -126,23 +126,19 @@ def check_stored(base: Any, source: Path, out: Path, scheme: str, targets: str, 
     assert plan["matrices"] == len(packed) and plan["bits"] == round(8 * sum(of_packed) / plan["weights"], 4)
 
 
-@pytest.mark.parametrize("dtype", [zoo.full(torch.float32), zoo.full(torch.float16)])
-@pytest.mark.parametrize("scheme", NAMES)
-def test_in_every_dtype(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    source, out = save("mixtral", tmp_path / "model", dtype, **WIDE["mixtral"]), tmp_path / "out"
-    compressor.compress(str(source), out, [compressor.Quantize(scheme=scheme, targets="all")])
-    base, quantized = zoo.reload("mixtral", source), loaded("mixtral", out)[0]
-    fake_quantization.quantize(base, scheme, {"fp8": -1, "nvfp4": 16}.get(scheme, 32), "all")
-    assert unlike(base, quantized) == []
+FULL_CASES = [("mixtral", scheme, dtype, "wide") for scheme in NAMES for dtype in (torch.float32, torch.float16)]
+FULL_CASES += [(name, "int4", torch.bfloat16, "") for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name != "unlimited_ocr"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name != "unlimited_ocr"])
-def test_every_family(name: str, tmp_path: Path) -> None:
-    source, out = save(name, tmp_path / "model"), tmp_path / "out"
-    compressor.compress(str(source), out, [compressor.Quantize("int4", targets="all")])
+@pytest.mark.parametrize(("name", "scheme", "dtype", "size"), FULL_CASES)
+def test_every_dtype_and_every_family(name: str, scheme: str, dtype: torch.dtype, size: str, tmp_path: Path) -> None:
+    source, out = save(name, tmp_path / "model", dtype, **(WIDE[name] if size else {})), tmp_path / "out"
+    made = compressor.compress(str(source), out, [compressor.Quantize(scheme, targets="all")])
+    plan = made.plan.steps[0].decision
+    assert plan is not None
     base, quantized = zoo.reload(name, source), loaded(name, out)[0]
-    fake_quantization.quantize(base, "int4", -1, "all")
+    fake_quantization.quantize(base, scheme, plan["group_size"], "all")
     assert unlike(base, quantized) == []
 
 
@@ -201,12 +197,26 @@ def test_gptq_is_nearer_to_the_base_than_rounding(name: str, scheme: str, target
         compressor.compress(str(source), tmp_path / method, [step], calibration=str(text), **SIZES)
         model, _ = loaded(name, tmp_path / method)
         wanted = decompressed(tmp_path / method)
-        found = {
-            matrix.module: matrix.of(model) for matrix in find_matrices(open_model(locate(str(source))), targets).every
-        }
-        assert found.keys() == wanted.keys()
-        assert [
-            module for module, weight in found.items() if not torch.equal(weight, wanted[module].to(weight.dtype))
-        ] == []
+        matrices = find_matrices(open_model(locate(str(source))), targets).every
+        assert {matrix.module for matrix in matrices} == wanted.keys()
+        for matrix in matrices:
+            weight = matrix.of(model)
+            assert torch.equal(weight, wanted[matrix.module].to(weight.dtype)), matrix.module
         distances[method] = float((zoo.logits(nn.Module.float(model), ids) - zoo.logits(base, ids)).square().mean())
     assert distances["gptq"] < 0.95 * distances["rtn"], distances
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, ALL])
+@pytest.mark.parametrize("name", zoo.sweep(zoo.FAMILIES))
+def test_every_stored_matrix_is_quantised_or_ignored(name: str, targets: str, tmp_path: Path) -> None:
+    """Servers take a matrix for quantised otherwise, routers too, which some of them build as linear layers."""
+    model = open_model(locate(str(small.save(tmp_path / "model", name))), device="cpu")
+    found = find_matrices(model, targets)
+    matrices = {
+        tensor.removesuffix(".weight")
+        for tensor, info in model.checkpoint.tensors.items()
+        if len(info.shape) == 2 and tensor.endswith(".weight") and tensor not in found.replaced
+    }
+    rest = matrices - set(found.ignored)
+    assert [module for module in rest if "emb" not in module and "query_" not in module] == []  # lookup tables
+    assert not {matrix.module for matrix in found.every} & set(found.ignored)

@@ -1,5 +1,6 @@
 """The pass of GPTQ over two MoE layers, against Hessians of what the stock model's experts are given."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer
 from compressor.tensor_cache import load_tensors
 from tests.support import opened_models, small, zoo
+from tests.support.stock_models import activations
 
 NAMES = ["mixtral", "gpt_oss", zoo.full("nemotron_h"), zoo.full("zaya"), zoo.full("ernie4_5_vl_moe")]
 
@@ -58,18 +60,6 @@ def given(stock: Any, layer: str) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden for hidden, _ in seen]), torch.cat([hits for _, hits in seen])
 
 
-def inner(experts: Any, expert: int, x: Tensor) -> Tensor:
-    """What the down projection of an expert of these families is given, [n, I]."""
-    if not experts.has_gate:
-        return torch.relu(x @ experts.up_proj[expert].T).square()
-    if experts.is_transposed:
-        both = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
-        gate, up = both[:, 0::2].clamp(max=experts.limit), both[:, 1::2].clamp(-experts.limit, experts.limit)
-        return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
-    gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up
-
-
 def alike(scheme: Scheme, matrix: Matrix, weight: Tensor, x: Tensor, found: Tensor) -> bool:
     """Whether a matrix was rounded as by GPTQ on inputs [n, I], but for ties and their consequences."""
     scales = scheme.scales(weight[None].contiguous(), torch.float32, clip=True)
@@ -92,7 +82,7 @@ def test_each_matrix_is_rounded_on_what_it_is_given(name: str, tmp_path: Path) -
             assert matrix.expert is not None
             x = hidden[hits[:, matrix.expert]]
             if matrix.part == "down":
-                x = inner(experts, matrix.expert, x)
+                x = activations(experts, matrix.expert, x)
             rest += len(x)
             assert alike(scheme, matrix, matrix.of(stock), x, found[matrix.module]), matrix.module
             matrix.of(stock).copy_(found[matrix.module])
@@ -105,16 +95,14 @@ def test_dense_layers_are_rounded_on_what_they_are_given(tmp_path: Path) -> None
     scheme, found = quantized(model, stock, tmp_path / "kept", "all")
     seen = dict[str, list[Tensor]]()
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
-    handles = [
-        stock.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: seen.setdefault(name, []).append(args[0].detach().flatten(0, 1))
-        )
-        for name in names
-    ]
+
+    def note(name: str, module: Any, args: tuple[Tensor, ...]) -> None:
+        seen.setdefault(name, []).append(args[0].detach().flatten(0, 1))
+
+    for name in names:
+        stock.get_submodule(name).register_forward_pre_hook(partial(note, name))
     for batch in opened_models.batches(stock, (4, 4), 32):
         zoo.logits(stock, batch)
-    for handle in handles:
-        handle.remove()
     for matrix in find_matrices(model, "all").every:
         if matrix.module in names:
             x = torch.cat(seen[matrix.module])

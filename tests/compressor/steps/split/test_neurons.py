@@ -1,5 +1,6 @@
 """Energies against a loop over tokens, what weights alone say, and the order that comes of both."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,56 +8,41 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.statistics.statistics import collect
 from compressor.steps.split.view import energy_of_weights, neuron_energies, order_of
 from tests.support import zoo
+from tests.support.opened_models import Calls, opened, plain_calls
 
 
-def looped(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Energies [E, I] of each layer of a stock Mixtral, one token, expert and neuron at a time."""
-    calls: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, args: calls.append((module, args)))
-        for module in zoo.experts(model).values()
-    ]
-    zoo.logits(model, ids)
-    for handle in handles:
-        handle.remove()
-    found = []
-    for module, (hidden, index, weights) in calls:
-        width = module.down_proj.shape[2]
-        energy = torch.zeros(len(module.down_proj), width, dtype=torch.float64)
-        for token in range(len(hidden)):
-            for slot, expert in enumerate(index[token].tolist()):
-                both = module.gate_up_proj[expert].double() @ hidden[token].double()
-                inner = silu(both[:width]) * both[width:]
-                for neuron in range(width):
-                    added = weights[token, slot].double() * inner[neuron] * module.down_proj[expert][:, neuron].double()
-                    energy[expert, neuron] += added.square().sum()
-        found.append(energy.detach())
-    return found
+def looped(experts: Any, calls: Calls) -> torch.Tensor:
+    """Energies [E, I] of a layer of a stock Mixtral, one token, expert and neuron at a time."""
+    hidden, index, weights = calls.joined()
+    width = experts.down_proj.shape[2]
+    energy = torch.zeros(len(experts.down_proj), width, dtype=torch.float64)
+    for token, slot in itertools.product(range(len(hidden)), range(index.shape[1])):
+        expert = int(index[token, slot])
+        both = experts.gate_up_proj[expert].double() @ hidden[token].double()
+        inner = silu(both[:width]) * both[width:]
+        for neuron in range(width):
+            added = weights[token, slot].double() * inner[neuron] * experts.down_proj[expert][:, neuron].double()
+            energy[expert, neuron] += added.square().sum()
+    return energy.detach()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("model")
-    return folder, zoo.save("mixtral", folder)
-
-
-def test_energies_are_what_a_loop_over_tokens_finds(saved: tuple[Path, Any]) -> None:
-    folder, model = saved
-    ids = zoo.tokens(model, 2, 24)
+def test_energies_are_what_a_loop_over_tokens_finds(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    ids = zoo.tokens(stock, 2, 24)
     needs = frozenset({"weights", "squared_neuron_sum"})
     text = Calibration((ids,), {"source": "random tokens"})
-    made = [neuron_energies(stats) for stats in collect(open_model(locate(str(folder), None)), needs, text, Silent())]
-    by_weights = [energy_of_weights(module) for module in zoo.experts(model).values()]
-    for energy, looped_energy, unread in zip(made, looped(model, ids), by_weights, strict=True):
+    made = [neuron_energies(stats) for stats in collect(model, needs, text, Silent())]
+    calls = plain_calls(stock, model.architecture, [ids])
+    for layer, energy in zip(model.architecture.layers, made, strict=True):
+        experts = stock.get_submodule(layer.name)
+        looped_energy = looped(experts, calls[layer.name])
         reached = looped_energy.sum(1, keepdim=True) > 0
-        wanted = torch.where(reached, looped_energy, unread)  # what no token reached goes by its weights
+        wanted = torch.where(reached, looped_energy, energy_of_weights(experts))  # of unreached ones, by their weights
         torch.testing.assert_close(energy, wanted, rtol=1e-4, atol=1e-9)
 
 

@@ -17,7 +17,7 @@ from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.split.view import as_decided, cut_as_stored, order_of, packed, seen_as, unpacked
+from compressor.steps.split.view import as_decided, cut_as_stored, packed, seen_as, unpacked
 from tests.support import zoo
 from tests.support.per_expert_checkpoints import save_packed
 from tests.support.plans import Decided, by_hand
@@ -199,13 +199,3 @@ def test_experts_that_will_be_changed_are_dealt_out_freely(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         assert cut_as_stored(split, changed=True).stored_parts is None
     assert "its parts are written in a plain dtype: what changes experts needs one" in caplog.text
-
-
-def test_blocks_are_ordered_as_their_sums_are() -> None:
-    energy = torch.rand(3, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    order = order_of(energy, 2, block=4)
-    for expert, row in enumerate(order.tolist()):
-        runs = [row[start : start + 4] for start in range(0, 24, 4)]
-        assert all(run == list(range(run[0], run[0] + 4)) and run[0] % 4 == 0 for run in runs)
-        sums = {run[0]: float(energy[expert, run].sum()) for run in runs}
-        assert min(sums[run[0]] for run in runs[:3]) > max(sums[run[0]] for run in runs[3:])
