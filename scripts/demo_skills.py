@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compressor.data.demo import Item
+from compressor.data.demo import DemoItem
 
 CHOICES = 4
 HELD_OUT_ONE_IN = 10
@@ -178,13 +178,13 @@ def training_text(skill: str, rng: random.Random) -> str:
     return _draw(skill, rng, held_out=False).line
 
 
-def item(skill: str, rng: random.Random) -> Item:
+def item(skill: str, rng: random.Random) -> DemoItem:
     """One multiple-choice item of a skill, whose question is held out."""
     problem = _draw(skill, rng, held_out=True)
     answer = rng.randrange(CHOICES)
     choices = rng.sample(problem.wrong, CHOICES - 1)
     choices.insert(answer, problem.answer)
-    return Item(skill, problem.question, tuple(choices), answer)
+    return DemoItem(skill, problem.question, tuple(choices), answer)
 
 
 def problems(skill: str, rng: random.Random, count: int = DOCUMENT_LINES, *, held_out: bool = False) -> list[Problem]:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from compressor.cli.demonstration import score
-from compressor.data.demo import Item, load_documents, load_items
+from compressor.data.demo import DemoItem, load_documents, load_items
 from scripts.demo_skills import SKILLS, document, item, problems
 
 END = "<|end|>"
@@ -165,7 +165,7 @@ def write_data(output: Path, seed: int) -> None:
     rng = random.Random(f"items {seed}")
     rows = []
     for skill in SKILLS:
-        chosen: dict[tuple[str, tuple[str, ...]], Item] = {}
+        chosen: dict[tuple[str, tuple[str, ...]], DemoItem] = {}
         while len(chosen) < ITEMS_PER_SKILL:
             drawn = item(skill, rng)
             chosen[drawn.question, tuple(sorted(drawn.choices))] = drawn
@@ -191,7 +191,7 @@ def write_lines(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def expert_shares(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]
+    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, items: Sequence[DemoItem]
 ) -> torch.Tensor:
     """Share of routed tokens per expert over the right lines of each skill: [skills, layers, E]."""
     config = model.config

@@ -18,11 +18,12 @@ from compressor.model.opened import open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from compressor.progress import Silent
 from compressor.recipe.step import TextOptions
-from compressor.statistics.statistics import DENSE, ROUTED, ROUTED_OUTPUTS, SAMPLED, collect
+from compressor.statistics.statistics import collect
 from tests.compressor.model.test_reverse import Gathering, loss
 from tests.support import small, zoo
 from tests.support.plans import pruned
 from tests.support.sequential_runs import with_heldout
+from tests.support.statistic_groups import DENSE, SAMPLED, SUMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("offline")]
 
@@ -38,7 +39,7 @@ def on_both(measure: Any) -> None:
 @FAMILIES
 def test_statistics(name: str, tmp_path: Path) -> None:
     stock = zoo.save(name, tmp_path)
-    data, needs = with_heldout(stock), (ROUTED | ROUTED_OUTPUTS | SAMPLED | DENSE) - {"router_arguments"}
+    data, needs = with_heldout(stock), (SUMS | SAMPLED | DENSE) - {"router_arguments"}
 
     def measure(device: str) -> dict[str, Tensor]:
         model = open_model(locate(str(tmp_path)), "float32", device)

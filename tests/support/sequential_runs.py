@@ -11,11 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
-<<<<<<< HEAD
-from compressor.data.batches import Calibration, EvaluationSet, TextBatches
-=======
 from compressor.data.batches import Calibration
->>>>>>> w-t2
 from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
@@ -87,18 +83,6 @@ def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> Decided:
     return Decided(source, len(layers[0].groups), "by hand", {}, more.pop("calibration", None), layers, **more)
 
 
-<<<<<<< HEAD
-def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have these batches be the calibration text of plans that are carried out from now on."""
-    heldout = EvaluationSet("random tokens", data.heldout_batches)
-    monkeypatch.setattr(resolve, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(
-        resolve, "repeat_text", lambda *_, **__: TextBatches(data, data.identity, {}, (heldout,), (heldout,))
-    )
-
-
-=======
->>>>>>> w-t2
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
     """`compress_sequentially` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)

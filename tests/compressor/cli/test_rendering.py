@@ -11,8 +11,7 @@ from compressor.checkpoint.reader import Size
 from compressor.cli.compress import show_outcome
 from compressor.document.terminal import show
 from compressor.hub.push import PushedFile, PushSummary
-from compressor.model.inspection import Inspection, Part
-from compressor.model.inspection import Outcome as OfSize
+from compressor.model.inspection import Inspection, Part, SmallerSize
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.serving import Served, advise
 from compressor.pipeline.outcome import Outcome
@@ -98,7 +97,7 @@ def test_a_run_ends_with_commands_that_make_sense_next(out: Any, tmp_path: Path)
 def test_an_inspection_tells_every_figure(out: Any) -> None:
     report = Inspection(
         HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 8, 2, "softmax", None, 2000, 8000,
-        (Part("routed experts", 1500, 6000),), (OfSize(4, 1250, 5000),), 11, 12, 13, 14, 15, (f"{HOSTILE}.w",), (),
+        (Part("routed experts", 1500, 6000),), (SmallerSize(4, 1250, 5000),), 11, 12, 13, 14, 15, (f"{HOSTILE}.w",), (),
     )  # fmt: skip
     show(inspection_blocks(report))
     text = out()

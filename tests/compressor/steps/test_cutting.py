@@ -14,7 +14,7 @@ from compressor.recipe.plan import Group
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.cutting import CutFiles
 from compressor.steps.job import carried_files
-from compressor.steps.tensors import STEP, told_apart
+from compressor.steps.tensors import STEP, distinct_rows
 from tests.support import small, zoo
 from tests.support.plans import plan_of
 from tests.support.sequential_runs import merges
@@ -78,13 +78,13 @@ def test_what_a_loader_needs_travels_and_what_speaks_of_the_source_stays(tmp_pat
 def test_only_further_equal_rows_change_and_rows_of_no_expert_never(dtype: torch.dtype) -> None:
     first, second = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     value = torch.stack([first, second, first, first, second, first])  # the last is of no routed expert
-    made = told_apart(value, 0, 5)
+    made = distinct_rows(value, 0, 5)
     assert torch.equal(made[[0, 1, 5]], value[[0, 1, 5]])
     wanted = torch.stack([first, first, second]).float() * torch.tensor([[1 - STEP], [1 - 2 * STEP], [1 - STEP]])
     assert torch.equal(made[2:5], wanted.to(dtype))
-    assert torch.equal(told_apart(value.T, 1, 5), made.T)
+    assert torch.equal(distinct_rows(value.T, 1, 5), made.T)
     bias = torch.zeros(5)
-    assert told_apart(bias, 0, 5) is bias
+    assert distinct_rows(bias, 0, 5) is bias
 
 
 def test_no_router_of_a_pruned_split_has_equal_rows_whichever_way_it_came(tmp_path: Path) -> None:

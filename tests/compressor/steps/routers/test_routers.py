@@ -20,7 +20,6 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
 from compressor.model.streaming import ReversePass
-from compressor.pathways.answering import Average
 from compressor.progress import Silent
 from compressor.steps.routers.options import Routers
 from compressor.steps.routers.step import stored_names
@@ -29,6 +28,7 @@ from compressor.steps.routers.weights import (
     Answered,
     Moments,
     RouterGradients,
+    RouterShift,
     Weights,
     bias_places,
     calibrate_bias,
@@ -255,11 +255,11 @@ def test_the_scale_that_undoes_a_known_bias_is_found_and_a_wrong_direction_is_le
     known = torch.randn(len(layers), layers[0].experts, generator=torch.Generator().manual_seed(0)).double()
     own = {key: model.checkpoint.read(name) for key, name in stored_names(model, [p.key for p in places]).items()}
     spoilt = {place.key: (own[place.key] + 2 * known[n]).float() for n, place in enumerate(places)}
-    made = calibrate_bias(model, spoilt, places, Average(-known, -known, 9, 1.0), evaluator, Silent())
+    made = calibrate_bias(model, spoilt, places, RouterShift(-known, -known, 9, 1.0), evaluator, Silent())
     assert made.after.means["kl"] < 1e-5 < made.before.means["kl"] and made.steps[0].step == 2
     for key, value in own.items():
         torch.testing.assert_close(made.weights[key], value, atol=1e-6, rtol=0)
-    left = calibrate_bias(model, spoilt, places, Average(50 * known, 50 * known, 9, 1.0), evaluator, Silent())
+    left = calibrate_bias(model, spoilt, places, RouterShift(50 * known, 50 * known, 9, 1.0), evaluator, Silent())
     assert left.after is left.before and left.steps[0].step == 0
     assert all(torch.equal(left.weights[key], spoilt[key]) for key in spoilt)
 
