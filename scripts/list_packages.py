@@ -44,7 +44,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
     "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as compressed-tensors",
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
-    "strategies": "one file each; and `compressor/plugins.py`, the one import that a plugin's author needs",
+    "strategies": "one score each in `ranked.py`, others in files of their own; `compressor/plugins.py` is for plugins",
     "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it; "
     "`keep_list.py`: plans as servers take them",
     "report": "one page to look at; many plans in one table",
@@ -77,7 +77,7 @@ def sources() -> Iterator[Path]:
 
 
 def package_of(module: str) -> str:
-    """'compressor.quality_gate.verdict' -> 'evaluation'; 'strategies.hope' -> 'strategies'."""
+    """'compressor.quality_gate.verdict' -> 'quality_gate'; 'strategies.hope' -> 'strategies'."""
     head, *rest = module.split(".")
     if head != "compressor":
         return head

@@ -1,8 +1,10 @@
 """Packages import earlier ones only, files import each other in no circle, and light imports stay light."""
 
 import ast
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,13 @@ def test_the_page_draws_every_package_with_its_arrows() -> None:
         below = [other for other in ORDER if other in reached[name] and package_of("compressor.errors") != other]
         assert rows[name][1:3] == [name, meaning]
         assert rows[name][5] == (", ".join(below) or "-"), f"run python -m scripts.list_packages --write ({name})"
+
+
+def test_the_page_names_files_and_code_that_exist() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    files = [f"/{path.relative_to(ROOT)}" for path in (*sources(), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources())
+    for name in set(re.findall(r"`([\w./*-]+\.(?:py|toml))`", page)):
+        assert any(fnmatch(file, f"*/{name}") for file in files), name
+    for name in set(re.findall(r"`@?(?:\w+\.)?(\w+)`", page)) - {"py", "toml"}:
+        assert re.search(rf"\b{name}\b", code), name

@@ -100,7 +100,7 @@ class Figures:
 
 
 def accepts(before: Figures, after: Figures) -> bool:
-    """Return True if the mean gain in KL over eight or more sequences is above its standard error: the one rule."""
+    """Return True if a whole model's mean gain in KL, over eight or more sequences, is above its standard error."""
     return Difference.of(before.kl, after.kl).accepted
 
 

@@ -28,13 +28,14 @@ from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
-from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, DomainFigures
+from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, DomainFigures, Paired
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.endings import Markers
 from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
 SHORTEST = 16  # tokens of a sequence of text
+LIMITED = {"flips": "share of flips", "loss": "rise of the loss"}  # figures of a domain that may have a limit
 COLUMNS = (
     ("messages",),
     ("conversations",),
@@ -294,13 +295,13 @@ def divergence_conditions(
         freedom = max(row.sequences - 1, 1)
         widening = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
         for name, (option, limit) in limits.items():
-            figure = row.flips if name == "flips" else row.loss
+            figure: Paired = getattr(row, name)
             verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
             if figure.change - widening * (figure.change - figure.lower) > limit:
                 verdict = "fail"
             conditions.append(
                 GateCondition(
-                    name=f"{'share of flips' if name == 'flips' else 'rise of the loss'} on {domain}",
+                    name=f"{LIMITED[name]} on {domain}",
                     option=option,
                     limit=limit,
                     observed=figure.change,
