@@ -25,11 +25,28 @@ SEARCHED = 2**17  # weights whose scales are searched at once: few enough to sta
 FP4_MAX = 6.0
 FP8_MAX = 448.0
 FP4 = ("mxfp4", "nvfp4")
-FIXED = {"fp8": ROW, "mxfp4": 32, "nvfp4": 16}  # group sizes that the format sets
-BITS = {"fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2, "mxfp4": 4, "nvfp4": 4}
-CLIPPED = ("int4", "int3", "int2", "nvfp4")  # of others, a smaller range gains next to nothing
-FORMATS = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
-PRESETS = {"fp8": "FP8_DYNAMIC", "mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """The facts of a number format, whose name stands in options.py, too."""
+
+    bits: int
+    storage: str = "pack-quantized"  # compressed-tensors' name of how it is stored
+    group_size: int | None = None  # None leaves it to the user
+    preset: str | None = None  # compressed-tensors' scheme, where it has one
+    clipped: bool = False  # a smaller range may gain something
+
+
+NUMBER_FORMATS: Mapping[str, NumberFormat] = {
+    "fp8": NumberFormat(8, "float-quantized", ROW, "FP8_DYNAMIC"),
+    "int8": NumberFormat(8),
+    "int4": NumberFormat(4, clipped=True),
+    "int3": NumberFormat(3, clipped=True),
+    "int2": NumberFormat(2, clipped=True),
+    "mxfp4": NumberFormat(4, "mxfp4-pack-quantized", 32, "MXFP4A16"),
+    "nvfp4": NumberFormat(4, "nvfp4-pack-quantized", 16, "NVFP4A16", clipped=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +70,17 @@ class Scheme:
     group_size: int
 
     @property
+    def number_format(self) -> NumberFormat:
+        return NUMBER_FORMATS[self.name]
+
+    @property
     def bits(self) -> int:
-        return BITS[self.name]
+        return self.number_format.bits
 
     @property
     def format(self) -> str:
         """The name of the storage in compressed-tensors."""
-        return FORMATS.get(self.name, "pack-quantized")
+        return self.number_format.storage
 
     @cached_property
     def described(self) -> Any:
@@ -67,8 +88,9 @@ class Scheme:
         require("compressed_tensors")
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 
-        if self.name in PRESETS:
-            scheme = preset_name_to_scheme(PRESETS[self.name], ["Linear"])
+        preset = self.number_format.preset
+        if preset is not None:
+            scheme = preset_name_to_scheme(preset, ["Linear"])
             return scheme.model_copy(update={"format": self.format})
         strategy = {"strategy": "channel"} if self.group_size == ROW else {"group_size": self.group_size}
         weights = QuantizationArgs(num_bits=self.bits, type="int", symmetric=True, dynamic=False, **strategy)
@@ -142,7 +164,7 @@ class Scheme:
                 largest = most.amax((1, 2))
             overall = (FP8_MAX * FP4_MAX / largest)[:, None, None]
             overall = torch.where(overall.isfinite(), overall, 1.0)
-        if not clip or self.name not in CLIPPED:
+        if not clip or not self.number_format.clipped:
             return Scales(self._stored_scales(most, overall, dtype), overall)
         scales = torch.empty_like(most)
         size = max(1, SEARCHED // weight.shape[-1])
@@ -247,7 +269,7 @@ def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Sch
     widths = sorted(set(columns))
     common = math.gcd(*widths)
     dividing = [size for size in (256, *GROUPS, 16, 8) if common % size == 0]
-    fixed = FIXED.get(name)
+    fixed = NUMBER_FORMATS[name].group_size
     if fixed is not None and group_size not in (None, fixed):
         what = "one scale a row (-1)" if fixed == ROW else f"groups of {fixed}"
         raise CompressionError(f"quantize: {name} has {what}; leave group_size out")
