@@ -465,7 +465,7 @@ def main() -> None:
     measuring.add_argument("--text", default="demo", help="text to calibrate with")
     measuring.add_argument("--heldout", default="demo", help="text to measure on")
     measuring.add_argument("--length", type=int, default=128, help="tokens in each sequence")
-    measuring.add_argument("--samples", type=int, default=128, help="calibration sequences")
+    measuring.add_argument("--samples", type=int, default=256, help="calibration sequences")
     measuring.add_argument("--evaluation-samples", type=int, default=64, help="sequences to measure on")
     measuring.add_argument("--seeds", type=int, nargs="+", default=[0], help="draws of the calibration text")
     measuring.add_argument("--only", nargs="+", help=f"some of {', '.join(EXPERIMENTS)}, and {DEMO} for --name {DEMO}")
