@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, Role
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan, Source
-from compressor.steps import configuration
 from compressor.steps.configuration import output_config
 from tests.support.plans import Decided
 
@@ -118,14 +117,20 @@ def test_lists_that_go_on_with_the_heads_layers_are_cut_to_what_is_stored() -> N
     assert (found["layer_types"], found["num_nextn_predict_layers"]) == (["a", "b", "c"], 1)
 
 
-def test_a_field_that_the_stock_model_is_built_by_stays() -> None:
+def test_a_field_that_the_stock_model_is_built_by_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in nemotron_h_omni, whose vision tower has a norm where the field is above zero."""
     config = MixtralConfig(num_local_experts=8, num_hidden_layers=1, tie_word_embeddings=False)
     field, raw = "num_nextn_predict_layers", {"num_local_experts": 8, "num_nextn_predict_layers": 1}
     setattr(config, field, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configuration, "build_meta", lambda each: torch.nn.LayerNorm(2, bias=getattr(each, field) > 0))
-        found, zeroed = output_config(raw, architecture(config), layout(("a",)), a_plan(), None)
+    stock = MixtralForCausalLM.__init__
+
+    def built(model: Any, config: Any) -> None:
+        stock(model, config)
+        if getattr(config, field) > 0:
+            model.vision_norm = torch.nn.LayerNorm(2)
+
+    monkeypatch.setattr(MixtralForCausalLM, "__init__", built)
+    found, zeroed = output_config(raw, architecture(config), layout(("a",)), a_plan(), None)
     assert found[field] == 1 and zeroed == []
 
 
