@@ -12,9 +12,8 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, Role
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.plan import LayerPlan, Source
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.steps.configuration import output_config
-from tests.support.plans import Decided
 
 BLOCK = "model.layers.{}.mlp"
 KEPT = (0, 2, 5, 7)
@@ -45,13 +44,13 @@ def layout(left_out: tuple[str, ...] = (), quantized: bool = False) -> Layout:
     return Layout(roles, left_out, True, quantized)
 
 
-def a_plan(*kept: tuple[int, ...]) -> Decided:
+def a_plan(*kept: tuple[int, ...]) -> ExpertPlan:
     chosen = kept or (KEPT, KEPT)
     layers = tuple(LayerPlan.keep(layer, experts) for layer, experts in zip(LAYERS, chosen, strict=True))
-    return Decided(Source("x", None, "f"), len(chosen[0]), "by-hand", {}, None, layers)
+    return ExpertPlan(len(chosen[0]), layers)
 
 
-def rewrite(raw: dict[str, Any], plan: Decided | None = None, **given_parts: Any) -> dict[str, Any]:
+def rewrite(raw: dict[str, Any], plan: ExpertPlan | None = None, **given_parts: Any) -> dict[str, Any]:
     built = given_parts.pop("built", None) or architecture()
     config, _ = output_config(raw, built, given_parts.pop("stored", layout()), plan or a_plan(), None)
     return config
@@ -134,7 +133,7 @@ def test_a_field_that_the_stock_model_is_built_by_stays(monkeypatch: pytest.Monk
     assert found[field] == 1 and zeroed == []
 
 
-def quantized(entries: Any, plan: Decided | None = None, key: str = "ignore") -> Any:
+def quantized(entries: Any, plan: ExpertPlan | None = None, key: str = "ignore") -> Any:
     raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "compressed-tensors", key: entries}}
     before = repr(raw)
     changed = rewrite(raw, plan, stored=layout(quantized=True))["quantization_config"][key]
