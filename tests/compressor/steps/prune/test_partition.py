@@ -100,9 +100,9 @@ def test_exact_and_search_against_brute_force(kind: str, experts: int, count: in
             together = part[:, :, None] == part[:, None, :]
             best = min(best, float((distances * together).sum(dim=(1, 2)).min()) / 2)
         assert group_experts(distances, count).objective == pytest.approx(best, rel=1e-12)
-        searched = grouping.search(distances, count, torch.Generator().manual_seed(0))
+        searched = grouping.search_labels(distances, count, torch.Generator().manual_seed(0))
         assert sorted(set(searched.tolist())) == list(range(count))
-        assert best * (1 - 1e-12) <= grouping.cost(distances, searched) <= 1.01 * best
+        assert best * (1 - 1e-12) <= grouping.labels_cost(distances, searched) <= 1.01 * best
 
 
 @pytest.mark.parametrize(("experts", "count"), [(64, 8), (128, 96), (256, 128), (512, 64)])
