@@ -23,6 +23,7 @@ PRUNE = "prune"
 CONSTANTS = "constants"
 CORRECT = "correct"
 QUANTIZE = "quantize"
+MOST_EXPERTS = 2**12  # of a layer: more than any has
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
 Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
@@ -262,6 +263,8 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
     content = value_as(entry, Mapping[str, Any], "layers")
     module = str(content.get("module", "layers"))
+    if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
+        raise CompressionError(f"{module}: {content['experts']} experts are more than any layer has; restore it")
     dropped = content.pop("dropped", None) or ()
     for group in content.get("groups") or ():
         if isinstance(group, dict):  # routers merge like weights by default

@@ -163,6 +163,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "group a list": (layer(groups=[[0, 1]]), r"groups\[0\] should be an object with"),
     "source text": (whole(source="here"), "source should be an object with .*it is 'here'"),
     "calibration empty": (whole(calibration={}), "calibration should name its source"),
+    "experts without end": (layer(experts=10**12), "experts are more than any layer has"),
     "step a text": (whole(steps=["prune"]), r"steps\[0\] should be an object, it is 'prune'"),
     "unknown decision": (decided(layer=[]), "the plan of prune has an unknown field 'layer'"),
     "protected in no layer": (
