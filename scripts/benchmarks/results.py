@@ -2,7 +2,6 @@
 
     python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" --work work \\
         --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0 1]
-    python -m scripts.benchmarks.results measure compressor/demo/checkpoint --name demo --title "demo model" --work work
     python -m scripts.benchmarks.results write
 
 `measure` runs `moe-compress compare` once for each table and seed (and `moe-compress demo` for --name demo), and keeps
