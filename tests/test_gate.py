@@ -178,7 +178,6 @@ def test_the_job_summary_gets_the_report(
         (("--confidence", 1), "confidence is 1"),
         (("--confidence", 0.5), "confidence is 0.5"),
         (("--limit", 0), "limit is 0"),
-        (("--num-fewshot", -1), "num_fewshot is -1"),
         (("--batch-size", "many"), "batch_size is many"),
         (("--inconclusive", "maybe"), "inconclusive is 'maybe'; input should be 'pass' or 'fail'"),
         (("--include-path", "nowhere"), "nowhere is not a folder"),

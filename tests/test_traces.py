@@ -30,7 +30,7 @@ TEXTS = [*(f"{word * 3}:" for word in WORDS), *(f"[user]Say {word}.[assistant]" 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that ends some of its answers, with a chat template."""
-    folder = small.save(tmp_path_factory.mktemp("traces") / "model", max_position_embeddings=512)
+    folder = small.save(tmp_path_factory.mktemp("traces") / "model", max_position_embeddings=512, seed=1)
     small.tokenizer(TEMPLATE).save_pretrained(folder)
     rows: list[dict[str, Any]] = [{"text": f"{word * 3}:"} for word in WORDS]
     rows += [{"messages": [{"role": "user", "content": f"Say {word}."}]} for word in WORDS]
