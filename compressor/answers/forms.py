@@ -10,7 +10,7 @@ from compressor.answers.server import Server
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, fewshot_count, generation_settings
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.formatting import joined, known_names, one_line
+from compressor.formatting import known_names, one_line
 from compressor.model.tokenizer import load_tokenizer, templates_of
 
 SERVED = "the server's own"  # name of a chat template that only a server knows
@@ -29,7 +29,7 @@ class TaskForm:
     fewshot_as_multiturn: bool
     system_instruction: str | None
     enable_thinking: bool | None
-    think_end_token: str | None
+    think_end_token: str | int | None
     gen_kwargs: Mapping[str, Any] | None  # None if nothing is generated
     seed: int | None
     repeats: int
@@ -82,23 +82,18 @@ def task_forms(
 
 def template_digest(source: ModelSource, templates: Mapping[str, str], name: str) -> str:
     """Return the SHA-256 of a chat template; raise `CompressionError` if there is none of this name."""
-    if not templates:
-        raise CompressionError(
-            f"{source.label} has no chat template; pass {PLAINLY}, or restore the files of its tokenizer"
-        )
     if name not in templates:
         raise CompressionError(
             f"{source.label} has no chat template {name!r}; {known_names(name, templates)}; name one with "
-            "--apply-chat-template"
+            f"--apply-chat-template, or pass {PLAINLY}"
         )
     return hashlib.sha256(templates[name].encode()).hexdigest()
 
 
 def samples(settings: Mapping[str, Any] | None) -> bool:
     """Return True if answers are drawn, so that another seed gives others."""
-    if not settings:
-        return False
-    return bool(settings.get("do_sample", float(settings.get("temperature") or 0) > 0))
+    settings = settings or {}
+    return bool(settings.get("do_sample", settings.get("temperature", 0) > 0))
 
 
 def same_forms(
@@ -111,16 +106,15 @@ def same_forms(
     facts = dict[str, dict[str, Any]]()
     for task, form in base.items():
         other = smaller[task]
-        digests = {form.chat_template_sha256, other.chat_template_sha256}
-        is_served = SERVED in (form.chat_template, other.chat_template)
-        chats = [bool(each.chat_template) for each in (form, other)]
-        if chats[0] != chats[1] or (len(digests) > 1 and not is_served):
-            ways = joined([f"{label} {_way(asdict(each))}" for label, each in zip(labels, (form, other), strict=True)])
+        names = (form.chat_template, other.chat_template)
+        differ = None in names if SERVED in names else form.chat_template_sha256 != other.chat_template_sha256
+        if differ:
             raise CompressionError(
-                f"task {task!r} would be asked of {ways}; give both the same tokenizer files, or pass {PLAINLY}"
+                f"task {task!r} would be asked of {labels[0]} {_way(asdict(form))} and of {labels[1]} "
+                f"{_way(asdict(other))}; give both the same tokenizer files, or pass {PLAINLY}"
             )
         facts[task] = asdict(form)
-        if other.chat_template != form.chat_template:
+        if names[0] != names[1]:
             facts[task]["compressed_chat_template"] = other.chat_template
     return facts
 
@@ -138,23 +132,15 @@ def _way(form: Mapping[str, Any]) -> str:
     if name is None:
         return "plainly"
     digest = form["chat_template_sha256"]
-    known = f" (sha256 {digest[:SHOWN]})" if digest else ""
-    return f"in the chat template {name}{known}"
+    return f"in the chat template {name}" + (f" (sha256 {digest[:SHOWN]})" if digest else "")
 
 
 def _form_text(form: Mapping[str, Any]) -> str:
     parts = [_way(form)]
     if form.get("compressed_chat_template"):
         parts[0] += f" (of the compressed model {form['compressed_chat_template']})"
-    turns = " as turns" if form["fewshot_as_multiturn"] and any(form["num_fewshot"]) else ""
-    parts.append(f"{'/'.join(map(str, form['num_fewshot']))}-shot{turns}")
-    if form["system_instruction"]:
-        parts.append(f"system instruction {one_line(form['system_instruction'])!r}")
-    for name in ("enable_thinking", "think_end_token", "seed"):
-        if form[name] is not None:
-            parts.append(f"{name} {form[name]}")
-    if form["gen_kwargs"] is not None:
-        parts += [f"{name} {value!r}" for name, value in form["gen_kwargs"].items()]
-    if form["repeats"] > 1:
-        parts.append(f"mean of {form['repeats']} repeats")
+    for name, value in form.items():
+        if value is not None and "chat_template" not in name:
+            shown = "/".join(map(str, value)) if name == "num_fewshot" else one_line(str(value))
+            parts.append(f"{name} {shown}")
     return ", ".join(parts)

@@ -45,6 +45,7 @@ from compressor.progress import Progress, Silent
 from compressor.run_record import request_key
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
+CPU_TOKENS = 1024  # of a batch of scored items on a CPU: experts that get few tokens each compute slowly
 GPU_BATCH = 32  # rows of a streamed model where nobody says how many; all of the device but a layer is free for them
 LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
 TOGETHER = 256  # positions whose probabilities are held at once
@@ -114,6 +115,8 @@ class Watched(TemplateLM):
 class WatchedModel(Watched, HFLM):
     """A causal language model of transformers."""
 
+    batch_begin = 0  # first request of the batch in the making
+
     # refuses a checkpoint that lacks weights: they would be random
     AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
 
@@ -121,6 +124,22 @@ class WatchedModel(Watched, HFLM):
         super()._get_config(*arguments, **named)
         if hasattr(self.config, "quantization_config"):  # the model is loaded dequantised, and lm-eval need not read it
             del self.config.quantization_config
+
+    def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> Any:
+        return CPU_BATCH if self.device.type == "cpu" else super()._detect_batch_size(requests, pos)
+
+    def _batch_scheduler(self, pos: int, n_reordered_requests: Any) -> Any:
+        """Return the rows of the batch that holds a request: on a CPU by the length of its first, longest row."""
+        if self.device.type != "cpu":
+            return super()._batch_scheduler(pos, n_reordered_requests)
+        if pos == 0:
+            self.batch_begin = 0
+        _, context, continuation = n_reordered_requests[self.batch_begin]
+        tokens = min(CPU_TOKENS, LOGIT_BYTES // (4 * len(self.tokenizer)))
+        rows = max(1, tokens // len(context + continuation))
+        if pos + 1 == self.batch_begin + rows:
+            self.batch_begin = pos + 1
+        return rows
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
@@ -151,12 +170,11 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
     """Load a model into memory, and free it afterwards."""
     device = pick_device(options.device)
     chat = chat_settings(source, options)
-    batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
     model = WatchedModel(
         pretrained=str(source.folder.resolve()),  # an absolute path is never asked for on the Hub
         device=str(device),
         dtype=options.dtype,
-        batch_size=batch,
+        batch_size=options.batch_size,
         softmax_dtype="float32",  # sums in bfloat16 would round a perplexity by more than a compression costs
         **chat,
     )
@@ -406,10 +424,9 @@ class ServedModel(Watched, LocalCompletionsAPI):
 
     def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> ChatPrompt:
         """Return the messages, and their text by the tokenizer's template if it has one."""
-        text = ""
+        prompt = ChatPrompt()
         if has_chat_template(self.tokenizer):
-            text = HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
-        prompt = ChatPrompt(text)
+            prompt = ChatPrompt(HFLM.apply_chat_template(self, chat_history, add_generation_prompt))
         prompt.messages = chat_history
         return prompt
 
@@ -429,8 +446,8 @@ class ServedModel(Watched, LocalCompletionsAPI):
         choice = response.choices[0]
         text = choice.text if isinstance(choice, TextChoice) else choice.message.text
         end = self.options.think_end_token
-        if end is not None and end.isdigit():
-            end = self.tokenizer.decode([int(end)])
+        if str(end).isdigit():
+            end = self.tokenizer.decode([int(str(end))])
         return str(postprocess_generated_text(text, list(stops), end))
 
     def _prompt(self, prompt: Any) -> Any:

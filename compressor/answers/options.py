@@ -101,7 +101,7 @@ class TaskOptions(Options):
     """System prompt, or plain text, before each item."""
     enable_thinking: bool | None = None
     """Value of enable_thinking for the chat template (default: the template's)."""
-    think_end_token: str | None = None
+    think_end_token: str | int | None = None
     """Text or number of the token that ends thinking. What is before it is no part of an answer."""
     gen_kwargs: dict[str, Any] | None = None
     """How answers are generated, over what a task says: temperature=0.6,top_p=0.95 or JSON."""
@@ -119,11 +119,6 @@ class TaskOptions(Options):
     def _read_switch(cls, value: Any) -> Any:
         return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
-    @field_validator("think_end_token", mode="before")
-    @classmethod
-    def _read_token(cls, value: Any) -> Any:
-        return str(value) if type(value) is int else value
-
     @field_validator("gen_kwargs", mode="before")
     @classmethod
     def _read_pairs(cls, value: Any) -> Any:
@@ -134,27 +129,16 @@ class TaskOptions(Options):
 
         try:
             parsed = try_parse_json(value.strip())
-            pairs = key_val_to_dict(parsed) if isinstance(parsed, str) else parsed
-        except ValueError as error:
-            reason = reason_of(error)
-        else:
-            if isinstance(pairs, dict) and pairs:
-                return pairs
-            reason = "it has no key"
-        raise CompressionError(
-            f"--gen-kwargs {value!r} cannot be read ({reason}); write key=value,key=value, or a JSON object"
-        )
+            return key_val_to_dict(parsed) if isinstance(parsed, str) else dict(parsed)
+        except (TypeError, ValueError) as error:
+            raise CompressionError(
+                f"--gen-kwargs {value!r} cannot be read ({reason_of(error)}); write key=value,key=value or JSON"
+            ) from error
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
-        if self.apply_chat_template is False and (self.fewshot_as_multiturn or self.enable_thinking):
-            raise CompressionError(
-                "--fewshot-as-multiturn and --enable-thinking need a chat template; leave out --no-apply-chat-template"
-            )
-        if self.enable_thinking and self.think_end_token is None:
-            raise CompressionError(
-                "--enable-thinking needs the token that ends thinking; add --think-end-token, such as </think>"
-            )
+        if not isinstance(self.generation_settings.get("temperature", 0.0), int | float):
+            raise CompressionError("the temperature of --gen-kwargs should be a number, such as temperature=0.6")
         limits = [name for name in self.gen_kwargs or () if name in TOKEN_LIMITS]
         if self.max_gen_toks is not None and limits:
             raise CompressionError(f"--max-gen-toks and --gen-kwargs {limits[0]} say the same; give one of the two")

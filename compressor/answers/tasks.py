@@ -148,6 +148,10 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Load the tasks; a tag stands for its tasks, a group stays one task with several parts."""
     if not options.tasks:  # a gate of conditions on behaviour alone
         return ()
+    if options.enable_thinking and options.think_end_token is None:
+        raise CompressionError(
+            "--enable-thinking needs the token that ends thinking; add --think-end-token, such as </think>"
+        )
     require(*TASKS)
     owners = dict[str, str]()
     tasks = list[EvaluationTask]()

@@ -166,14 +166,23 @@ def test_the_record_says_how_models_were_asked(
 @pytest.mark.parametrize(
     ("task", "flags", "message"),
     [
-        ("written", (), "'written' would be asked of model in the chat template .* and other plainly"),
-        ("sums", ("--apply-chat-template",), "other has no chat template; pass --no-apply-chat-template"),
+        ("written", (), "'written' would be asked of model in the chat template .* and of other plainly"),
+        (
+            "sums",
+            ("--apply-chat-template",),
+            "other has no chat template 'default'; known are none.* --no-apply-chat-template",
+        ),
         ("sums", ("--apply-chat-template", "tool_use"), "model has no chat template 'tool_use'.*known are default"),
         ("written", ("--enable-thinking",), "add --think-end-token"),
         ("sums", ("--enable-thinking", "--think-end-token", "x"), "task 'sums' is scored by likelihood"),
-        ("sums", ("--fewshot-as-multiturn",), "need a chat template|are of a chat template"),
+        (
+            "sums",
+            ("--fewshot-as-multiturn",),
+            "--fewshot-as-multiturn are of a chat template, and model is asked without one",
+        ),
         ("written", ("--gen-kwargs", "temperature"), "--gen-kwargs 'temperature' cannot be read"),
-        ("written", ("--gen-kwargs", '{"temperature": 1'), "write key=value,key=value, or a JSON object"),
+        ("written", ("--gen-kwargs", '{"temperature": 1'), "write key=value,key=value or JSON"),
+        ("written", ("--gen-kwargs", "temperature=hot"), "temperature of --gen-kwargs should be a number"),
         ("written", ("--gen-kwargs", "max_new_tokens=3", "--max-gen-toks", 5), "say the same"),
         ("written", ("--repeats", 3), "--repeats has no effect without sampling"),
     ],
