@@ -19,7 +19,7 @@ from compressor.progress import Silent
 from tests.support import small
 from tests.support.command_line import Run, refused, succeeded
 from tests.support.eval_tasks import no_stock_tasks, own_tasks
-from tests.support.model_server import serving
+from tests.support.model_server import CHAT, Behaviour, response, serving, stubbed
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -143,6 +143,29 @@ def test_a_server_is_asked_for_chats(chatty: Path, tasks: Path, tmp_path: Path) 
     assert found.values == ours(chatty, "written", tasks, tmp_path / "store", **asked).values
     again = ours(chatty, "sums", tasks, tmp_path / "store", apply_chat_template=True, num_fewshot=1)
     assert scored.values == again.values
+
+
+def test_a_server_without_chats_is_refused(
+    chatty: Path, tasks: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_stock_tasks(monkeypatch)
+    flags = ("--tasks", "written", "--include-path", tasks, "--inconclusive", "pass")
+    with stubbed() as stub:
+        stub.behaviour = Behaviour("no chat", CHAT, response({"error": "not here"}, 404))
+        result = run("gate", chatty, "--server", stub.address, *flags, "--json")
+    refused(result, "task 'written' is asked as a chat, and stub .* takes none .*not here.*--no-apply-chat-template")
+
+
+def test_a_template_is_chosen_by_name(chatty: Path, tasks: Path, tmp_path: Path) -> None:
+    loud = TEMPLATE.replace("<assistant>", "<ASSISTANT>")
+    single = shutil.copytree(chatty, tmp_path / "single")
+    (single / "chat_template.jinja").write_text(loud)
+    several = shutil.copytree(chatty, tmp_path / "several")
+    (several / "additional_chat_templates").mkdir()
+    (several / "additional_chat_templates" / "loud.jinja").write_text(loud)
+    expected = theirs(single, "written", tasks, {}, apply_chat_template=True)
+    assert list(ours(several, "written", tasks, tmp_path / "store", apply_chat_template="loud").values) == expected
+    assert list(ours(several, "written", tasks, tmp_path / "store").values) != expected
 
 
 def test_the_record_says_how_models_were_asked(
