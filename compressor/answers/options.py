@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, PositiveInt, field_validator
+from pydantic import Field, FiniteFloat, PositiveInt, field_validator, model_validator
 
 from compressor.entry_points import option
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
+from compressor.extras import TASKS, require
 from compressor.options import Options, one_or_several, separated
 from compressor.records import check_fields
 
+SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as lm-eval reads them
 NEW_TOKENS = 512  # default limit of an answer, where half of the model's positions are no fewer
 
 
@@ -87,7 +90,70 @@ class TaskOptions(Options):
     """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
     fit into memory)."""
 
+    apply_chat_template: bool | str | None = None
+    """Ask in the tokenizer's chat template, or in its template of this name; --no-apply-chat-template asks plainly
+    (default: the template for tasks that are generated, where there is one)."""
+    fewshot_as_multiturn: bool | None = None
+    """In a chat template few-shot examples are turns of the conversation (default), or part of one message."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Few-shot examples before each item (default: as each task says)."""
+    system_instruction: str | None = None
+    """System prompt, or plain text, before each item."""
+    enable_thinking: bool | None = None
+    """Value of enable_thinking for the chat template (default: the template's)."""
+    think_end_token: str | int | None = None
+    """Text or number of the token that ends thinking. What is before it is no part of an answer."""
+    gen_kwargs: dict[str, Any] | None = None
+    """How answers are generated, over what a task says: temperature=0.6,top_p=0.95 or JSON."""
+    max_gen_toks: int | None = Field(None, ge=1)
+    """Tokens of a generated answer, at most (default: as each task says, or 256)."""
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    """Seed of examples, shuffles and sampling (default: lm-eval's own, 0,1234,1234,1234)."""
+    repeats: int = Field(1, ge=1)
+    """Samples of each generated answer, with seeds that follow each other. An item's score is their mean."""
+
     _split_tasks = field_validator("tasks", mode="before")(separated)
+
+    @field_validator("apply_chat_template", mode="before")
+    @classmethod
+    def _read_switch(cls, value: Any) -> Any:
+        return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("gen_kwargs", mode="before")
+    @classmethod
+    def _read_pairs(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        require(*TASKS)
+        from lm_eval._cli.utils import key_val_to_dict, try_parse_json
+
+        try:
+            parsed = try_parse_json(value.strip())
+            return key_val_to_dict(parsed) if isinstance(parsed, str) else dict(parsed)
+        except (TypeError, ValueError) as error:
+            raise CompressionError(
+                f"--gen-kwargs {value!r} cannot be read ({reason_of(error)}); write key=value,key=value or JSON"
+            ) from error
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if not isinstance(self.generation_settings.get("temperature", 0.0), int | float):
+            raise CompressionError("the temperature of --gen-kwargs should be a number, such as temperature=0.6")
+        limits = [name for name in self.gen_kwargs or () if name in TOKEN_LIMITS]
+        if self.max_gen_toks is not None and limits:
+            raise CompressionError(f"--max-gen-toks and --gen-kwargs {limits[0]} say the same; give one of the two")
+        return self
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """How answers are generated, as far as the options say, by lm-eval's names."""
+        limit = {} if self.max_gen_toks is None else {"max_gen_toks": self.max_gen_toks}
+        return {**(self.gen_kwargs or {}), **limit}
+
+    @property
+    def random_seeds(self) -> dict[str, int]:
+        """Seeds of Python, NumPy, PyTorch and few-shot examples, as arguments of lm-eval."""
+        return {name: usual if self.seed is None else self.seed for name, usual in SEEDS.items()}
 
     @field_validator("batch_size", mode="before")
     @classmethod

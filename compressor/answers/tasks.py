@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import model_validator
 
 from compressor.answers.items import Item, read_items
 from compressor.answers.options import TaskOptions
@@ -31,7 +31,6 @@ from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
-SEED = 1234  # lm-eval's own for drawing few-shot examples
 VERSION_DIGITS = 12
 PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
 
@@ -41,8 +40,6 @@ class EvaluationOptions(TaskOptions):
 
     device: str = "auto"
     dtype: str = "auto"
-    num_fewshot: NonNegativeInt | None = None  # None leaves it to each task
-    seed: int = SEED
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -131,6 +128,11 @@ class EvaluationTask:
         return {str(getattr(part, "OUTPUT_TYPE", None)) for part in self.parts.values()}
 
     @property
+    def generates(self) -> bool:
+        """True if the model writes all answers."""
+        return self.kinds == {"generate_until"}
+
+    @property
     def likelihood(self) -> bool:
         """True if the first metric, which counts, is a perplexity."""
         first = next(iter(self.parts.values()))
@@ -146,6 +148,10 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Load the tasks; a tag stands for its tasks, a group stays one task with several parts."""
     if not options.tasks:  # a gate of conditions on behaviour alone
         return ()
+    if options.enable_thinking and options.think_end_token is None:
+        raise CompressionError(
+            "--enable-thinking needs the token that ends thinking; add --think-end-token, such as </think>"
+        )
     require(*TASKS)
     owners = dict[str, str]()
     tasks = list[EvaluationTask]()
@@ -158,6 +164,11 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
                     raise CompressionError(
                         f"task {part!r} is asked for twice, by {owners[part]!r} and by {task.name!r}; name one of the "
                         "two"
+                    )
+                if options.enable_thinking and not task.generates:
+                    raise CompressionError(
+                        f"task {task.name!r} is scored by likelihood, and --enable-thinking is of answers that are "
+                        "generated; leave it out, or name other tasks"
                     )
                 owners |= dict.fromkeys(task.parts, task.name)
                 tasks.append(task)
@@ -215,8 +226,9 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     """Load the task, the group, or the tasks of a tag; raises `CompressionError` if its data cannot be loaded."""
     import numpy
 
-    random.seed(options.seed)  # some definitions shuffle their data
-    numpy.random.seed(options.seed % 2**32)
+    seeds = options.random_seeds
+    random.seed(seeds["random_seed"])  # some definitions shuffle their data
+    numpy.random.seed(seeds["numpy_random_seed"])
     try:
         loaded = manager.load([name])
     except ModuleNotFoundError as error:
@@ -249,21 +261,31 @@ def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) ->
 
 
 def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
-    """Yield everything that decides a task's items: its definition without its path, items and few-shot items.
-
-    As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
-    """
+    """Yield everything that decides a task's items: its definition without its path, items and few-shot items."""
     config = {key: value for key, value in vars(task.config).items() if value is not None}
     metadata = config.pop("metadata", None) or {}
     config["class"] = type(task) if type(task).__module__ != "lm_eval.api.task" else None
     config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
     yield [part, config]
     yield from task.doc_iterator(limit=options.limit)
+    if fewshot_count(task, options):
+        yield from (["few-shot", doc] for doc in task.fewshot_docs())
+
+
+def fewshot_count(task: Any, options: EvaluationOptions) -> int:
+    """Return the number of few-shot examples; as in lm-eval, a task that sets it to 0 keeps it."""
     count = task.get_config("num_fewshot")
     if count != 0 and options.num_fewshot is not None:
         count = options.num_fewshot
-    if count:
-        yield from (["few-shot", doc] for doc in task.fewshot_docs())
+    return count or 0
+
+
+def generation_settings(task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any] | None:
+    """Return how answers are generated: the first part's settings, below those of the options; None if none are."""
+    for part in task.parts.values():
+        if str(part.OUTPUT_TYPE) == "generate_until":
+            return {**(part.get_config("generation_kwargs") or {}), **options.generation_settings}
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -333,7 +355,8 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
             task.set_config(key="num_fewshot", value=0)
         message = f"the items of task {name!r} could not be read"
         with quiet_lm_eval(), wrap_faults(message, "shorten them", "see whether lm-eval alone can do it"):
-            task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
+            # few-shot examples are drawn as an evaluation draws them
+            task.set_fewshot_seed(seed=options.random_seeds["fewshot_random_seed"])
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
             docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
             for number, requests in groupby(task.instances, key=lambda request: request.doc_id):

@@ -136,7 +136,7 @@ def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
     entry = described(models.get(section) or step_class(section))[field]
     literals = [value for kind in entry.kinds for value in get_args(kind) if value not in (entry.default, ...)]
     values = {bool: not entry.default, int: 5, float: 0.75, str: "graph:2", Path: "folder", tuple: "a,b"}
-    values[EmphasisOptions] = "end=8"
+    values |= {EmphasisOptions: "end=8", dict: "temperature=1"}
     kind = get_origin(entry.kinds[0]) or entry.kinds[0]
     value = values[kind] if kind in values else literals[:2][-1]
     flags = {"gate.tasks": ["c", "d,e"]} if section == "gate" else {}
