@@ -18,7 +18,7 @@ class BehaviourOptions(AnswerOptions):
     """Text, prompts and answers on which the behaviour of two models is compared."""
 
     text: tuple[str, ...] = ()
-    """Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be repeated."""
+    """Text that both models read, as SOURCE or SOURCE=DOMAIN. Loss, KL and flips of each domain. May be repeated."""
     text_samples: int = Field(64, ge=1)
     """Sequences of each text, at most."""
     text_length: int = Field(512, ge=2)
@@ -69,9 +69,9 @@ class GateOptions(BehaviourOptions, TaskOptions):
     max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Rise of the loss in nats per token that passes, in each domain of text."""
     max_drop: float = Field(0.01, ge=0, allow_inf_nan=False)
-    """Largest drop over all items that passes (of a perplexity, its rise)."""
+    """Largest drop over all items that passes. Of a perplexity, its rise."""
     max_task_drop: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."""
+    """Largest drop of a single task (default: 3 x max_drop). A clear loss beyond it fails."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """Confidence of the verdict."""
     inconclusive: Literal["pass", "fail"] | None = None
