@@ -6,9 +6,12 @@ from pydantic import Field, field_validator, model_validator
 
 from compressor.answers.options import AnswerOptions, TaskOptions
 from compressor.errors import CompressionError
+from compressor.formatting import joined
 from compressor.options import one_or_several
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
+MAX_LENGTH_CHANGE = 0.1  # default, where both models answer prompts
+LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
 Limits = dict[str, tuple[str, float]]  # by measure: the option, and the rise that it allows
@@ -64,6 +67,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
     """The same of answers that do not end by themselves (default: as of loops)."""
+    max_length_change: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Relative change of the mean length of answers that passes, up or down (default with prompts: 0.1)."""
     max_flips: float | None = Field(None, gt=0, le=1)
     """Share of tokens with another argmax than the base's that passes, in each domain."""
     max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -107,6 +112,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
             limits["loops"] = ("--max-loop-rise", loop_rise)
         if missed_rise is not None and missed_rise != 1:
             limits["missed ends"] = ("--max-missed-rise", missed_rise)
+        limits[LENGTH] = ("--max-length-change", self.max_length_change or MAX_LENGTH_CHANGE)
         return limits
 
     @property
@@ -120,10 +126,11 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     def check(self) -> None:
         super().check()
-        limits_answers = self.max_loop_rise is not None or self.max_missed_rise is not None
-        if limits_answers and not self.writes:
+        names = ("max_loop_rise", "max_missed_rise", "max_length_change")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        if given and not self.writes:
             remedy = "leave out --teacher-forced" if self.teacher_forced else "name --prompts"
-            raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
+            raise CompressionError(f"{joined(given)} judge answers of both models; {remedy}")
         if bool(self.divergence_limits) != self.reads:
             raise CompressionError(
                 "--text and --answers are judged by --max-flips or --max-loss-rise; give one of each"
