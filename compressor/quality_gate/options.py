@@ -10,7 +10,7 @@ from compressor.formatting import joined
 from compressor.options import one_or_several
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
-MAX_LENGTH_CHANGE = 0.1  # default, where both models answer prompts
+MAX_LENGTH_CHANGE = 0.1  # default where prompts are named, no other limit is larger, and none is given
 LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
@@ -68,7 +68,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
     max_missed_rise: float | None = Field(None, ge=0, le=1)
     """The same of answers that do not end by themselves (default: as of loops)."""
     max_length_change: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Relative change of the mean length of answers that passes, up or down (default with prompts: 0.1)."""
+    """Relative change of the mean length of answers that passes, up or down (default with prompts: 0.1, or the largest
+    limit of loops and missed ends)."""
     max_flips: float | None = Field(None, gt=0, le=1)
     """Share of tokens with another argmax than the base's that passes, in each domain."""
     max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -112,7 +113,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
             limits["loops"] = ("--max-loop-rise", loop_rise)
         if missed_rise is not None and missed_rise != 1:
             limits["missed ends"] = ("--max-missed-rise", missed_rise)
-        limits[LENGTH] = ("--max-length-change", self.max_length_change or MAX_LENGTH_CHANGE)
+        usual = max([MAX_LENGTH_CHANGE, *(rise for _, rise in limits.values())])
+        limits[LENGTH] = ("--max-length-change", self.max_length_change or usual)
         return limits
 
     @property
