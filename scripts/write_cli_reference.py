@@ -11,17 +11,19 @@ from typing import Any
 import typer
 
 from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split, StepOptions
+from compressor.cli import gate, measure
 from compressor.cli.main import app
-from compressor.cli.options import PANELS
+from compressor.cli.options import PANELS, with_all_options
 from compressor.cli.settings import SHOWN, recipe_options
 
 PAGE = "reference/command-line.md"  # in the site
+WHOLE = {"gate": gate.gate, "compare": measure.compare}  # whose `--help` shows few options; recipes' are below
 VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type
 INTRODUCTION = """\
 # Command line
 
-Every command has `--help`, which says the same as this page. Tables and progress go to the terminal; with `--json` a
-command prints JSON instead. Errors are one sentence on stderr.
+Every command has `--help`, and those with many options `--help-all`, which say the same as this page. Tables and
+progress go to the terminal; with `--json` a command prints JSON instead. Errors are one sentence on stderr.
 
 | exit status | meaning |
 |---|---|
@@ -35,7 +37,7 @@ command prints JSON instead. Errors are one sentence on stderr.
 SHORTHANDS = """\
 ## Shorthands of compress
 
-`compress` and `plan` take these options, too, which `--help` doesn't show. Each sets the field beside it, as `--set`
+`compress` and `plan` take these options, too, which only `--help-all` shows. Each sets the field beside it, as `--set`
 does: `--max-drop 0.02` is `--set gate.max_drop=0.02`. `--option NAME=VALUE` is `--set prune.options.NAME=VALUE`, an
 option of the strategy, and `--no-merge-routers` is `--option merge_routers=false`. `--json` prints JSON, and
 `--imatrix FILE` names the importance matrix by which experts of a GGUF file are chosen. `--bytes SIZE` of `compress`
@@ -59,6 +61,8 @@ def commands() -> dict[str, Any]:
     for name, command in group.commands.items():
         if command.hidden:
             continue
+        if name in WHOLE:
+            command = with_all_options(WHOLE[name])
         inner = getattr(command, "commands", {})
         found |= {f"{name} {other}": each for other, each in inner.items()} if inner else {name: command}
     return found

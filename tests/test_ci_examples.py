@@ -1,20 +1,28 @@
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import pytest
 import typer
 import yaml
 
 from compressor.cli import main as cli
+from compressor.quality_gate.report import write_gate
+from compressor.quality_gate.verdict import EXIT_STATUS
 from tests.support import pip_install
 from tests.support.doc_pages import ROOT
+from tests.support.gate_results import gate, mixed, task
 from tests.support.hub import serve
 from tests.support.hub_pushes import CANARY
 
@@ -123,8 +131,10 @@ class Job:
             elif uses.startswith("./"):
                 action = read(ROOT / uses / "action.yml")
                 defaults = {name: entry.get("default", "") for name, entry in action["inputs"].items()}
+                known = {"inputs": {**defaults, **values}, "github": self.contexts["github"]}
                 for inner in action["runs"]["steps"]:
-                    outputs, _ = self.script(inner, {"inputs": {**defaults, **values}})
+                    if holds(inner.get("if"), {**known, "steps": {"gate": {"outputs": outputs}}}):
+                        outputs |= self.script(inner, known)[0]
             elif uses.startswith("actions/upload-artifact@"):
                 shutil.copytree(self.workspace / values["path"], self.artifacts / values["name"])
             elif uses.startswith("actions/download-artifact@"):
@@ -173,6 +183,85 @@ def test_the_workflow_compresses_gates_and_publishes_with_what_it_installs(tmp_p
     assert "images/gate.png" in files and b"moe_demo_sorting" in files["README.md"]
 
 
+class Comments(BaseHTTPRequestHandler):
+    """The comments of a pull request as GitHub's REST API has them, two a page."""
+
+    kept: ClassVar[list[dict[str, Any]]] = []
+
+    def answer(self, content: Any, status: int = 200) -> None:
+        allowed = self.headers["Authorization"] == f"Bearer {CANARY}"
+        self.send_response(status if allowed else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps(content if allowed else {}).encode())
+
+    def do_GET(self) -> None:
+        page = int(self.path.rpartition("page=")[2])
+        self.answer(self.kept[2 * page - 2 : 2 * page])
+
+    def body(self) -> str:
+        return str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["body"])
+
+    def do_POST(self) -> None:
+        assert self.path == "/repos/org/model/issues/7/comments"
+        self.kept.append({"id": len(self.kept), "user": {"type": "Bot"}, "body": self.body()})
+        self.answer({}, 201)
+
+    def do_PATCH(self) -> None:
+        self.kept[int(self.path.removeprefix("/repos/org/model/issues/comments/"))]["body"] = self.body()
+        self.answer({})
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="the step takes jq and curl")
+def test_a_pull_request_has_one_comment_which_is_updated(tmp_path: Path) -> None:
+    step = steps_of(read(ACTION))[1]
+    pull_request = {"event": {"pull_request": {"number": "7"}}, "token": CANARY}
+    contexts: dict[str, Any] = {"inputs": {"comment": "true", "report": "report"}, "github": pull_request}
+    for verdict, others, runs in (("fail", {}, True), ("error", {}, False), ("pass", {"github": {}}, False)):
+        assert holds(step["if"], {**contexts, "steps": {"gate": {"outputs": {"verdict": verdict}}}, **others}) == runs
+    Comments.kept = [{"id": number, "user": {"type": "User"}, "body": "<!-- moe-compress"} for number in range(3)]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Comments)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    job = Job(tmp_path, tmp_path, contexts, {"GITHUB_API_URL": f"http://127.0.0.1:{server.server_port}"})
+    job.environment["GITHUB_REPOSITORY"] = "org/model"
+    for result in (mixed(), gate(task(), options={"why": "é % \"'"}), gate(task(), compressed="org/other")):
+        write_gate(result, job.workspace / "report", overwrite=True)
+        assert job.script(step, contexts)[1] == ""
+        page = (job.workspace / "report" / "gate.md").read_text(encoding="utf-8")
+        assert page in [comment["body"] for comment in Comments.kept] and page.startswith("<!-- moe-compress gate: org")
+    assert [comment["user"]["type"] for comment in Comments.kept] == ["User", "User", "User", "Bot", "Bot"]
+    assert "Accuracy gate: pass" in Comments.kept[3]["body"]
+    pull_request["token"] = "of a fork"  # which may not write
+    assert job.script(step, contexts)[1].startswith("::warning title=Accuracy gate::the comment takes permissions")
+    server.shutdown()
+
+
+def gitlab_job() -> dict[str, Any]:
+    (job,) = read(CI / "gitlab-ci.yml").values()
+    return dict(job)
+
+
+def test_gitlab_shows_the_report_that_the_command_writes() -> None:
+    job = gitlab_job()
+    command = next(line for line in job["script"] if line.startswith("moe-compress gate"))
+    folder = str(parse(shlex.split(Template(command).substitute(job["variables"]))[1:])["output"])
+    assert job["artifacts"]["reports"]["junit"] == f"{folder}/gate.xml" and job["artifacts"]["when"] == "always"
+    assert job["artifacts"]["paths"] == [folder] and job["allow_failure"]["exit_codes"] == EXIT_STATUS["inconclusive"]
+
+
+@pytest.mark.full
+def test_the_gitlab_job_compresses_and_gates_with_what_it_installs(tmp_path: Path) -> None:
+    content = gitlab_job()
+    values = {name: value.replace("$CI_PROJECT_DIR", str(tmp_path)) for name, value in content["variables"].items()}
+    values |= {"MODEL": str(ROOT / "compressor" / "demo" / "checkpoint"), "EXPERTS": "12", "CALIBRATION": "demo"}
+    values |= {"TASKS": "moe_demo_sorting", "MAX_DROP": "0.05", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    job = Job(tmp_path / "job", tmp_path, {}, values)
+    job.script({"run": "\n".join(content["script"])}, {})
+    report = ElementTree.parse(job.workspace / content["artifacts"]["reports"]["junit"]).getroot()
+    assert (report.attrib["tests"], report.attrib["failures"], report.attrib["errors"]) == ("2", "0", "0")
+
+
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_without_inputs_has_every_value(event: str) -> None:
     content = read(WORKFLOW)
@@ -212,7 +301,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 def gated(folder: Path, status: int, **others: str) -> tuple[int, dict[str, str], list[str], str]:
     """The action's status, outputs, arguments of the command and first line, where that ends with `status`."""
     action = read(ACTION)
-    (step,) = steps_of(action)
+    step = steps_of(action)[0]
     (folder / "moe-compress").write_text(STUB)
     (folder / "moe-compress").chmod(0o755)
     calls, outputs = folder / "calls", folder / "outputs"
@@ -238,6 +327,8 @@ def test_the_gate_gets_every_input(tmp_path: Path) -> None:
     assert str(values["output"]) == "a report" and values["overwrite"] and values["inconclusive"] is None
     values = parse(gated(tmp_path, 0)[2])
     assert values["limit"] is values["max_task_drop"] is None
+    values = parse(gated(tmp_path, 0, BASE="", TASKS="", OPTIONS="--prompts a.jsonl --max-loop-rise 0.02")[2])
+    assert (values["base"], values["tasks"], values["prompts"]) == ("./a folder", None, ["a.jsonl"])
 
 
 @pytest.mark.parametrize("accepted", ["fail", "pass"])
@@ -245,10 +336,9 @@ def test_the_gate_gets_every_input(tmp_path: Path) -> None:
     ("status", "verdict"), [(0, "pass"), (1, "fail"), (2, "error"), (3, "inconclusive"), (130, "error")]
 )
 def test_the_step_tells_the_verdict(status: int, verdict: str, accepted: str, tmp_path: Path) -> None:
-    ended, outputs, _, printed = gated(tmp_path, status, INCONCLUSIVE=accepted)
+    ended, outputs, _, _ = gated(tmp_path, status, INCONCLUSIVE=accepted)
     assert outputs == {"verdict": verdict, "report": "gate-report"}
     assert ended == (0 if (verdict, accepted) == ("inconclusive", "pass") else status)
-    assert printed.startswith("::warning") == (verdict == "inconclusive")
 
 
 def test_inputs_are_never_run_and_odd_ones_are_refused(tmp_path: Path) -> None:
@@ -277,7 +367,8 @@ def test_only_what_passed_is_published_and_only_that_job_has_a_token() -> None:
     publish = content["jobs"]["publish"]
     assert publish["needs"] == "gate"
     assert content["permissions"] == {}
-    assert content["jobs"]["gate"]["permissions"] == publish["permissions"] == {"contents": "read"}
+    assert publish["permissions"] == {"contents": "read"}
+    assert content["jobs"]["gate"]["permissions"] == {"contents": "read", "pull-requests": "write"}
     for name, job in content["jobs"].items():
         text = " ".join(texts(job))
         assert ("secrets." in text) == ("moe-compress push" in text) == (name == "publish")

@@ -52,12 +52,13 @@ def test_a_bit_identical_copy_passes_at_the_documented_size(run: Run, models: Pa
     asked = asking(models, "--max-loop-rise", 0.01, "--temperature", 1, "-o", tmp_path / "gate")
     result = run("gate", models / "base", models / "copy", *asked)
     assert result.status == 0, result.err
-    assert "the rise of loops is at most 0.01 and the rise of missed ends is at most 0.01" in result.out
+    assert "the rise of missed ends is at most 0.01 and the relative change of length is at most 0.1." in result.out
     content = json.loads((tmp_path / "gate" / "gate.json").read_text())
-    assert [each["name"] for each in content["conditions"]] == ["rise of loops", "rise of missed ends"]
+    conditions = ["rise of loops", "rise of missed ends", "relative change of length"]
+    assert [each["name"] for each in content["conditions"]] == conditions
     assert content["tasks"] == [] and {each["verdict"] for each in content["conditions"]} == {"pass"}
     cases = ElementTree.parse(tmp_path / "gate" / "gate.xml").getroot().iter("testcase")
-    assert [case.get("name") for case in cases] == ["rise of loops", "rise of missed ends"]
+    assert [case.get("name") for case in cases] == conditions
     assert "| rise of loops |" in (tmp_path / "gate" / "gate.md").read_text()
 
 
@@ -66,7 +67,9 @@ def test_a_planted_looper_fails(temperature: float, run: Run, models: Path) -> N
     asked = asking(models, "--max-loop-rise", 0.01, "--temperature", temperature)
     result = run("gate", models / "base", models / "looper", *asked, "--json")
     assert result.status == 1, result.err
-    loops, missed = json.loads(result.out)["conditions"]
+    loops, missed, length = json.loads(result.out)["conditions"]
+    assert (length["compressed"], length["verdict"]) == (pytest.approx(24), "fail")  # of a base whose answers are short
+    assert length["observed"] == pytest.approx(length["compressed"] / length["base"] - 1)
     assert (missed["base"] < 0.05, missed["compressed"], missed["verdict"]) == (True, 1.0, "fail")
     if temperature == 0:  # the most probable token, over and over
         assert loops["verdict"] == "fail" and loops["base"] == 0
@@ -78,13 +81,18 @@ def test_a_gate_that_no_copy_could_pass_is_refused(run: Run, models: Path) -> No
     dry = run("gate", *asked, "--dry-run")
     assert dry.status == 2 and "at least 299 answers" in dry.err and "rise" not in dry.err.partition("Error")[0]
     refused(run("gate", models / "base", models / "copy", "--max-loop-rise", 0.01), "judge answers .*; name --prompts")
+    refused(run("gate", "a", "b", "--max-length-change", 0.2, "--text", "t"), "--max-length-change judge answers")
 
 
 def test_a_base_whose_answers_are_all_cut_off_shows_no_ends(run: Run, models: Path) -> None:
     asked = [*asking(models, "--limit", 20, "--max-loop-rise", 0.2)]
     result = run("gate", models / "looper", models / "base", *asked)
     assert result.status == 2 and "20 of 20 answers of looper do not end within 24 tokens" in result.err
-    assert run("gate", models / "looper", models / "base", *asked, "--max-missed-rise", 1).status == 0
+    shorter = run("gate", models / "looper", models / "base", *asked, "--max-missed-rise", 1, "--json")
+    loops, length = json.loads(shorter.out)["conditions"]
+    assert (shorter.status, loops["verdict"], length["verdict"]) == (1, "pass", "fail") and length["upper"] < -0.5
+    asked += ["--max-missed-rise", 1, "--max-length-change", 2]
+    assert run("gate", models / "looper", models / "base", *asked).status == 0
 
 
 def test_evaluate_writes_what_differs(run: Run, models: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compressor
+from compressor.cli.terminal import annotate
 from compressor.data.demo import demo_checkpoint
 from compressor.entry_points import EXPORTERS
 from compressor.model.loaded import given
@@ -161,8 +162,26 @@ def test_the_job_summary_gets_the_report(
     page = tmp_path / "summary.md"
     page.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    run("gate", base, good, "--tasks", EASY, "--limit", 12, "--max-drop", 0.3)
-    assert page.read_text().startswith("before\n") and EASY in page.read_text()
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    ask = ("--tasks", EASY, "--limit", 12, "--inconclusive", "pass")
+    passed = run("gate", base, good, *ask, "--max-drop", 0.3)
+    assert page.read_text().startswith("before\n\n<!-- moe-compress gate: ") and EASY in page.read_text()
+    assert passed.status == 0 and "::" not in passed.out
+    unclear = run("gate", base, good, *ask, "--max-drop", 0.001)
+    (line,) = [line for line in unclear.out.splitlines() if line.startswith("::")]
+    assert line.startswith("::warning title=Accuracy gate of good::Inconclusive: with confidence 95%25, ")
+    assert "%0AName more tasks" in line or "%0ARaise --limit" in line
+    as_json = run("gate", base, good, *ask, "--max-drop", 0.001, "--json")
+    assert json.loads(as_json.out)["verdict"] == "inconclusive" and line in as_json.err.splitlines()
+    wrong = run("gate", base, good, *ask, "--max-drop", -1)
+    assert wrong.status == 2 and wrong.out.startswith("::error title=Accuracy gate::the command line: max_drop is -1")
+
+
+def test_a_message_of_a_job_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    annotate("error", "a:b,c 5%\r\n::x", "one\r\ntwo: 5%, \x1b[31m::error::three", False)
+    expected = "::error title=a%3Ab%2Cc 5%25 %3A%3Ax::one%0Atwo: 5%25, [31m::error::three\n"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(
@@ -196,6 +215,16 @@ def test_bad_models_are_refused(run: Run, base: Path, good: Path, tmp_path: Path
     refused(run("gate", base, *ask), "name two models")
     refused(run("gate", base, tmp_path / "none", *ask), "none")
     refused(run("gate", base, sickened(good, tmp_path / "sick"), *ask), "sick.*moe_demo_sorting")
+    assert names(tmp_path) == ["out", "sick"] and names(tmp_path / "out") == ["gate.xml"]
+    report = ElementTree.parse(tmp_path / "out" / "gate.xml").getroot()
+    assert [report[0].attrib[name] for name in ("tests", "errors", "failures")] == ["1", "1", "0"]
+    (error,) = report.iter("error")
+    assert "moe_demo_sorting" in error.attrib["message"]
+    assert run("gate", base, good, *ask).status == 0 and names(tmp_path / "out") == REPORTS
+    before = tree(tmp_path / "out")
+    refused(run("gate", base, tmp_path / "none", *ask, "--overwrite"), "none")
+    assert tree(tmp_path / "out") == before
+    shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
     refused(run("gate", base, tmp_path / "none", *ask), "out")

@@ -46,7 +46,7 @@ class AnswerOptions(Options):
     """Prompts, and how models answer them."""
 
     prompts: tuple[str, ...] = ()
-    """Prompts that both models answer: a text, JSONL or parquet file, a data set or 'demo', as SOURCE or SOURCE=DOMAIN.
+    """Prompts that both models answer, as SOURCE or SOURCE=DOMAIN. A text, JSONL or parquet file, a data set or 'demo'.
     May be repeated. Of a chat all but the last answer."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Tokens of an answer, at most (default: 512, or half of the model's positions)."""
@@ -174,7 +174,7 @@ MOST_SECONDS = 1e6
 class ServerOptions:
     """Addresses of the servers that run the models."""
 
-    server: str | None = option(None, "Address of an OpenAI-compatible server that runs the smaller model.")
+    server: str | None = option(None, "Address of an OpenAI-compatible server of the smaller model.")
     served_model: str | None = option(None, "Its name there (default: the only one that the server has).")
     base_server: str | None = option(None, "Address of a server that runs the base.")
     base_served_model: str | None = option(None, "The base's name there.")

@@ -183,7 +183,7 @@ def show_gated(
     from compressor.quality_gate.report import full_content, gate_blocks
     from compressor.report.terminal import attempts_table, outcome_blocks
 
-    summarise(result)
+    summarise(result, as_json)
     content = {
         **full_content(result),
         "written": [str(path) for path in written],

@@ -3,7 +3,8 @@
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +16,16 @@ from compressor.cli.options import (
     GATE_OPTIONS,
     SERVER_OPTIONS,
     Reading,
+    Running,
     flag,
     listed,
 )
-from compressor.cli.terminal import print_report, reporting, written_line
+from compressor.cli.terminal import Command, annotate, print_report, reporting, written_line
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
+from compressor.formatting import one_line
 from compressor.options import validated
 from compressor.progress import Progress
 from compressor.quality_gate.options import GateOptions
@@ -32,35 +35,85 @@ from compressor.records import plain_json
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
 
+SHOWN = (  # by `gate --help`, others by `--help-all`
+    "tasks",
+    "suite",
+    "apply_chat_template",
+    "num_fewshot",
+    "limit",
+    "prompts",
+    "text",
+    "results",
+    "baseline",
+    "save_baseline",
+    "server",
+    "max_drop",
+    "max_task_drop",
+    "max_length_change",
+    "output",
+    "dry_run",
+    "demo",
+    "help_all",
+)
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
 
+def with_error_report(command: Command) -> Command:
+    """Return the command; where it ends with an error, gate.xml and a GitHub job's page say so.
+
+    The report of an earlier run stays, but for one of an error.
+    """
+
+    @wraps(command)
+    def run(*, output: Path | None, running: Running, dry_run: bool, **named: Any) -> None:
+        from compressor.quality_gate.report import clear_error, write_error
+
+        report = output if not dry_run and ranks().is_first else None
+        if report is not None:
+            clear_error(report)
+        try:
+            command(output=output, running=running, dry_run=dry_run, **named)
+        except (CompressionError, OSError) as error:
+            message = one_line(str(error), None)
+            annotate("error", "Accuracy gate", message, running.as_json)
+            if report is not None:
+                with suppress(CompressionError, OSError):  # the error itself may be of this folder
+                    write_error(message, report)
+            raise
+
+    return run
+
+
+@with_error_report
 def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
     servers: Annotated[dict[str, Any], SERVER_OPTIONS],
     running: Reading,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[
-        str | None, typer.Argument(help="The compressed model, or a served one's tokenizer (default: the base's).")
+        str | None, typer.Argument(help="The compressed model, or the tokenizer of a served one.")
     ] = None,
     tasks: Annotated[
         str | None,
-        flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; none beside --prompts or --text)."),
+        flag(
+            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --prompts and --text none are "
+            "usual."
+        ),
     ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
-    dry_run: Annotated[bool, flag("Print what the gate can show, and run nothing; needs no models.")] = False,
+    dry_run: Annotated[bool, flag("Print what the gate can show. Nothing is run, and no models are needed.")] = False,
     demo: Annotated[
         bool,
         flag(
-            f"Use the demo's five tasks and a largest drop of {DEMO_MAX_DROP}, and without models the demo model, "
-            "compressed here."
+            "Use the demo's tasks, and without models the demo model. The largest drop that passes is then "
+            f"{DEMO_MAX_DROP}."
         ),
     ] = False,
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
-    """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
+    """Test if a compressed model is as good: exit status 0 if it is, 1 if not, 3 if undecided."""
     judges_otherwise = bool({"prompts", "text", "answers"} & options.keys())
     if tasks or demo or not judges_otherwise:
         require(*TASKS)
@@ -100,7 +153,7 @@ def gate(
             **computing,
         )
         written = write_gate(result, output, running.overwrite) if output is not None and ranks().is_first else []
-    summarise(result)
+    summarise(result, running.as_json)
     show_gate(result, running.as_json, written)
     raise typer.Exit(EXIT_STATUS[gate_options.counted(result.verdict)])
 
@@ -135,10 +188,14 @@ def print_power(power: "PowerAnalysis") -> None:
         show(power_blocks(power))
 
 
-def summarise(result: GateResult) -> None:
-    """Append the report to the summary page of a GitHub job, if this is one."""
-    from compressor.quality_gate.report import append_summary
+def summarise(result: GateResult, as_json: bool) -> None:
+    """Append the report to the summary page of a GitHub job, if this is one, and its verdict to the job's messages."""
+    from compressor.quality_gate.report import append_summary, notice
 
+    message = notice(result)
+    if message is not None:
+        level, text = message
+        annotate(level, f"Accuracy gate of {result.compressed}", text, as_json)
     page = os.environ.get("GITHUB_STEP_SUMMARY")
     if page and ranks().is_first:
         append_summary(result, Path(page))

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 
 from compressor.cli import behaviour, compress, gate, inspection, measure, outputs, text
 from compressor.cli.options import spread
-from compressor.cli.settings import SHOWN
+from compressor.cli.settings import SHOWN as SHOWN_OF_RECIPES
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed import ranks
 from compressor.entry_points import COMMANDS, load, packages, working
@@ -140,6 +140,12 @@ def about(
 
 
 REST = "All other options: --set step.option=value; see `moe-compress list steps`."
+SHOWN: Mapping[str, Sequence[str]] = {  # by --help, of commands with more options than a screen has lines
+    "compress": SHOWN_OF_RECIPES,
+    "plan": SHOWN_OF_RECIPES,
+    "gate": gate.SHOWN,
+    "compare": measure.SHOWN,
+}
 for command in (
     alone(inspection.inspect),
     on_ranks(compress.plan),
@@ -160,9 +166,9 @@ for command in (
     alone(measure.installed),
     alone(measure.demo),
 ):
-    brief = command.__name__ in ("compress", "plan")
+    shown = SHOWN.get(command.__name__, ())
     name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
-    app.command(name, epilog=REST if brief else None)(spread(command, SHOWN if brief else ()))
+    app.command(name, epilog=REST if shown is SHOWN_OF_RECIPES else None)(spread(command, shown))
 for name, plugin in working(COMMANDS, lambda name: (name, load(COMMANDS, name))):
     if isinstance(plugin, typer.Typer):
         app.add_typer(plugin, name=name)

@@ -52,6 +52,21 @@ WAYS = options_of(
     names=GRID_NAMES,
 )
 FORMATS = options_of(Grid, SIZES, ("sizes", "bits", "context", "shares", "schemes"))
+SHOWN = (  # by `compare --help`, others by `--help-all`
+    "strategies",
+    "correct",
+    "experts",
+    "ratio",
+    "tasks",
+    "sizes",
+    "nbytes",
+    "calibration",
+    "samples",
+    "heldout",
+    "output",
+    "device",
+    "help_all",
+)
 LISTS = ("steps", "strategies", "exporters", "optimizers")
 
 

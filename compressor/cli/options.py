@@ -33,6 +33,7 @@ Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
 GATE, SERVERS, RUNNING, SIZES = "Gate", "Servers", "Running", "Prune or quantise"
 PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)  # in this order
+HELP_ALL = "help_all"
 TYPE_NAMES = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
 
 
@@ -134,7 +135,8 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
     """Return the command with an option for each field of the option classes among its parameters.
 
     `Annotated[Shape, options]` takes the listed options alone; a dict gets those that are given, by field. Only options
-    in `shown`, if there are any, are not hidden, in that order and with one sentence of help each.
+    in `shown`, if there are any, are not hidden, in that order and with one sentence of help each; `--help-all` shows
+    all of them as they are.
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
@@ -146,10 +148,13 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
             parameters += [option for _, option in options]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+    if shown:
+        parameters.append(_help_all(function))
     parameters = [_spelled(parameter, shown) for parameter in parameters]
     parameters.sort(key=lambda parameter: _position(parameter, shown))
 
     def command(**values: Any) -> None:
+        values.pop(HELP_ALL, None)
         built = dict[str, Any]()
         for name, (shape, options) in shapes.items():
             given = [(field, values.pop(option.name)) for field, option in options]
@@ -162,6 +167,25 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def with_all_options(function: Callable[..., None]) -> Any:
+    """Return the command as one of click's, with every option shown."""
+    app = typer.Typer(add_completion=False)
+    app.command()(spread(function))
+    return typer.main.get_command(app)
+
+
+def _help_all(function: Callable[..., None]) -> Parameter:
+    """Return the option that prints the help with every option."""
+
+    def show(context: typer.Context, requested: bool) -> None:
+        if requested:
+            with_all_options(function).get_help(context)
+            raise typer.Exit()
+
+    option = flag("Show all options and exit.", is_eager=True, callback=show)
+    return Parameter(HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
 
 
 def _position(parameter: Parameter, shown: Sequence[str]) -> int:

@@ -31,7 +31,7 @@ from compressor.recipe.recipe import (
 from compressor.recipe.step import TextOptions
 
 SUFFIXES = (".yaml", ".yml")
-SHOWN = (  # by `compress --help`
+SHOWN = (  # by `compress --help`, others by `--help-all`
     "output",
     "ratio",
     "experts",
@@ -48,6 +48,7 @@ SHOWN = (  # by `compress --help`
     "settings",
     "dry_run",
     "overwrite",
+    "help_all",
 )
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
 MONE = "mone"  # the format in which constants stand for experts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -97,6 +97,20 @@ def print_json(content: Any) -> None:
 def print_report(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
     """Print either the content as JSON or the blocks."""
     print_json(content) if as_json else show(blocks)
+
+
+def annotate(level: Literal["error", "warning"], title: str, message: str, quiet: bool) -> None:
+    """Print a workflow command that shows a message on the page of a GitHub job, if this is one.
+
+    GitHub reads both streams: where stdout is JSON alone, the command goes to stderr.
+    """
+    if not os.environ.get("GITHUB_ACTIONS") or not ranks().is_first:
+        return
+    text = "\n".join(one_line(line, None) for line in message.splitlines())
+    escaped = []
+    for value, letters in ((one_line(title, None), "%\r\n:,"), (text, "%\r\n")):
+        escaped.append("".join(f"%{ord(letter):02X}" if letter in letters else letter for letter in value))
+    print(f"::{level} title={escaped[0]}::{escaped[1]}", file=sys.stderr if quiet else sys.stdout)
 
 
 def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:

@@ -4,9 +4,11 @@
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,9 @@ from compressor.formatting import counted
 from compressor.model.opened import open_model
 from compressor.progress import Progress
 from compressor.quality_gate.domain_divergence import DomainDivergence
-from compressor.quality_gate.endings import Ending, Rate, endings_of, pair_endings, rates
-from compressor.quality_gate.options import BehaviourOptions, Limits
-from compressor.quality_gate.statistics import POWER, advise, holm, measure, shown_by, verdict
+from compressor.quality_gate.endings import Ending, Rate, endings_of, pair_endings, pair_lengths, rates
+from compressor.quality_gate.options import LENGTH, BehaviourOptions, Limits
+from compressor.quality_gate.statistics import POWER, advise, holm, measure, measure_change, shown_by, verdict
 from compressor.quality_gate.teacher_forced import (
     AnswerDivergence,
     TeacherForcedDivergence,
@@ -157,6 +159,9 @@ def written_conditions(written: Written, limits: Limits, confidence: float) -> t
     smaller = [pair.smaller_ending for pair in written.pairs]
     tasks = list[TaskGate]()
     for name, (_, limit) in limits.items():
+        if name == LENGTH:
+            tasks.append(measure_change(pair_lengths(base, smaller), limit, alpha))
+            continue
         pairs = pair_endings(name, base, smaller)
         assert pairs is not None, "every answer loops and ends, or does not"
         tasks.append(measure(pairs, limit, alpha, True))
@@ -164,10 +169,17 @@ def written_conditions(written: Written, limits: Limits, confidence: float) -> t
     conditions = []
     for task, p_fail in zip(tasks, failing.tolist(), strict=True):
         judged = verdict(task.p_pass, p_fail, alpha)
-        advice = f"{advise(task, confidence, UNIT, 'rise')}; name more --prompts, or sample more --seeds"
+        name = f"rise of {task.task}"
+        scale = 1.0
+        undecided = task
+        if task.task == LENGTH:
+            name = "relative change of length"
+            scale = fmean(max(ending.tokens, 1) for ending in base)
+            undecided = replace(task, max_drop=math.copysign(task.max_drop, task.drop))
+        advice = f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample more --seeds"
         conditions.append(
             GateCondition(
-                name=f"rise of {task.task}",
+                name=name,
                 option=limits[task.task][0],
                 limit=task.max_drop,
                 observed=task.drop,
@@ -176,8 +188,8 @@ def written_conditions(written: Written, limits: Limits, confidence: float) -> t
                 items=task.items,
                 unit=UNIT,
                 verdict=judged,
-                base=task.compressed,
-                compressed=task.base,
+                base=scale * task.compressed,
+                compressed=scale * task.base,
                 advice=advice if judged == "inconclusive" else "",
             )
         )

@@ -19,6 +19,7 @@ import numpy as np
 
 from compressor.answers.generation import Answer, GenerationRequest
 from compressor.answers.prompts import Prompt, tokens_of
+from compressor.quality_gate.options import LENGTH
 from compressor.quality_gate.statistics import PairedItems, measure
 
 PERIOD, TIMES, LEAST = 64, 4, 16  # tokens; LEAST keeps a rule or an ellipsis from being a loop
@@ -205,6 +206,17 @@ def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], d
         compressed=np.array(before, dtype=float),
         weights=np.ones(len(base)),
     )
+
+
+def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedItems:
+    """Pair lengths by prompt and seed, in units of the base's mean: the drop is the relative rise of the mean length.
+
+    An answer without a token counts as one token.
+    """
+    before = np.array([max(ending.tokens, 1) for ending in base], dtype=float)
+    after = np.array([max(ending.tokens, 1) for ending in smaller], dtype=float)
+    mean = before.mean()
+    return PairedItems(LENGTH, ALL, "", "score", after / mean, before / mean, weights=before / mean)
 
 
 def rates(

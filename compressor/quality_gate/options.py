@@ -6,9 +6,12 @@ from pydantic import Field, field_validator, model_validator
 
 from compressor.answers.options import AnswerOptions, TaskOptions
 from compressor.errors import CompressionError
+from compressor.formatting import joined
 from compressor.options import one_or_several
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
+MAX_LENGTH_CHANGE = 0.1  # default where prompts are named, no other limit is larger, and none is given
+LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
 Limits = dict[str, tuple[str, float]]  # by measure: the option, and the rise that it allows
@@ -18,7 +21,7 @@ class BehaviourOptions(AnswerOptions):
     """Text, prompts and answers on which the behaviour of two models is compared."""
 
     text: tuple[str, ...] = ()
-    """Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be repeated."""
+    """Text that both models read, as SOURCE or SOURCE=DOMAIN. Loss, KL and flips of each domain. May be repeated."""
     text_samples: int = Field(64, ge=1)
     """Sequences of each text, at most."""
     text_length: int = Field(512, ge=2)
@@ -64,14 +67,17 @@ class GateOptions(BehaviourOptions, TaskOptions):
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
     """The same of answers that do not end by themselves (default: as of loops)."""
+    max_length_change: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Relative change of the mean length of answers that passes, up or down (default with prompts: 0.1, or the largest
+    limit of loops and missed ends)."""
     max_flips: float | None = Field(None, gt=0, le=1)
     """Share of tokens with another argmax than the base's that passes, in each domain."""
     max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Rise of the loss in nats per token that passes, in each domain of text."""
     max_drop: float = Field(0.01, ge=0, allow_inf_nan=False)
-    """Largest drop over all items that passes (of a perplexity, its rise)."""
+    """Largest drop over all items that passes. Of a perplexity, its rise."""
     max_task_drop: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."""
+    """Largest drop of a single task (default: 3 x max_drop). A clear loss beyond it fails."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """Confidence of the verdict."""
     inconclusive: Literal["pass", "fail"] | None = None
@@ -107,6 +113,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
             limits["loops"] = ("--max-loop-rise", loop_rise)
         if missed_rise is not None and missed_rise != 1:
             limits["missed ends"] = ("--max-missed-rise", missed_rise)
+        usual = max([MAX_LENGTH_CHANGE, *(rise for _, rise in limits.values())])
+        limits[LENGTH] = ("--max-length-change", self.max_length_change or usual)
         return limits
 
     @property
@@ -120,10 +128,11 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     def check(self) -> None:
         super().check()
-        limits_answers = self.max_loop_rise is not None or self.max_missed_rise is not None
-        if limits_answers and not self.writes:
+        names = ("max_loop_rise", "max_missed_rise", "max_length_change")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        if given and not self.writes:
             remedy = "leave out --teacher-forced" if self.teacher_forced else "name --prompts"
-            raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
+            raise CompressionError(f"{joined(given)} judge answers of both models; {remedy}")
         if bool(self.divergence_limits) != self.reads:
             raise CompressionError(
                 "--text and --answers are judged by --max-flips or --max-loss-rise; give one of each"

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
+CLASS = "moe-compress.gate"  # of JUnit's test cases
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
@@ -293,19 +294,50 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
     return [folder / name for name in NAMES]
 
 
+def write_error(message: str, folder: Path) -> None:
+    """Write gate.xml alone into a new folder, for a gate that ended with an error."""
+    with whole_folder(folder, NAMES) as scratch:
+        (scratch / NAMES[1]).write_bytes(junit_error(message))
+
+
+def clear_error(folder: Path) -> None:
+    """Remove the report of an earlier run's error, which stands alone in its folder."""
+    report = folder / NAMES[1]
+    is_alone = folder.is_dir() and list(folder.iterdir()) == [report]
+    if is_alone and report.is_file() and SUITE.encode() in report.read_bytes():
+        report.unlink()
+
+
 def gate_page(result: GateResult) -> str:
-    """Return the result as Markdown."""
-    return markdown((Heading(f"Accuracy gate: {result.verdict}", level=1), *gate_blocks(result)))
+    """Return the result as Markdown; by its first line, which is not shown, a job finds its comment again."""
+    models = one_line(f"{result.base}, {result.compressed}", None).replace(">", " ")
+    page = markdown((Heading(f"Accuracy gate: {result.verdict}", level=1), *gate_blocks(result)))
+    return f"<!-- {SUITE}: {models} -->\n{page}"
+
+
+def junit_error(message: str) -> bytes:
+    """Return JUnit XML of a gate that ended with an error: one test case."""
+    counts = {"tests": "1", "failures": "0", "errors": "1", "skipped": "0"}
+    root = Xml.Element("testsuites", {"name": SUITE, **counts})
+    suite = _add(root, "testsuite", name=SUITE, **counts)
+    case = _add(suite, "testcase", classname=CLASS, name="gate")
+    _add(case, "error", message, message=message, type="error")
+    return _xml(root)
+
+
+def _add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
+    element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+    element.text = None if text is None else readable(text)
+    return element
+
+
+def _xml(root: Xml.Element) -> bytes:
+    Xml.indent(root)
+    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
 def junit(result: GateResult) -> bytes:
     """Return JUnit XML for CI servers: rows and conditions are test cases; inconclusive ones are skipped."""
-
-    def add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
-        element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
-        element.text = None if text is None else readable(text)
-        return element
-
     verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
     counts = {
         "tests": str(len(verdicts)),
@@ -316,18 +348,18 @@ def junit(result: GateResult) -> bytes:
     }
     plain = {name: value for name, value in gate_content(result).items() if isinstance(value, str | float)}
     root = Xml.Element("testsuites", {"name": SUITE, **counts})
-    suite = add(root, "testsuite", name=f"{SUITE}: {result.base}, {result.compressed}", **counts)
-    properties = add(suite, "properties")
+    suite = _add(root, "testsuite", name=f"{SUITE}: {result.base}, {result.compressed}", **counts)
+    properties = _add(suite, "properties")
     for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
-        add(properties, "property", name=name.replace("_", "-"), value=str(value))
+        _add(properties, "property", name=name.replace("_", "-"), value=str(value))
 
     def add_case(name: str, verdict: Verdict, message: str, output: str) -> None:
-        case = add(suite, "testcase", classname="moe-compress.gate", name=name)
+        case = _add(suite, "testcase", classname=CLASS, name=name)
         if verdict == "fail":
-            add(case, "failure", message, message=message, type="fail")
+            _add(case, "failure", message, message=message, type="fail")
         elif verdict == "inconclusive":
-            add(case, "skipped", message=f"inconclusive: {message}")
-        add(case, "system-out", output)
+            _add(case, "skipped", message=f"inconclusive: {message}")
+        _add(case, "system-out", output)
 
     for task in result.rows:
         shown = {name: show(task) for name, show in COLUMNS.items()}
@@ -341,9 +373,8 @@ def junit(result: GateResult) -> bytes:
         add_case(task.task, task.verdict, message, "\n".join(lines))
     for condition in result.conditions:
         add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
-    add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
-    Xml.indent(root)
-    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
+    _add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
+    return _xml(root)
 
 
 def full_content(result: GateResult) -> dict[str, Any]:
@@ -398,6 +429,13 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
         if not path.is_file() or file_digest(path) != digest:
             return str(name)
     return None
+
+
+def notice(result: GateResult) -> tuple[Literal["error", "warning"], str] | None:
+    """Return the level and text by which a CI job is told of a verdict; None for a pass."""
+    if result.verdict == "pass":
+        return None
+    return "error" if result.verdict == "fail" else "warning", "\n".join([verdict_line(result), *advice(result)])
 
 
 def append_summary(result: GateResult, path: Path) -> None:

@@ -22,7 +22,7 @@ from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.progress import Progress
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
-from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.options import LENGTH, GateOptions
 from compressor.quality_gate.statistics import (
     MOST_ITEMS,
     POOLED,
@@ -71,7 +71,7 @@ class TaskPower:
     task: str
     items: int
     max_drop: float  # the drop allowed
-    shown: tuple[float, ...] | None  # by FLIPS: the least margin that a model without loss passes; None of perplexities
+    shown: tuple[float, ...] | None  # by FLIPS: the least margin that a model without loss passes; None without shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
     if gate.prompts is not None:
         answers = gate.prompts.answers
         for name, (option, rise) in options.answer_limits.items():
-            rows.append(task_power(name, answers, rise))
+            rows.append(TaskPower(name, answers, rise, None) if name == LENGTH else task_power(name, answers, rise))
             refusals.append(_refusal(options, answers, UNIT, option, rise))
     pooled = None
     if scored:

@@ -271,13 +271,15 @@ def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
 def unseen(pairs: PairedItems) -> tuple[float, float] | None:
     """Return the reach and number of items of changes too rare for t; None if enough items differ.
 
-    Scores span the range of those seen, or 1. Of a likelihood task every word is compared, and a model that changes
-    changes all of them a little, so there is something to add only if nothing differs at all.
+    Scores and lengths span the range of those seen, or 1. Of a likelihood task every word is compared, and a model that
+    changes changes all of them a little, so there is something to add only if nothing differs at all.
     """
     differing = int((pairs.base != pairs.compressed).sum())
     if differing >= (1 if pairs.kind == "likelihood" else FEW):
         return None
-    seen = np.concatenate([pairs.base, pairs.compressed]) / np.tile(pairs.weights, 2)
+    seen = np.concatenate([pairs.base, pairs.compressed])
+    if pairs.kind == "likelihood":
+        seen = seen / np.tile(pairs.weights, 2)
     return float(np.ptp(seen)) or 1.0, float(pairs.weights.sum())
 
 
@@ -368,6 +370,23 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
         mcnemar=mcnemar,
         perplexity_ratio=perplexity_ratio,
     )
+
+
+def measure_change(pairs: PairedItems, limit: float, alpha: float) -> TaskGate:
+    """Test a change that is limited up and down: a pass takes both one-sided tests, and a fail either.
+
+    The p-value of a fail is that of a change as large either way, so it holds for limits near 0, too.
+    """
+    mirrored = replace(pairs, base=pairs.compressed, compressed=pairs.base)
+    p_pass = 0.0
+    p_fail = 1.0
+    for way in (pairs, mirrored):
+        tests = evidence(way, limit, alpha)
+        opposite = evidence(way, -limit, alpha)
+        p_pass = max(p_pass, float(tests.p_pass))
+        p_fail = min(p_fail, float(tests.p_fail + opposite.p_fail))
+    task = measure(pairs, limit, alpha, True)
+    return replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha))
 
 
 def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:

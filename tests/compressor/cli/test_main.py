@@ -25,7 +25,8 @@ COMMANDS = (
 )  # fmt: skip
 SHOWN = {
     "--output", "--ratio", "--experts", "--strategy", "--correct", "--distill", "--calibration", "--samples",
-    "--sequence-length", "--gate", "--format", "--push-to-hub", "--device", "--set", "--overwrite", "--help",
+    "--sequence-length", "--gate", "--format", "--push-to-hub", "--device", "--set", "--overwrite", "--help-all",
+    "--help",
 }  # fmt: skip
 HIDDEN = shlex.split("""
     --split 2 --protect auto --sequential --top-k 2 --mtp drop --budget even --experts-total 5
@@ -50,6 +51,20 @@ def test_help_of_compress_fits_a_screen(run: Run, monkeypatch: pytest.MonkeyPatc
     )
     last = text.rstrip().splitlines()[-1]
     assert "--set" in last and "moe-compress list steps" in last
+
+
+@pytest.mark.parametrize("command", ["gate", "compare"])
+def test_a_command_with_many_options_shows_those_that_matter_and_all_on_request(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    brief, full = (run(command, option).out for option in ("--help", "--help-all"))
+    assert len(brief.strip().splitlines()) <= 40 and "--output" in brief and "--help-all" in brief
+    assert "─ Running ─" in full and "─ Running ─" not in brief
+    every = {"gate": ("--tasks", "--max-flips", "--timeout"), "compare": ("--experts", "--bits", "--seed")}[command]
+    assert all(option in full for option in every) and every[1] not in brief and every[2] not in brief
+    known = {option for option in options(command) if option.startswith("--")} - {"--help-all", "--version"}
+    assert set(re.findall(r" (--[a-z][a-z-]+)", full)) >= known
 
 
 def test_what_is_not_shown_is_taken_all_the_same() -> None:

@@ -2,6 +2,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +19,12 @@ from compressor.quality_gate.endings import (
     broken,
     ending_of,
     loop_start,
+    pair_lengths,
     rates,
     repeated_share,
 )
-from compressor.quality_gate.statistics import lower_bound, upper_bound
+from compressor.quality_gate.statistics import lower_bound, measure_change, upper_bound
+from compressor.quality_gate.verdict import TaskGate
 
 HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}{{ m['reasoning_content'] }}<think>\n</think>"
 PROMPT = Prompt.of("a question")
@@ -145,3 +148,48 @@ def test_rates_are_paired_as_the_gate_pairs_items() -> None:
     assert found["loops", "b"].rise == 0 and found["missed ends", "a"].smaller == 0.5
     assert (found["repeated 4-grams", ALL].base, found["repeated 4-grams", ALL].mcnemar) == (0, None)
     assert found["tokens", ALL].rise == 4 and ("open thinking", ALL) not in found
+
+
+def ending_of_length(tokens: float) -> Ending:
+    return Ending(True, False, None, int(tokens), 0.0)
+
+
+def change_of(base: Any, smaller: Any, limit: float) -> TaskGate:
+    pairs = pair_lengths([*map(ending_of_length, base)], [*map(ending_of_length, smaller)])
+    return measure_change(pairs, limit, 0.05)
+
+
+def test_a_change_of_length_is_the_ratio_of_means_with_the_bounds_of_fieller() -> None:
+    draw = np.random.default_rng(1)
+    base = draw.integers(1, 400, 3000)
+    smaller = np.maximum(base + draw.integers(-90, 120, 3000), 1)
+    longer = change_of(base, smaller, 0.05)
+    assert longer.drop == pytest.approx(smaller.mean() / base.mean() - 1)
+    for bound, sign in ((longer.upper, -1), (longer.lower, 1)):  # at which t of the differences is the quantile
+        differences = smaller - (1 + bound) * base
+        error = differences.std(ddof=1) / len(base) ** 0.5
+        assert sign * differences.mean() / error == pytest.approx(1.645, abs=0.05)
+    assert (longer.verdict, change_of(base, smaller, 0.15).verdict) == ("fail", "pass")
+    shorter = change_of(smaller, base, 0.05)
+    assert shorter.verdict == "fail" and shorter.upper < -0.05
+    assert change_of(base, base, 0.1).verdict == "pass" and change_of([0] * 20, [0] * 20, 0.1).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(("change", "count"), [(0.25, 100), (-0.2, 400)])
+def test_a_change_at_the_limit_is_judged_wrongly_in_five_percent_of_samples(change: float, count: int) -> None:
+    """Lengths are geometric up to a cap, as of a model that ends at each token alike, and half of them stay."""
+    draw = np.random.default_rng(2)
+
+    def lengths(size: int) -> tuple[Any, Any]:
+        base = draw.geometric(1 / 100, size).clip(max=300)
+        other = draw.geometric(1 / (100 * (1 + 2 * change)), size).clip(max=300)
+        return base, np.where(draw.random(size) < 0.5, base, other)
+
+    base, smaller = lengths(10**6)
+    limit = abs(smaller.mean() / base.mean() - 1)
+    runs = 300
+    verdicts = [change_of(*lengths(count), limit).verdict for _ in range(runs)]
+    most = 0.05 * runs + 3 * (0.05 * 0.95 * runs) ** 0.5
+    assert verdicts.count("pass") <= most and verdicts.count("fail") <= most
+    clear = [change_of(*lengths(8 * count), limit / 5).verdict for _ in range(20)]
+    assert clear.count("fail") >= 18
