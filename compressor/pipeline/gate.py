@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.lm_eval_run import REPORT, plan_evaluation
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.scores import REPORT
 from compressor.answers.tasks import EvaluationTask
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of

@@ -15,7 +15,7 @@ from xml.etree import ElementTree as Xml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from compressor.answers.lm_eval_run import REPORT
+from compressor.answers.scores import REPORT
 from compressor.document.blocks import (
     Block,
     Details,
@@ -36,7 +36,6 @@ from compressor.errors import CompressionError
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, joined, one_line, readable
 from compressor.quality_gate.domain_divergence import divergence_blocks
-from compressor.quality_gate.run import PowerAnalysis
 from compressor.quality_gate.statistics import POWER, advise
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
@@ -52,6 +51,8 @@ from compressor.records import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
+
+    from compressor.quality_gate.run import PowerAnalysis
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
-def power_blocks(power: PowerAnalysis) -> tuple[Block, ...]:
+def power_blocks(power: "PowerAnalysis") -> tuple[Block, ...]:
     """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
     rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
     if not rows:

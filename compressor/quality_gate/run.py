@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compressor.answers.generation import PromptSet, StockGenerator, writer_of
-from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation, identity, plan_evaluation
+from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
+from compressor.answers.scores import ItemScores
 from compressor.answers.server import Server
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import ModelSource
