@@ -1,6 +1,7 @@
 """One model's results on tasks, item by item, wherever they were recorded. Importing this loads no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
@@ -35,6 +36,10 @@ class ItemScores:
     def values(self) -> tuple[float, ...]:
         """The scores of the items."""
         return tuple(item.score for item in self.items)
+
+    def only(self, ids: Collection[str]) -> "ItemScores":
+        """Return the results on some of the items."""
+        return replace(self, items=tuple(item for item in self.items if item.id in ids))
 
     def differing(self, other: "ItemScores", hashed: Literal["content", "prompt"]) -> int:
         """Count the items of both that are known to differ in their content or prompt."""

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -15,6 +15,7 @@ from compressor.cli.options import (
     GATE_OPTIONS,
     SERVER_OPTIONS,
     Reading,
+    Running,
     flag,
     listed,
 )
@@ -32,6 +33,7 @@ from compressor.records import plain_json
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
 
+JUDGING = {"max_drop", "max_task_drop", "confidence", "inconclusive"}  # options of recorded results, too
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
@@ -49,6 +51,16 @@ def gate(
         flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; none beside --prompts or --text)."),
     ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
+    save_baseline: Annotated[
+        Path | None,
+        flag("Keep the base's answers in this .json or .json.gz for --baseline; needs no smaller model."),
+    ] = None,
+    results: Annotated[
+        bool, flag("Compare results of lm-eval, EvalPlus, inspect or CSV, in two files or folders; loads no model.")
+    ] = False,
+    metric: Annotated[
+        str | None, flag("METRIC or METRIC,FILTER of --results, or inspect's scorer (default: the first).")
+    ] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
     dry_run: Annotated[bool, flag("Print what the gate can show, and run nothing; needs no models.")] = False,
     demo: Annotated[
@@ -61,7 +73,17 @@ def gate(
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
-    judges_otherwise = bool({"prompts", "text", "answers"} & options.keys())
+    if results:
+        unused = sorted(options.keys() - JUDGING | servers.keys())
+        if unused or demo or dry_run or save_baseline:
+            name = unused[0].replace("_", "-") if unused else "demo, --dry-run and --save-baseline"
+            raise CompressionError(f"--results asks no model, so leave out --{name}")
+        wanted = listed(tasks, "--tasks") or []
+        chosen = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
+        _compare_results(base, compressed, chosen, wanted, metric, output, running)
+    if metric is not None:
+        raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
+    judges_otherwise = bool({"prompts", "text", "answers", "baseline"} & options.keys())
     if tasks or demo or not judges_otherwise:
         require(*TASKS)
     from compressor.quality_gate.report import NAMES, power_blocks, write_gate
@@ -71,7 +93,9 @@ def gate(
     if demo:
         usual = DEMO_TASKS
         options = {"max_drop": DEMO_MAX_DROP, **options}
-    options["tasks"] = listed(tasks, "--tasks") or usual
+    named = listed(tasks, "--tasks") or usual
+    if named or "baseline" not in options:
+        options["tasks"] = named
     gate_options = validated(GateOptions, options, "the command line")
     computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
     if dry_run:
@@ -79,30 +103,65 @@ def gate(
         print_report(running.as_json, plain_json(power), power_blocks(power))
         passable(power)
         return
-    if base is None and not demo:
+    if gate_options.baseline is not None and base is not None and compressed is None:
+        base, compressed = None, base
+    elif base is None and not demo:
         raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
-        if base is None:
+        serving = ServerOptions(**servers)
+        if base is None and compressed is None:
             refuse_several("the demo's compression", "name two models")
             # before the demo is compressed
             _, power = read_tasks(GateRequest.read(gate_options, **computing))
             passable(power)
             base, compressed = stack.enter_context(_demo_models(progress))
+        shared = {**computing, "servers": serving, "revision": running.revision, "progress": progress}
+        written = list[Path]()
+        if save_baseline is not None and base is not None:
+            written.append(save_baseline)
+            compressor.save_baseline(base, save_baseline, gate_options, overwrite=running.overwrite, **shared)
+            if compressed is None and serving.server is None:
+                print_report(running.as_json, {"written": [str(save_baseline)]}, written_line(written))
+                return
         result = compressor.gate(
             base,
             compressed,
             gate_options,
-            servers=ServerOptions(**servers),
-            revision=running.revision,
             compressed_revision=compressed_revision,
-            progress=progress,
             announce=None if running.as_json else print_power,
-            **computing,
+            **shared,
         )
-        written = write_gate(result, output, running.overwrite) if output is not None and ranks().is_first else []
+        if output is not None and ranks().is_first:
+            written += write_gate(result, output, running.overwrite)
+    _end(result, gate_options, written, running)
+
+
+def _end(result: GateResult, options: GateOptions, written: Sequence[Path], running: Running) -> NoReturn:
+    """Print the result, and exit with the status of its verdict."""
     summarise(result)
     show_gate(result, running.as_json, written)
-    raise typer.Exit(EXIT_STATUS[gate_options.counted(result.verdict)])
+    raise typer.Exit(EXIT_STATUS[options.counted(result.verdict)])
+
+
+def _compare_results(
+    base: str | None,
+    compressed: str | None,
+    options: GateOptions,
+    tasks: Sequence[str],
+    metric: str | None,
+    output: Path | None,
+    running: Running,
+) -> NoReturn:
+    """Judge two models by recorded results; this loads no torch."""
+    from compressor.quality_gate.recorded import gate_results
+    from compressor.quality_gate.report import NAMES, write_gate
+
+    if base is None or compressed is None:
+        raise CompressionError("--results compares two files or folders; name those of the base and of the other model")
+    with reporting(output, NAMES, running.overwrite, running.as_json):
+        result = gate_results(Path(base), Path(compressed), options, tasks, metric)
+        written = [] if output is None else write_gate(result, output, running.overwrite)
+    _end(result, options, written, running)
 
 
 @contextmanager

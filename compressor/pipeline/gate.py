@@ -11,6 +11,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.files import file_digest
 from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
@@ -48,6 +49,7 @@ class PreparedGate:
             "device": self.request.device,
             "dtype": self.request.dtype,
             "prompts": [] if prompts is None else [(prompt.id, prompt.domain) for prompt in prompts.prompts],
+            "baseline": None if options.baseline is None else file_digest(options.baseline),
             "read": [content_of(domain_of(source)[0]) for source in (*options.text, *options.answers)],
         }
 
@@ -82,7 +84,8 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     """
     tasks, power = read_tasks(request)
     passable(power)
-    plan_evaluation(source, tasks, request.evaluation, request.cache)
+    if request.baseline is None:
+        plan_evaluation(source, tasks, request.evaluation, request.cache)
     check_readings(source, request)
     return PreparedGate(source, request, tasks, power)
 

@@ -20,8 +20,10 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.progress import Progress
+from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
 from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.recorded import refuse_others
 from compressor.quality_gate.statistics import (
     MOST_ITEMS,
     POOLED,
@@ -45,6 +47,7 @@ class GateRequest:
 
     options: GateOptions
     prompts: PromptSet | None = None
+    baseline: Baseline | None = None  # in the base's place
     device: str = "auto"
     dtype: str = "auto"
     cache: Path = field(default_factory=default_folder)  # with results of earlier runs
@@ -55,7 +58,11 @@ class GateRequest:
     ) -> "GateRequest":
         """Check the options and read the prompts."""
         check_options(options)
-        return cls(options, PromptSet.read(options, options.limit), device, dtype, cache or default_folder())
+        baseline = None if options.baseline is None else Baseline.read(options.baseline)
+        if baseline is not None:
+            options = baseline.complete(options)
+        prompts = PromptSet.read(options, options.limit)
+        return cls(options, prompts, baseline, device, dtype, cache or default_folder())
 
     @property
     def evaluation(self) -> EvaluationOptions:
@@ -117,6 +124,8 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
 def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
     """Read a gate's tasks, on the first process before the others, and return them with their power analysis."""
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
+    if gate.baseline is not None:
+        gate.baseline.check(gate.evaluation.facts(), tasks, gate.options.baseline)
     return tasks, analyse_power(tasks, gate)
 
 
@@ -167,7 +176,8 @@ def run_gate(
 ) -> GateResult:
     """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed model.
 
-    With a `server` the compressed model answers there, and with a `base_server` the base.
+    With a `server` the compressed model answers there, and with a `base_server` the base. Where the gate has a
+    baseline, nothing is asked of the base, and any model may be given as it.
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
@@ -184,11 +194,14 @@ def run_gate(
     content = dict(compressed_identity)
     content.pop("weights", None)  # whose times of change differ in a model made again
     # both are planned, and what cannot be answered refused, before either answers
-    evaluations: dict[Side, TaskEvaluation] = {
-        "base": plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server),
-        "compressed": plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content),
-    }
+    evaluations = dict[Side, TaskEvaluation]()
     scores = dict[Side, list[ItemScores]]()
+    baseline = gate.baseline
+    if baseline is None:
+        evaluations["base"] = plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server)
+    else:
+        scores["base"] = baseline.answers_to(tasks)
+    evaluations["compressed"] = plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content)
     seconds = dict[str, float]()
     streamed = list[Side]()
     for side, evaluation in evaluations.items():
@@ -197,6 +210,9 @@ def run_gate(
         seconds[side] = time.perf_counter() - begin
         if any(task.streamed for task in scores[side]):
             streamed.append(side)
+    if baseline is not None and server is None:  # whose chats have no prompts to compare
+        for before, after in zip(scores["base"], scores["compressed"], strict=True):
+            refuse_others(before, after, f"{before.task}, {options.baseline} and {writer.label}")
     judged, pooled = judge(
         scores["base"], scores["compressed"], options.max_drop, options.task_drop, options.confidence
     )
@@ -218,7 +234,7 @@ def run_gate(
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions),
-        base=base_writer.label,
+        base=base_writer.label if baseline is None else baseline.base,
         compressed=label or writer.label,
         max_drop=options.max_drop,
         max_task_drop=options.task_drop,
@@ -226,11 +242,11 @@ def run_gate(
         pooled=pooled,
         tasks=judged,
         options=facts,
-        base_identity=identity(base, base_server),
+        base_identity=identity(base, base_server) if baseline is None else baseline.identity,
         compressed_identity=compressed_identity,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds=seconds,
-        reused_base=bool(tasks) and not evaluations["base"].missing,
+        reused_base=bool(tasks) and ("base" not in evaluations or not evaluations["base"].missing),
         streamed=tuple(streamed),
         conditions=behaviour.conditions,
         text=behaviour.text,

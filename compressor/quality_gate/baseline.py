@@ -1,0 +1,98 @@
+"""A base's answers to tasks in one small file, which takes the base's place in later gates."""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from compressor.answers.options import TaskOptions
+from compressor.answers.scores import ItemScores
+from compressor.answers.tasks import EvaluationTask
+from compressor.errors import CompressionError, wrap_faults
+from compressor.files import check_parent, write_whole
+from compressor.formatting import joined
+from compressor.quality_gate.options import GateOptions
+from compressor.records import plain_json, read_as
+
+FORMAT = "moe-compressor-baseline/1"
+SUFFIXES = (".json", ".json.gz")
+COMPUTING = ("batch_size", "device", "dtype")  # facts in which the two models may differ
+SETTINGS = {*TaskOptions.model_fields} - {"include_path", "batch_size", "stream"}
+ANEW = "or make the baseline anew with gate BASE --save-baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A base's answers by item, and everything that they depend on."""
+
+    base: str
+    identity: Mapping[str, Any]  # of the model's files
+    settings: Mapping[str, Any]  # options of tasks, which are the defaults of a gate with this baseline
+    facts: Mapping[str, Any]  # that decide results
+    versions: Mapping[str, str]  # of packages
+    tasks: tuple[ItemScores, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a baseline; raises `CompressionError` for any other file."""
+        remedy = "name a file that moe-compress gate --save-baseline has written"
+        with wrap_faults(f"{path} is no baseline", remedy, remedy):
+            data = path.read_bytes()
+            content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+            if content["format"] != FORMAT:
+                raise CompressionError(f"{path} has the format {content['format']}, not {FORMAT}; {remedy}")
+            for task in content["tasks"]:
+                columns = task["items"]
+                rows = zip(*columns.values(), strict=True)
+                task["items"] = [dict(zip(columns, row, strict=True)) for row in rows]
+            return read_as(cls, content)
+
+    def write(self, path: Path) -> None:
+        """Write the file, compressed if it is named so; fields of items are columns."""
+        content = {"format": FORMAT, **plain_json(self)}
+        for task in content["tasks"]:
+            rows = [item.values() for item in task["items"]]
+            task["items"] = dict(zip(task["items"][0], zip(*rows, strict=True), strict=True))
+        data = json.dumps(content, separators=(",", ":")).encode()
+        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+    def complete(self, options: GateOptions) -> GateOptions:
+        """Return the options of a gate, with the baseline's settings where they give none."""
+        given = {name: getattr(options, name) for name in options.model_fields_set}
+        return GateOptions(**{**self.settings, **given})
+
+    def check(self, facts: Mapping[str, Any], tasks: Sequence[EvaluationTask], path: Path | None) -> None:
+        """Refuse other settings, and tasks that are not the baseline's."""
+        for name, value in plain_json(facts).items():
+            if name not in COMPUTING and value != self.facts.get(name):
+                raise CompressionError(
+                    f"{path} was made with {name} {self.facts.get(name)}, and this gate is to use {value}; leave out "
+                    f"--{name.replace('_', '-')}, {ANEW}"
+                )
+        known = {scores.task: scores.version for scores in self.tasks}
+        for task in tasks:
+            if task.name not in known:
+                raise CompressionError(
+                    f"{path} has no answers to {task.name}, only to {joined([*known])}; name these as --tasks, {ANEW}"
+                )
+            if task.version != known[task.name]:
+                raise CompressionError(
+                    f"{path} has answers to {task.name} in version {known[task.name]}, and here it is version "
+                    f"{task.version}; take the task's files and lm-eval from then, {ANEW}"
+                )
+
+    def answers_to(self, tasks: Sequence[EvaluationTask]) -> list[ItemScores]:
+        """Return the base's scores on these tasks."""
+        by_name = {scores.task: scores for scores in self.tasks}
+        return [by_name[task.name] for task in tasks]
+
+
+def check_path(path: Path, overwrite: bool) -> None:
+    """Refuse a file for a baseline that cannot be written, or is there already and not to be replaced."""
+    if not path.name.endswith(SUFFIXES):
+        raise CompressionError(f"{path} should end in {joined(SUFFIXES, 'or')}; name another file for the baseline")
+    check_parent(path, "file for the baseline")
+    if path.exists() and not overwrite:
+        raise CompressionError(f"{path} exists already; name another file for the baseline or pass --overwrite")
