@@ -274,18 +274,18 @@ def gate(
         refuse_several("--server", "start the command without torchrun")
     if options.prompts:
         refuse_several("--prompts", "start the command without torchrun")
+    base_server, server = servers_of(servers or ServerOptions())
+    if (options.baseline is None) != (base is not None) or (base is None and compressed is None):
+        raise CompressionError("name the base or its --baseline, and the smaller model")
+    if options.baseline is not None and base_server is not None:
+        raise CompressionError("--baseline takes the base's place; leave out --base-server")
     request = GateRequest.read(options, device, dtype, cache)
     tasks, power = read_tasks(request)
     passable(power)
-    base_server, server = servers_of(servers or ServerOptions())
-    if request.baseline is None:
-        if base is None:
-            raise CompressionError("name two models, the base and the compressed one")
+    if base is not None:
         named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
-    elif base is None and compressed is not None and base_server is None:
+    elif compressed is not None:
         named = [_source(compressed, compressed_revision or revision, server, progress)] * 2
-    else:
-        raise CompressionError("--baseline takes the base's place; name the smaller model alone, and no --base-server")
     (base_source, base_server), (compressed_source, server) = named
     for served in (base_server, server):
         if served is not None:

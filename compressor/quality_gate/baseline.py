@@ -63,29 +63,30 @@ class Baseline:
         given = {name: getattr(options, name) for name in options.model_fields_set}
         return GateOptions(**{**self.settings, **given})
 
-    def check(self, facts: Mapping[str, Any], tasks: Sequence[EvaluationTask], path: Path | None) -> None:
-        """Refuse other settings, and tasks that are not the baseline's."""
+    def check_request(self, facts: Mapping[str, Any], tasks: Sequence[str], path: Path | None) -> None:
+        """Refuse other settings, and names of tasks that have no answers here."""
         for name, value in plain_json(facts).items():
             if name not in COMPUTING and value != self.facts.get(name):
                 raise CompressionError(
                     f"{path} was made with {name} {self.facts.get(name)}, and this gate is to use {value}; leave out "
                     f"--{name.replace('_', '-')}, {ANEW}"
                 )
-        known = {scores.task: scores.version for scores in self.tasks}
+        known = [*self.settings.get("tasks", ()), *(scores.task for scores in self.tasks)]
         for task in tasks:
-            if task.name not in known:
-                raise CompressionError(
-                    f"{path} has no answers to {task.name}, only to {joined([*known])}; name these as --tasks, {ANEW}"
-                )
-            if task.version != known[task.name]:
-                raise CompressionError(
-                    f"{path} has answers to {task.name} in version {known[task.name]}, and here it is version "
-                    f"{task.version}; take the task's files and lm-eval from then, {ANEW}"
-                )
+            if task not in known:
+                names = joined(list(dict.fromkeys(known)))
+                raise CompressionError(f"{path} has no answers to {task}, only to {names}; name these, {ANEW}")
 
-    def answers_to(self, tasks: Sequence[EvaluationTask]) -> list[ItemScores]:
-        """Return the base's scores on these tasks."""
+    def answers_to(self, tasks: Sequence[EvaluationTask], path: Path | None) -> list[ItemScores]:
+        """Return the base's scores on these tasks; refuse those that have changed."""
         by_name = {scores.task: scores for scores in self.tasks}
+        for task in tasks:
+            version = by_name[task.name].version if task.name in by_name else "none"
+            if version != task.version:
+                raise CompressionError(
+                    f"{path} has answers to version {version} of {task.name}, which is version {task.version} here; "
+                    f"take the task's files and lm-eval from then, {ANEW}"
+                )
         return [by_name[task.name] for task in tasks]
 
 

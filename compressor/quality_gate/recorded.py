@@ -65,9 +65,11 @@ def gate_results(
     before, settings = read_results(base, tasks, metric)
     after, other_settings = read_results(compressed, tasks, metric)
     for name, value in settings.items():
-        if name in other_settings and other_settings[name] != value:
-            values = f"{str(value)[:80]} in {base} and {str(other_settings[name])[:80]} in {compressed}"
-            raise CompressionError(f"{name} is {values}; evaluate both models alike")
+        other = other_settings.get(name, value)
+        if other != value:
+            raise CompressionError(
+                f"{name} is {value} in {base} and {other} in {compressed}; evaluate both models alike"
+            )
     pairs = dict[Key, tuple[ItemScores, ItemScores]]()
     for key, scores in before.items():
         if key in after:
@@ -160,14 +162,18 @@ def read_results(path: Path, wanted: Sequence[str], metric: str | None) -> tuple
     tasks = [task for task, *_ in answers]
     for task in wanted or tasks[:1] or ["any task"]:
         if task not in tasks:
-            raise CompressionError(f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; {KNOWN}")
+            raise CompressionError(
+                f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; evaluate it again"
+            )
     results = dict[Key, ItemScores]()
     for key, items in answers.items():
         task, name, kind = key
-        means = [replace(same[0], score=math.fsum(item.score for item in same) / len(same)) for same in items.values()]
-        version = str(settings.get(f"version of {task}") or "")
-        if not wanted or task in wanted:
-            results[key] = ItemScores(task, name, version, kind, tuple(means))
+        means = list[AnsweredItem]()
+        for same in items.values():
+            mean = sum(item.score for item in same) / len(same)
+            means.append(replace(same[0], score=mean))
+        if task in (wanted or tasks):
+            results[key] = ItemScores(task, name, str(settings.get(f"version of {task}") or ""), kind, tuple(means))
     return results, settings
 
 
@@ -222,7 +228,7 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
         return run.get(section, {}).get(part, default)
 
     config = of_part("configs", {})
-    if run:
+    if run and task in (wanted or names):
         stated = {"version": of_part("versions"), "n-shot": of_part("n-shot")}
         stated |= {name: config.get(name) for name in TASK_SETTINGS}
         stated |= {name: run.get(name) for name in RUN_SETTINGS}
@@ -240,7 +246,7 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
     aggregations = {str(entry["metric"]): str(entry.get("aggregation")) for entry in config.get("metric_list") or ()}
     # old samples do not list their metrics
     recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
-    name, kind = _choose_metric(rows, [name] if name else [*aggregations, *recorded], aggregations)
+    name, kind = _choose_metric(file, rows, [name] if name else [*aggregations, *recorded], aggregations)
     sign = 1
     if kind == "score" and not of_part("higher_is_better", {}).get(name, name not in LOWER_IS_BETTER):
         sign = -1
@@ -254,7 +260,7 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
 
 
 def _choose_metric(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], aggregations: Mapping[str, str]
+    file: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], aggregations: Mapping[str, str]
 ) -> tuple[str, Kind]:
     """Return the first metric with a number for each item, and its kind."""
     for name in names:
@@ -265,7 +271,7 @@ def _choose_metric(
         pairs = all(isinstance(value, list) and len(value) == 2 for value in values)
         if numbers or (pairs and is_perplexity):
             return name, "likelihood" if is_perplexity else "score"
-    raise CompressionError(f"there is no number for each item under {joined(names)}; name another --metric")
+    raise CompressionError(f"{file} has no number for each item under {joined(names)}; name another --metric")
 
 
 def _json_lines(file: Path) -> list[Mapping[str, Any]]:

@@ -204,6 +204,11 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
         )
         last_task = frozenset({len(result.tasks) - 1})
         blocks.append(Table(caption, (*COLUMNS, "verdict"), tuple(rows), TEXTS, OPTIONAL, last_task))
+    for row in result.rows:
+        if row.decides:
+            sentence = "equivalent" if row.equivalent else "not shown to be equivalent"
+            changed = f"{row.lost:,} items got worse, {row.gained:,} better"
+            blocks.append(Text(f"{row.task}: {sentence} within {margin(row)}; {changed}."))
     if result.conditions:
         blocks.append(conditions_table(result.conditions))
     if result.text:

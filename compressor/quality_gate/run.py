@@ -123,9 +123,12 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
 
 def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
     """Read a gate's tasks, on the first process before the others, and return them with their power analysis."""
+    baseline = gate.baseline
+    if baseline is not None:
+        baseline.check_request(gate.evaluation.facts(), gate.options.tasks, gate.options.baseline)
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
-    if gate.baseline is not None:
-        gate.baseline.check(gate.evaluation.facts(), tasks, gate.options.baseline)
+    if baseline is not None:
+        baseline.answers_to(tasks, gate.options.baseline)
     return tasks, analyse_power(tasks, gate)
 
 
@@ -200,7 +203,7 @@ def run_gate(
     if baseline is None:
         evaluations["base"] = plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server)
     else:
-        scores["base"] = baseline.answers_to(tasks)
+        scores["base"] = baseline.answers_to(tasks, options.baseline)
     evaluations["compressed"] = plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content)
     seconds = dict[str, float]()
     streamed = list[Side]()

@@ -367,6 +367,7 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
         detectable=shown,
         mcnemar=mcnemar,
         perplexity_ratio=perplexity_ratio,
+        equivalent=-max_drop < lower and upper < max_drop,
     )
 
 
