@@ -24,6 +24,7 @@ from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
+from compressor.formatting import joined
 from compressor.options import validated
 from compressor.progress import Progress
 from compressor.quality_gate.options import GateOptions
@@ -73,27 +74,29 @@ def gate(
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
+    wanted = listed(tasks, "--tasks") or []
     if results:
-        unused = sorted(options.keys() - JUDGING | servers.keys())
-        if unused or demo or dry_run or save_baseline:
-            name = unused[0].replace("_", "-") if unused else "demo, --dry-run and --save-baseline"
-            raise CompressionError(f"--results asks no model, so leave out --{name}")
-        wanted = listed(tasks, "--tasks") or []
-        chosen = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
-        _compare_results(base, compressed, chosen, wanted, metric, output, running)
+        from compressor.quality_gate.recorded import gate_results
+
+        unused = [f"--{name.replace('_', '-')}" for name in sorted(options.keys() - JUDGING | servers.keys())]
+        if unused or demo or dry_run or save_baseline or not (base and compressed):
+            more = joined(unused) or "--demo, --dry-run and --save-baseline"
+            raise CompressionError(f"--results compares two files or folders alone; name both, and leave out {more}")
+        judging = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
+        _end(gate_results(Path(base), Path(compressed), judging, wanted, metric), judging, output, running)
     if metric is not None:
         raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
     judges_otherwise = bool({"prompts", "text", "answers", "baseline"} & options.keys())
-    if tasks or demo or not judges_otherwise:
+    if wanted or demo or not judges_otherwise:
         require(*TASKS)
-    from compressor.quality_gate.report import NAMES, power_blocks, write_gate
+    from compressor.quality_gate.report import NAMES, power_blocks
     from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable, read_tasks
 
     usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
     if demo:
         usual = DEMO_TASKS
         options = {"max_drop": DEMO_MAX_DROP, **options}
-    named = listed(tasks, "--tasks") or usual
+    named = wanted or usual
     if named or "baseline" not in options:
         options["tasks"] = named
     gate_options = validated(GateOptions, options, "the command line")
@@ -131,37 +134,20 @@ def gate(
             announce=None if running.as_json else print_power,
             **shared,
         )
-        if output is not None and ranks().is_first:
-            written += write_gate(result, output, running.overwrite)
-    _end(result, gate_options, written, running)
+    _end(result, gate_options, output, running, written)
 
 
-def _end(result: GateResult, options: GateOptions, written: Sequence[Path], running: Running) -> NoReturn:
-    """Print the result, and exit with the status of its verdict."""
+def _end(
+    result: GateResult, options: GateOptions, output: Path | None, running: Running, written: Sequence[Path] = ()
+) -> NoReturn:
+    """Write and print the result, and exit with the status of its verdict."""
+    from compressor.quality_gate.report import write_gate
+
+    if output is not None and ranks().is_first:
+        written = [*written, *write_gate(result, output, running.overwrite)]
     summarise(result)
     show_gate(result, running.as_json, written)
     raise typer.Exit(EXIT_STATUS[options.counted(result.verdict)])
-
-
-def _compare_results(
-    base: str | None,
-    compressed: str | None,
-    options: GateOptions,
-    tasks: Sequence[str],
-    metric: str | None,
-    output: Path | None,
-    running: Running,
-) -> NoReturn:
-    """Judge two models by recorded results; this loads no torch."""
-    from compressor.quality_gate.recorded import gate_results
-    from compressor.quality_gate.report import NAMES, write_gate
-
-    if base is None or compressed is None:
-        raise CompressionError("--results compares two files or folders; name those of the base and of the other model")
-    with reporting(output, NAMES, running.overwrite, running.as_json):
-        result = gate_results(Path(base), Path(compressed), options, tasks, metric)
-        written = [] if output is None else write_gate(result, output, running.overwrite)
-    _end(result, options, written, running)
 
 
 @contextmanager
