@@ -13,6 +13,7 @@ from compressor.answers.tasks import EvaluationTask
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import check_parent, write_whole
 from compressor.formatting import joined
+from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
 from compressor.records import plain_json, read_as
 
@@ -61,7 +62,7 @@ class Baseline:
     def complete(self, options: GateOptions) -> GateOptions:
         """Return the options of a gate, with the baseline's settings where they give none."""
         given = {name: getattr(options, name) for name in options.model_fields_set}
-        return GateOptions(**{**self.settings, **given})
+        return validated(GateOptions, {**self.settings, **given}, "the baseline")
 
     def check_request(self, facts: Mapping[str, Any], tasks: Sequence[str], path: Path | None) -> None:
         """Refuse other settings, and names of tasks that have no answers here."""
