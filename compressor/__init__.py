@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.api import apply, compare, compress, evaluate, gate, plan, traces
+    from compressor.api import apply, compare, compress, evaluate, gate, plan, save_baseline, traces
     from compressor.errors import CompressionError
     from compressor.model.inspection import inspect
     from compressor.model.loaded import LoadedModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "apply compare compress evaluate gate plan traces",
+    "api": "apply compare compress evaluate gate plan save_baseline traces",
     "errors": "CompressionError",
     "model.loaded": "LoadedModel",
     "model.inspection": "inspect",

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
+from compressor.answers.forms import task_forms
 from compressor.answers.generation import PromptSet, writer_of
+from compressor.answers.lm_eval_run import identity, plan_evaluation
 from compressor.answers.options import AnswerOptions, ServerOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.traces import Traces, write_traces
@@ -28,6 +30,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.resolve import first_state, open_run, prepare
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
+from compressor.quality_gate.baseline import SETTINGS, Baseline, check_path
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.quality_gate.run import GateRequest, PowerAnalysis, asked_forms, passable, read_tasks, run_gate
@@ -40,6 +43,7 @@ from compressor.report.comparison import candidates_of, compare_strategies
 from compressor.report.comparison_report import Comparison
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_formats
+from compressor.run_record import PACKAGES, versions
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +249,7 @@ def _source(
 
 
 def gate(
-    base: str,
+    base: str | None,
     compressed: str | None,
     options: GateOptions,
     *,
@@ -262,7 +266,8 @@ def gate(
 
     A model that does not fit into memory is streamed, as the options may also ask. Results of earlier runs are kept in
     the folder `cache`. A model that `servers` name is asked there; of its folder the tokenizer is read, by default the
-    base's. `announce` gets what the gate can show, before any model is loaded.
+    base's. `announce` gets what the gate can show, before any model is loaded. With a baseline among the options there
+    is no base.
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes.
     """
@@ -270,10 +275,18 @@ def gate(
         refuse_several("--server", "start the command without torchrun")
     if options.prompts:
         refuse_several("--prompts", "start the command without torchrun")
+    base_server, server = servers_of(servers or ServerOptions())
+    if (options.baseline is None) != (base is not None) or (base is None and compressed is None):
+        raise CompressionError("name the base or its --baseline, and the smaller model")
+    if options.baseline is not None and base_server is not None:
+        raise CompressionError("--baseline takes the base's place; leave out --base-server")
     request = GateRequest.read(options, device, dtype, cache)
     tasks, power = read_tasks(request)
     passable(power)
-    named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
+    if base is not None:
+        named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
+    elif compressed is not None:
+        named = [_source(compressed, compressed_revision or revision, server, progress)] * 2
     (base_source, base_server), (compressed_source, server) = named
     for served in (base_server, server):
         if served is not None:
@@ -290,6 +303,45 @@ def gate(
         server=server,
         base_server=base_server,
     )
+
+
+def save_baseline(
+    base: str,
+    out: Path,
+    options: GateOptions,
+    *,
+    servers: ServerOptions | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    cache: Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Baseline:
+    """Write a base's answers to the options' tasks into the file `out`, with which `gate` needs no base."""
+    if not options.tasks:
+        raise CompressionError("a baseline has answers to tasks; name --tasks")
+    ranks().broadcast(lambda: check_path(out, overwrite))
+    request = GateRequest.read(options, device, dtype, cache)
+    tasks, _ = read_tasks(request)
+    base_server, _ = servers_of(servers or ServerOptions())
+    source, server = _source(base, revision, base_server, progress)
+    if server is not None:
+        refuse_tasks(server, tasks)
+    evaluation = plan_evaluation(source, tasks, request.evaluation, request.cache, server)
+    scores = evaluation.run(progress or Silent())
+    baseline = Baseline(
+        base=source.label if server is None else server.label,
+        identity=identity(source, server),
+        settings=options.model_dump(mode="json", include=SETTINGS),
+        facts=request.evaluation.facts(),
+        versions=versions((*PACKAGES, "lm-eval")),
+        tasks=tuple(scores.values()),
+        asked=task_forms(source, server, tasks, request.evaluation),
+    )
+    if ranks().is_first:
+        baseline.write(out)
+    return baseline
 
 
 def evaluate(

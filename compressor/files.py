@@ -81,12 +81,12 @@ def replacing(path: Path, fresh: Path) -> Iterator[Path]:
             raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file in a folder that exists, replacing what is there only once the new one is complete."""
     with wrap_full_disk(path.parent):
         handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with replacing(path, Path(fresh)), os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
+    with replacing(path, Path(fresh)), os.fdopen(handle, "wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def replace_folder(finished: Path, target: Path, old: Path) -> None:

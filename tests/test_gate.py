@@ -1,6 +1,8 @@
+import gzip
 import json
 import re
 import shutil
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("offline", "own_cache")
 EASY = "moe_demo_sorting"  # which survives nearly everything
 TASKS = f"{EASY},moe_demo_recall"
 CALIBRATION = ("--calibration", "demo", "--samples", 32, "--sequence-length", 128, "--strategy", "count-guided")
+MEASURED = "moe_demo,moe_demo_text"
 REPORTS = ["gate.json", "gate.md", "gate.xml"]
 
 
@@ -143,6 +146,57 @@ def test_a_dry_run_of_compress_says_what_its_gate_can_show(base: Path, tmp_path:
     assert content["after"]["num_experts"] == 15  # the largest model that the search may try
     few = captured("compress", base, *CALIBRATION, *ask, "--limit", 10)
     assert few.status == 2 and re.search("20 items .*at least 86 items", few.err), few
+
+
+def lm_eval_command(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.__main__ import cli_evaluate
+
+    tasks = Path(compressor.__file__).parent / "demo" / "tasks"
+    ask = ["--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--tasks", MEASURED, "--limit", "9"]
+    ask += ["--include_path", str(tasks), "--device", "cpu", "--batch_size", "8", "--log_samples", "--output_path"]
+    monkeypatch.setattr(sys, "argv", ["lm-eval", "run", *ask, str(out)])
+    cli_evaluate()
+
+
+def test_a_baseline_and_the_files_of_lm_evals_own_command_give_the_same_verdict_without_a_base(
+    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("--tasks", MEASURED, "--limit", 9, "--dtype", "float32", "--inconclusive", "fail", "--max-drop", 0.1)
+    noisy = changed(base, tmp_path / "noisy", 0.6)
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    saved = tmp_path / "base.json.gz"
+    assert names(tmp_path) == ["copy", "noisy"]
+    refused(run("gate", copy, "--save-baseline", tmp_path / "base.txt"), "should end in .json or .json.gz")
+    succeeded(run("gate", copy, *ask[:-2], "--save-baseline", saved))
+    for model, name in ((copy, "of-base"), (noisy, "of-noisy")):
+        lm_eval_command(model, tmp_path / name, monkeypatch)
+    shutil.rmtree(copy)
+    own = json.loads(run("gate", base, noisy, *ask, "--json").out)
+    kept = json.loads(run("gate", "--baseline", saved, noisy, *ask[4:], "--json").out)
+    recorded = json.loads(run("gate", "--results", tmp_path / "of-base", tmp_path / "of-noisy", *ask[6:], "--json").out)
+    assert own["pooled"]["lost"] > 0 and own["pooled"]["items"] == 45
+    for other in (kept, recorded):
+        assert (other["verdict"], other["pooled"]) == (own["verdict"], own["pooled"])
+        for mine, theirs in zip(own["tasks"], other["tasks"], strict=True):
+            for name in ("task", "metric", "kind", "items", "lost", "gained", "verdict", "equivalent"):
+                assert mine[name] == theirs[name]
+            for name in ("base", "compressed", "drop", "lower", "upper", "p_pass", "p_fail"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
+    refused(run("gate", "--baseline", saved, noisy, "--limit", 5), "was made with limit 9, and this gate is to use 5")
+    refused(run("gate", "--baseline", saved, noisy, "--tasks", "moe_demo_facts"), "no answers to moe_demo_facts")
+    refused(run("gate", "--baseline", saved, noisy, "--prompts", "demo"), "answers to tasks alone")
+    refused(run("gate", "--baseline", saved, base, noisy), "name the base or its --baseline")
+    content = json.loads(gzip.decompress(saved.read_bytes()))
+    content["tasks"][0]["version"] = "1.0+another"
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    refused(run("gate", "--baseline", tmp_path / "other.json", noisy), "answers to version 1.0.another of moe_demo")
+    refused(run("gate", "--baseline", base / "config.json", noisy), "is no baseline")
+    prune = {"strategy": "model-centric", "experts": 12}
+    gate = {"baseline": str(saved), "max_drop": 0.1, "inconclusive": "pass", "keep_failed": True}
+    recipe = compressor.Recipe.of({"model": str(base), "steps": [{"prune": prune}], "gate": gate})
+    (tmp_path / "recipe.yaml").write_bytes(recipe_yaml(recipe))
+    run("compress", tmp_path / "recipe.yaml", "-o", tmp_path / "out", "--json")
+    assert read_gate(tmp_path / "out").base == copy.name
 
 
 @pytest.mark.parametrize(("treat", "status"), [("pass", 0), ("fail", 1), (None, 3)])

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from compressor.answers.forms import SERVED, TaskForm, task_forms
+from compressor.answers.scores import HASH_DIGITS, REPORT, AnsweredItem, ItemScores, Kind
 from compressor.answers.server import Server, served_facts
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, aggregates_perplexity, quiet_lm_eval
 from compressor.checkpoint.reader import Checkpoint
@@ -38,38 +39,9 @@ PACKAGES = ("lm-eval", "torch", "transformers")
 PACKAGE = "moe-compressor"  # whose own code asks a server
 REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
-REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
 
 Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
-Kind = Literal["score", "likelihood"]
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats as the other perplexities are
-
-
-@dataclass(frozen=True, slots=True)
-class AnsweredItem:
-    """An item of a task as one model has answered it."""
-
-    id: str  # unique in its task
-    score: float  # greater is better; of a likelihood task the log-likelihood in nats
-    weight: float = 1.0  # words or bytes of an item of a likelihood task
-
-
-@dataclass(frozen=True, slots=True)
-class ItemScores:
-    """One model's results on one task, item by item."""
-
-    task: str  # as it was requested: a task or a group of tasks
-    metric: str
-    version: str  # of the task's definition
-    kind: Kind
-    items: tuple[AnsweredItem, ...]
-    streamed: bool = False  # one layer in memory at a time
-    seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The scores of the items."""
-        return tuple(item.score for item in self.items)
 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
@@ -93,7 +65,10 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
                     f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
                 )
             name = f"{part}/{number}" if task.grouped else str(number)
-            items.append(AnsweredItem(name, -float(value) if negated else float(value), float(weight)))
+            score = -float(value) if negated else float(value)
+            content = str(row.get("doc_hash", ""))[:HASH_DIGITS]
+            prompt = str(row.get("prompt_hash", ""))[:HASH_DIGITS]
+            items.append(AnsweredItem(name, score, float(weight), content, prompt))
     return ItemScores(
         task=task.name,
         metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),

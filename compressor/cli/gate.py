@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,7 +25,7 @@ from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
-from compressor.formatting import one_line
+from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.progress import Progress
 from compressor.quality_gate.options import GateOptions
@@ -55,6 +55,7 @@ SHOWN = (  # by `gate --help`, others by `--help-all`
     "demo",
     "help_all",
 )
+JUDGING = {"max_drop", "max_task_drop", "confidence", "inconclusive"}  # options of recorded results, too
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
@@ -102,6 +103,16 @@ def gate(
         ),
     ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
+    save_baseline: Annotated[
+        Path | None,
+        flag("Keep the base's answers in this .json or .json.gz for --baseline; needs no smaller model."),
+    ] = None,
+    results: Annotated[
+        bool, flag("Compare results of lm-eval, EvalPlus, inspect or CSV, in two files or folders; loads no model.")
+    ] = False,
+    metric: Annotated[
+        str | None, flag("METRIC or METRIC,FILTER of --results, or inspect's scorer (default: the first).")
+    ] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
     dry_run: Annotated[bool, flag("Print what the gate can show. Nothing is run, and no models are needed.")] = False,
     demo: Annotated[
@@ -114,17 +125,31 @@ def gate(
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test if a compressed model is as good: exit status 0 if it is, 1 if not, 3 if undecided."""
-    judges_otherwise = bool({"prompts", "text", "answers"} & options.keys())
-    if tasks or demo or not judges_otherwise:
+    wanted = listed(tasks, "--tasks") or []
+    if results:
+        from compressor.quality_gate.recorded import gate_results
+
+        unused = [f"--{name.replace('_', '-')}" for name in sorted(options.keys() - JUDGING | servers.keys())]
+        if unused or demo or dry_run or save_baseline or not (base and compressed):
+            more = joined(unused) or "--demo, --dry-run and --save-baseline"
+            raise CompressionError(f"--results compares two files or folders alone; name both, and leave out {more}")
+        judging = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
+        _end(gate_results(Path(base), Path(compressed), judging, wanted, metric), judging, output, running)
+    if metric is not None:
+        raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
+    judges_otherwise = bool({"prompts", "text", "answers", "baseline"} & options.keys())
+    if wanted or demo or not judges_otherwise:
         require(*TASKS)
-    from compressor.quality_gate.report import NAMES, power_blocks, write_gate
+    from compressor.quality_gate.report import NAMES, power_blocks
     from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable, read_tasks
 
     usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
     if demo:
         usual = DEMO_TASKS
         options = {"max_drop": DEMO_MAX_DROP, **options}
-    options["tasks"] = listed(tasks, "--tasks") or usual
+    named = wanted or usual
+    if named or "baseline" not in options:
+        options["tasks"] = named
     gate_options = validated(GateOptions, options, "the command line")
     computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
     if dry_run:
@@ -132,30 +157,48 @@ def gate(
         print_report(running.as_json, plain_json(power), power_blocks(power))
         passable(power)
         return
-    if base is None and not demo:
+    if gate_options.baseline is not None and base is not None and compressed is None:
+        base, compressed = None, base
+    elif base is None and not demo:
         raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
-        if base is None:
+        serving = ServerOptions(**servers)
+        if base is None and compressed is None:
             refuse_several("the demo's compression", "name two models")
             # before the demo is compressed
             _, power = read_tasks(GateRequest.read(gate_options, **computing))
             passable(power)
             base, compressed = stack.enter_context(_demo_models(progress))
+        shared = {**computing, "servers": serving, "revision": running.revision, "progress": progress}
+        written = list[Path]()
+        if save_baseline is not None and base is not None:
+            written.append(save_baseline)
+            compressor.save_baseline(base, save_baseline, gate_options, overwrite=running.overwrite, **shared)
+            if compressed is None and serving.server is None:
+                print_report(running.as_json, {"written": [str(save_baseline)]}, written_line(written))
+                return
         result = compressor.gate(
             base,
             compressed,
             gate_options,
-            servers=ServerOptions(**servers),
-            revision=running.revision,
             compressed_revision=compressed_revision,
-            progress=progress,
             announce=None if running.as_json else print_power,
-            **computing,
+            **shared,
         )
-        written = write_gate(result, output, running.overwrite) if output is not None and ranks().is_first else []
+    _end(result, gate_options, output, running, written)
+
+
+def _end(
+    result: GateResult, options: GateOptions, output: Path | None, running: Running, written: Sequence[Path] = ()
+) -> NoReturn:
+    """Write and print the result, and exit with the status of its verdict."""
+    from compressor.quality_gate.report import write_gate
+
+    if output is not None and ranks().is_first:
+        written = [*written, *write_gate(result, output, running.overwrite)]
     summarise(result, running.as_json)
     show_gate(result, running.as_json, written)
-    raise typer.Exit(EXIT_STATUS[gate_options.counted(result.verdict)])
+    raise typer.Exit(EXIT_STATUS[options.counted(result.verdict)])
 
 
 @contextmanager

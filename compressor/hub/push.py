@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.lm_eval_run import REPORT
+from compressor.answers.scores import REPORT
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes

@@ -4,12 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.lm_eval_run import REPORT, plan_evaluation
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.scores import REPORT
 from compressor.answers.tasks import EvaluationTask
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.files import file_digest
 from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
@@ -55,6 +57,7 @@ class PreparedGate:
             "device": self.request.device,
             "dtype": self.request.dtype,
             "prompts": [] if prompts is None else [(prompt.id, prompt.domain) for prompt in prompts.prompts],
+            "baseline": None if options.baseline is None else file_digest(options.baseline),
             "read": [content_of(domain_of(source)[0]) for source in (*options.text, *options.answers)],
         }
 
@@ -89,7 +92,8 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     """
     tasks, power = read_tasks(request)
     passable(power)
-    plan_evaluation(source, tasks, request.evaluation, request.cache)
+    if request.baseline is None:
+        plan_evaluation(source, tasks, request.evaluation, request.cache)
     check_readings(source, request)
     # an output has its base's tokenizer
     asked = asked_forms(source, source, tasks, request)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.lm_eval_run import REPORT
+from compressor.answers.scores import REPORT
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders

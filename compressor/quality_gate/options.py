@@ -1,5 +1,6 @@
 """Options of comparing two models' behaviour, and of the gate. Importing this loads no torch."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -63,6 +64,8 @@ class BehaviourOptions(AnswerOptions):
 class GateOptions(BehaviourOptions, TaskOptions):
     """Conditions that an output has to meet before it is put in place."""
 
+    baseline: Path | None = None
+    """Compare with the base's answers in this file of --save-baseline. Tasks and settings default to the file's."""
     max_loop_rise: float | None = Field(None, ge=0, le=1)
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
@@ -89,7 +92,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     @model_validator(mode="after")
     def _has_conditions(self) -> Self:
-        if not (self.tasks or self.prompts or self.text or self.answers):
+        if not (self.tasks or self.prompts or self.text or self.answers or self.baseline):
             raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
         return self
 
@@ -128,6 +131,11 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     def check(self) -> None:
         super().check()
+        if self.baseline is not None and (self.prompts or self.reads):
+            raise CompressionError(
+                "--baseline has the base's answers to tasks alone; leave out --prompts, --text and --answers, or name "
+                "the base instead"
+            )
         names = ("max_loop_rise", "max_missed_rise", "max_length_change")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if given and not self.writes:

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from compressor.answers.forms import form_sentences
-from compressor.answers.lm_eval_run import REPORT
+from compressor.answers.scores import REPORT
 from compressor.document.blocks import (
     Block,
     Details,
@@ -37,7 +37,6 @@ from compressor.errors import CompressionError
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, joined, one_line, readable
 from compressor.quality_gate.domain_divergence import divergence_blocks
-from compressor.quality_gate.run import PowerAnalysis
 from compressor.quality_gate.statistics import POWER, advise
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
@@ -53,6 +52,8 @@ from compressor.records import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
+
+    from compressor.quality_gate.run import PowerAnalysis
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
-def power_blocks(power: PowerAnalysis) -> tuple[Block, ...]:
+def power_blocks(power: "PowerAnalysis") -> tuple[Block, ...]:
     """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
     rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
     forms = tuple(map(Text, form_sentences(power.asked)))
@@ -206,6 +207,11 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
         )
         last_task = frozenset({len(result.tasks) - 1})
         blocks.append(Table(caption, (*COLUMNS, "verdict"), tuple(rows), TEXTS, OPTIONAL, last_task))
+    for row in result.rows:
+        if row.decides:
+            sentence = "equivalent" if row.equivalent else "not shown to be equivalent"
+            changed = f"{row.lost:,} items got worse, {row.gained:,} better"
+            blocks.append(Text(f"{row.task}: {sentence} within {margin(row)}; {changed}."))
     if result.conditions:
         blocks.append(conditions_table(result.conditions))
     if result.text:

@@ -13,7 +13,8 @@ from typing import Any
 
 from compressor.answers.forms import same_forms, samples, task_forms
 from compressor.answers.generation import PromptSet, StockGenerator, writer_of
-from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation, identity, plan_evaluation
+from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
+from compressor.answers.scores import ItemScores
 from compressor.answers.server import Server
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generation_settings, resolve_tasks
 from compressor.checkpoint.source import ModelSource
@@ -21,8 +22,10 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.progress import Progress
+from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
 from compressor.quality_gate.options import LENGTH, GateOptions
+from compressor.quality_gate.recorded import refuse_others
 from compressor.quality_gate.statistics import (
     MOST_ITEMS,
     POOLED,
@@ -46,6 +49,7 @@ class GateRequest:
 
     options: GateOptions
     prompts: PromptSet | None = None
+    baseline: Baseline | None = None  # in the base's place
     device: str = "auto"
     dtype: str = "auto"
     cache: Path = field(default_factory=default_folder)  # with results of earlier runs
@@ -56,7 +60,11 @@ class GateRequest:
     ) -> "GateRequest":
         """Check the options and read the prompts."""
         check_options(options)
-        return cls(options, PromptSet.read(options, options.limit), device, dtype, cache or default_folder())
+        baseline = None if options.baseline is None else Baseline.read(options.baseline)
+        if baseline is not None:
+            options = baseline.complete(options)
+        prompts = PromptSet.read(options, options.limit)
+        return cls(options, prompts, baseline, device, dtype, cache or default_folder())
 
     @property
     def evaluation(self) -> EvaluationOptions:
@@ -118,12 +126,17 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
 
 def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
     """Read a gate's tasks, on the first process before the others, and return them with their power analysis."""
+    baseline = gate.baseline
+    if baseline is not None:
+        baseline.check_request(gate.evaluation.facts(), gate.options.tasks, gate.options.baseline)
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
     settings = [generation_settings(task, gate.evaluation) for task in tasks]
     if gate.options.repeats > 1 and not any(map(samples, settings)):
         raise CompressionError(
             "--repeats has no effect without sampling; add --gen-kwargs do_sample=true,temperature=1, or leave it out"
         )
+    if baseline is not None:
+        baseline.answers_to(tasks, gate.options.baseline)
     return tasks, analyse_power(tasks, gate)
 
 
@@ -136,10 +149,13 @@ def asked_forms(
     base_server: Server | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the form of each task's questions; raise `CompressionError` where it would not be that of both models."""
-    forms = task_forms(base, base_server, tasks, gate.evaluation)
     others = task_forms(compressed, server, tasks, gate.evaluation)
-    labels = ((base_server or base).label, (server or compressed).label)
-    return same_forms(forms, others, labels)
+    label = (server or compressed).label
+    if gate.baseline is not None:
+        forms = {task.name: gate.baseline.asked[task.name] for task in tasks}
+        return same_forms(forms, others, (gate.baseline.base, label))
+    forms = task_forms(base, base_server, tasks, gate.evaluation)
+    return same_forms(forms, others, ((base_server or base).label, label))
 
 
 def _refusal(
@@ -189,7 +205,8 @@ def run_gate(
 ) -> GateResult:
     """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed model.
 
-    With a `server` the compressed model answers there, and with a `base_server` the base.
+    With a `server` the compressed model answers there, and with a `base_server` the base. Where the gate has a
+    baseline, nothing is asked of the base, and any model may be given as it.
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
@@ -207,11 +224,14 @@ def run_gate(
     content = dict(compressed_identity)
     content.pop("weights", None)  # whose times of change differ in a model made again
     # both are planned, and what cannot be answered refused, before either answers
-    evaluations: dict[Side, TaskEvaluation] = {
-        "base": plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server),
-        "compressed": plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content),
-    }
+    evaluations = dict[Side, TaskEvaluation]()
     scores = dict[Side, list[ItemScores]]()
+    baseline = gate.baseline
+    if baseline is None:
+        evaluations["base"] = plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server)
+    else:
+        scores["base"] = baseline.answers_to(tasks, options.baseline)
+    evaluations["compressed"] = plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content)
     seconds = dict[str, float]()
     speeds = dict[str, float]()
     streamed = list[Side]()
@@ -224,6 +244,9 @@ def run_gate(
             speeds[side] = sum(len(task.items) for task in scores[side]) / answering
         if any(task.streamed for task in scores[side]):
             streamed.append(side)
+    if baseline is not None and server is None:  # whose chats have no prompts to compare
+        for before, after in zip(scores["base"], scores["compressed"], strict=True):
+            refuse_others(before, after, f"{before.task}, {options.baseline} and {writer.label}")
     judged, pooled = judge(
         scores["base"], scores["compressed"], options.max_drop, options.task_drop, options.confidence
     )
@@ -245,7 +268,7 @@ def run_gate(
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions),
-        base=base_writer.label,
+        base=base_writer.label if baseline is None else baseline.base,
         compressed=label or writer.label,
         max_drop=options.max_drop,
         max_task_drop=options.task_drop,
@@ -253,13 +276,13 @@ def run_gate(
         pooled=pooled,
         tasks=judged,
         options=facts,
-        base_identity=identity(base, base_server),
+        base_identity=identity(base, base_server) if baseline is None else baseline.identity,
         compressed_identity=compressed_identity,
         versions=versions((*PACKAGES, "lm-eval")),
         asked=asked,
         seconds=seconds,
         items_per_second=speeds,
-        reused_base=bool(tasks) and not evaluations["base"].missing,
+        reused_base=bool(tasks) and ("base" not in evaluations or not evaluations["base"].missing),
         streamed=tuple(streamed),
         conditions=behaviour.conditions,
         text=behaviour.text,

@@ -44,7 +44,7 @@ from scipy.optimize import brentq
 from scipy.stats import binom, binomtest
 from scipy.stats import t as student_t
 
-from compressor.answers.lm_eval_run import ItemScores
+from compressor.answers.scores import ItemScores
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.quality_gate.verdict import GateCondition, TaskGate, Verdict
@@ -369,6 +369,7 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
         detectable=shown,
         mcnemar=mcnemar,
         perplexity_ratio=perplexity_ratio,
+        equivalent=-max_drop < lower and upper < max_drop,
     )
 
 

@@ -52,6 +52,7 @@ class TaskGate:
     mcnemar: float | None  # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
     detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
     perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
+    equivalent: bool = False  # both bounds are nearer to 0 than the drop allowed
 
 
 @dataclass(frozen=True, slots=True)

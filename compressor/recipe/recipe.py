@@ -125,7 +125,7 @@ class Recipe(ModelOptions):
     def packages(self) -> tuple[str, ...]:
         """Optional packages that a run of it imports, so that a missing one is named before anything is read."""
         packages = [package for step in self.steps for package in step.packages]
-        if self.gate is not None and self.gate.tasks:
+        if self.gate is not None and (self.gate.tasks or self.gate.baseline):
             packages += TASKS
         if "onnx" in self.output.formats:
             packages += ONNX

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor.answers.lm_eval_run import ItemScores
+from compressor.answers.scores import ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.cli.demonstration import score
 from compressor.data.demo import load_documents, load_items

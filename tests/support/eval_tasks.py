@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation
+from compressor.answers.lm_eval_run import TaskEvaluation
+from compressor.answers.scores import ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.progress import Progress, Silent

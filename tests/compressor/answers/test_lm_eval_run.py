@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.answers.lm_eval_run import AnsweredItem, ItemScores, identity, item_scores, plan_evaluation
+from compressor.answers.lm_eval_run import identity, item_scores, plan_evaluation
+from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.data.demo import load_documents

@@ -13,7 +13,7 @@ from scipy.optimize import minimize_scalar
 from scipy.signal import convolve2d
 from scipy.stats import multinomial, ttest_rel
 
-from compressor.answers.lm_eval_run import AnsweredItem, ItemScores
+from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.errors import CompressionError
 from compressor.quality_gate.statistics import (
     Evidence,

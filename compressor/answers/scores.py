@@ -1,0 +1,52 @@
+"""One model's results on tasks, item by item, wherever they were recorded. Importing this loads no torch."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
+HASH_DIGITS = 8  # of an item's hashes, which are compared but never searched for
+
+Kind = Literal["score", "likelihood"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredItem:
+    """An item of a task as one model has answered it."""
+
+    id: str  # unique in its task
+    score: float  # greater is better; of a likelihood task the log-likelihood in nats
+    weight: float = 1.0  # words or bytes of an item of a likelihood task
+    content: str = ""  # first digits of a hash of the item, and of the prompt made of it; empty where unknown
+    prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemScores:
+    """One model's results on one task, item by item."""
+
+    task: str  # as it was requested: a task or a group of tasks
+    metric: str
+    version: str  # of the task's definition
+    kind: Kind
+    items: tuple[AnsweredItem, ...]
+    streamed: bool = False  # one layer in memory at a time
+    seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The scores of the items."""
+        return tuple(item.score for item in self.items)
+
+    def only(self, ids: Collection[str]) -> "ItemScores":
+        """Return the results on some of the items."""
+        return replace(self, items=tuple(item for item in self.items if item.id in ids))
+
+    def differing(self, other: "ItemScores", hashed: Literal["content", "prompt"]) -> int:
+        """Count the items of both that are known to differ in their content or prompt."""
+        hashes = {item.id: getattr(item, hashed) for item in self.items}
+        count = 0
+        for item in other.items:
+            pair = {hashes.get(item.id, ""), getattr(item, hashed)}
+            count += len(pair - {""}) == 2
+        return count

@@ -1,0 +1,102 @@
+"""A base's answers to tasks in one small file, which takes the base's place in later gates."""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from compressor.answers.forms import TaskForm
+from compressor.answers.options import TaskOptions
+from compressor.answers.scores import ItemScores
+from compressor.answers.tasks import EvaluationTask
+from compressor.errors import CompressionError, wrap_faults
+from compressor.files import check_parent, write_whole
+from compressor.formatting import joined
+from compressor.options import validated
+from compressor.quality_gate.options import GateOptions
+from compressor.records import plain_json, read_as
+
+FORMAT = "moe-compressor-baseline/1"
+SUFFIXES = (".json", ".json.gz")
+COMPUTING = ("batch_size", "device", "dtype")  # facts in which the two models may differ
+SETTINGS = {*TaskOptions.model_fields} - {"include_path", "batch_size", "stream"}
+ANEW = "or make the baseline anew with gate BASE --save-baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A base's answers by item, and everything that they depend on."""
+
+    base: str
+    identity: Mapping[str, Any]  # of the model's files
+    settings: Mapping[str, Any]  # options of tasks, which are the defaults of a gate with this baseline
+    facts: Mapping[str, Any]  # that decide results
+    versions: Mapping[str, str]  # of packages
+    tasks: tuple[ItemScores, ...]
+    asked: Mapping[str, TaskForm]  # by task: the form of its questions
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a baseline; raises `CompressionError` for any other file."""
+        remedy = "name a file that moe-compress gate --save-baseline has written"
+        with wrap_faults(f"{path} is no baseline", remedy, remedy):
+            data = path.read_bytes()
+            content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+            if content["format"] != FORMAT:
+                raise CompressionError(f"{path} has the format {content['format']}, not {FORMAT}; {remedy}")
+            for task in content["tasks"]:
+                columns = task["items"]
+                rows = zip(*columns.values(), strict=True)
+                task["items"] = [dict(zip(columns, row, strict=True)) for row in rows]
+            return read_as(cls, content)
+
+    def write(self, path: Path) -> None:
+        """Write the file, compressed if it is named so; fields of items are columns."""
+        content = {"format": FORMAT, **plain_json(self)}
+        for task in content["tasks"]:
+            rows = [item.values() for item in task["items"]]
+            task["items"] = dict(zip(task["items"][0], zip(*rows, strict=True), strict=True))
+        data = json.dumps(content, separators=(",", ":")).encode()
+        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+    def complete(self, options: GateOptions) -> GateOptions:
+        """Return the options of a gate, with the baseline's settings where they give none."""
+        given = {name: getattr(options, name) for name in options.model_fields_set}
+        return validated(GateOptions, {**self.settings, **given}, "the baseline")
+
+    def check_request(self, facts: Mapping[str, Any], tasks: Sequence[str], path: Path | None) -> None:
+        """Refuse other settings, and names of tasks that have no answers here."""
+        for name, value in plain_json(facts).items():
+            if name not in COMPUTING and value != self.facts.get(name):
+                raise CompressionError(
+                    f"{path} was made with {name} {self.facts.get(name)}, and this gate is to use {value}; leave out "
+                    f"--{name.replace('_', '-')}, {ANEW}"
+                )
+        known = [*self.settings.get("tasks", ()), *(scores.task for scores in self.tasks)]
+        for task in tasks:
+            if task not in known:
+                names = joined(list(dict.fromkeys(known)))
+                raise CompressionError(f"{path} has no answers to {task}, only to {names}; name these, {ANEW}")
+
+    def answers_to(self, tasks: Sequence[EvaluationTask], path: Path | None) -> list[ItemScores]:
+        """Return the base's scores on these tasks; refuse those that have changed."""
+        by_name = {scores.task: scores for scores in self.tasks}
+        for task in tasks:
+            version = by_name[task.name].version if task.name in by_name else "none"
+            if version != task.version:
+                raise CompressionError(
+                    f"{path} has answers to version {version} of {task.name}, which is version {task.version} here; "
+                    f"take the task's files and lm-eval from then, {ANEW}"
+                )
+        return [by_name[task.name] for task in tasks]
+
+
+def check_path(path: Path, overwrite: bool) -> None:
+    """Refuse a file for a baseline that cannot be written, or is there already and not to be replaced."""
+    if not path.name.endswith(SUFFIXES):
+        raise CompressionError(f"{path} should end in {joined(SUFFIXES, 'or')}; name another file for the baseline")
+    check_parent(path, "file for the baseline")
+    if path.exists() and not overwrite:
+        raise CompressionError(f"{path} exists already; name another file for the baseline or pass --overwrite")

@@ -1,0 +1,178 @@
+import csv
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from compressor.answers.scores import AnsweredItem, ItemScores
+from compressor.quality_gate.baseline import Baseline
+from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.recorded import gate_results
+from compressor.quality_gate.verdict import GateResult
+from tests.support.command_line import Run, refused
+
+SAMPLE = {"filter": "none", "metrics": ["acc"], "doc_hash": "d", "prompt_hash": "p"}
+RUN = {"n-shot": {"boolq": 0}, "versions": {"boolq": 1}, "configs": {"boolq": {}}, "chat_template_sha": "a"}
+
+
+def table(file: Path, scores: Mapping[tuple[str, str], float]) -> Path:
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["task", "item", "score"])
+        writer.writerows((*key, score) for key, score in scores.items())
+    return file
+
+
+def judged(base: Path, compressed: Path, **options: Any) -> GateResult:
+    return gate_results(base, compressed, GateOptions(tasks=("all",), **options))
+
+
+def test_items_are_paired_as_by_brute_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generator = np.random.default_rng(1)
+    keys = [(task, f"item {number}") for task in ("one", "two") for number in range(100)]
+    first = {key: float(generator.integers(2)) for key in keys[2:]}
+    second = {key: float(generator.integers(2)) for key in reversed(keys[:-3])}
+    result = judged(table(tmp_path / "a.csv", first), table(tmp_path / "b.csv", second))
+    for row in result.tasks:
+        pairs = [(first[key], second[key]) for key in first if key in second and key[0] == row.task]
+        lost = sum(before > after for before, after in pairs)
+        gained = sum(before < after for before, after in pairs)
+        assert (row.items, row.lost, row.gained) == (len(pairs), lost, gained)
+    assert result.pooled is not None and result.pooled.items == 195
+    assert "3 of 198 items of" in caplog.text and "2 of 197 items of" in caplog.text
+    few = dict(list(first.items())[:90])
+    with pytest.raises(Exception, match=r"107 of 197 items of .* and 0 of 90 items of .* more than 5%"):
+        judged(tmp_path / "b.csv", table(tmp_path / "few.csv", {key: few[key] for key in few if key in second}))
+
+
+def test_a_drop_at_the_margin_passes_and_fails_no_more_often_than_it_may(tmp_path: Path) -> None:
+    generator, samples, items = np.random.default_rng(2), 300, 250
+    verdicts = []
+    for _ in range(samples):
+        draw = generator.random(items)
+        base = {("t", str(number)): float(value < 0.8) for number, value in enumerate(draw)}
+        # 7% of the items are lost and 2% gained, so the drop is 0.05
+        after = {("t", str(number)): float(value < 0.73 or 0.8 <= value < 0.82) for number, value in enumerate(draw)}
+        result = judged(table(tmp_path / "a.csv", base), table(tmp_path / "b.csv", after), max_drop=0.05)
+        verdicts.append(result.verdict)
+    most = binom.isf(1e-3, samples, 0.05)
+    assert verdicts.count("pass") <= most and verdicts.count("fail") <= most
+
+
+def evalplus(file: Path, statuses: Mapping[str, list[tuple[str, str]]], old: bool = False) -> Path:
+    problems: dict[str, Any] = {}
+    for name, pairs in statuses.items():
+        problems[name] = [{"base_status": base, "plus_status": plus} for base, plus in pairs]
+        if old:
+            problems[name] = {"base": [[base, []] for base, _ in pairs], "plus": [[plus, []] for _, plus in pairs]}
+    file.write_text(json.dumps({"date": "", "hash": "h", "eval": problems}))
+    return file
+
+
+def test_evalplus_counts_a_problem_once_in_the_pool(tmp_path: Path) -> None:
+    statuses = {f"HumanEval/{number}": [("pass", "pass" if number % 2 else "fail")] for number in range(40)}
+    new = evalplus(tmp_path / "a_eval_results.json", statuses)
+    result = judged(new, evalplus(tmp_path / "b_eval_results.json", statuses, old=True))
+    assert [(row.task, row.items, row.base, row.drop) for row in result.rows] == [
+        ("humaneval", 40, 1.0, 0.0), ("humaneval+", 40, 0.5, 0.0), ("all together", 40, 0.5, 0.0)
+    ]  # fmt: skip
+    several = {name: [*pairs, ("fail", "pass"), ("pass", "pass")] for name, pairs in statuses.items()}
+    shares = judged(evalplus(tmp_path / "c.json", several), new).tasks
+    assert [(row.base, row.decides) for row in shares] == [(pytest.approx(2 / 3), True), (pytest.approx(0.5), True)]
+
+
+def inspect_log(file: Path, right: set[int], **more: Any) -> Path:
+    samples: list[dict[str, Any]] = []
+    for number in range(30):
+        for epoch in (1, 2):
+            message = {"id": f"{file.name}{number}", "role": "user", "content": f"question {number}"}
+            scores = {"match": {"value": "C" if number in right else "I"}, "other": {"value": 0.25}}
+            samples.append({"id": number, "epoch": epoch, "input": [message], "scores": scores})
+    header = {"status": "success", "eval": {"task": "gsm8k", "task_version": 2, **more}}
+    if file.suffix == ".json":
+        file.write_text(json.dumps({**header, "samples": samples}))
+        return file
+    with zipfile.ZipFile(file, "w") as log:
+        log.writestr("header.json", json.dumps(header))
+        for sample in samples:
+            log.writestr(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", json.dumps(sample))
+    return file
+
+
+def test_logs_of_inspect_are_read_packed_and_as_json(run: Run, tmp_path: Path) -> None:
+    base = inspect_log(tmp_path / "a.eval", set(range(25)))
+    smaller = inspect_log(tmp_path / "b.json", {*range(3, 25), 28})
+    (row,) = judged(base, smaller).tasks
+    assert (row.task, row.metric, row.items, row.lost, row.gained) == ("gsm8k", "match", 30, 3, 1)
+    other = gate_results(base, smaller, GateOptions(tasks=("all",)), metric="other")
+    assert other.tasks[0].base == 0.25 and other.tasks[0].equivalent is False
+    refused(
+        run("gate", "--results", base, inspect_log(tmp_path / "c.json", {1}, task_version=3)), "version of gsm8k is 2"
+    )
+    base.write_bytes(base.read_bytes()[:-40])
+    refused(run("gate", "--results", base, smaller), "a.eval cannot be read")
+
+
+def samples(folder: Path, rows: list[dict[str, Any]], date: str = "2026-01-02T03-04-05.678", **run: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"doc_id": number, **SAMPLE, **row}) for number, row in enumerate(rows)]
+    (folder / f"samples_boolq_{date}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / f"results_{date}.json").write_text(json.dumps({**RUN, **run}))
+    return folder
+
+
+def test_samples_that_differ_in_anything_but_the_model_are_refused_by_name(run: Run, tmp_path: Path) -> None:
+    rows = [{"acc": 1.0} for _ in range(20)]
+    base = samples(tmp_path / "base", [{"acc": 0.0} for _ in range(20)], "2025-12-02T03-04-05.678")
+    samples(base, rows)  # which is newer
+    assert judged(base, samples(tmp_path / "same", rows)).tasks[0].drop == 0
+    for message, other in {
+        "are results of two benchmarks": samples(tmp_path / "a", [{"acc": 1.0, "doc_hash": "e"}] * 20),
+        "asked by other prompts": samples(tmp_path / "b", [{"acc": 1.0, "prompt_hash": "q"}] * 20),
+        "n-shot of boolq is 0 in .* and 5": samples(tmp_path / "c", rows, **{"n-shot": {"boolq": 5}}),
+        "version of boolq is 1 in .* and 2": samples(tmp_path / "d", rows, versions={"boolq": 2}),
+        "chat_template_sha of boolq is a in .* and b": samples(tmp_path / "e", rows, chat_template_sha="b"),
+        "has 20 of 25 items": samples(tmp_path / "f", rows, **{"n-samples": {"boolq": {"effective": 25}}}),
+        "no number for each item under": samples(tmp_path / "g", [{"acc": "yes"}] * 20),
+        "is empty; evaluate": samples(tmp_path / "h", []),
+    }.items():
+        refused(run("gate", "--results", base, other, "-o", tmp_path / "out"), message)
+    (file,) = (tmp_path / "same").glob("*.jsonl")
+    file.write_text(file.read_text()[:-9])
+    refused(run("gate", "--results", base, file), "jsonl, line 20 is no whole JSON")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "some.txt").write_text("item,score")
+    (tmp_path / "cut.csv").write_text("item,score\na,1\nb")
+    refused(run("gate", "--results", tmp_path / "empty", base), "empty has no results")
+    refused(run("gate", "--results", tmp_path / "some.txt", base), "some.txt")
+    refused(run("gate", "--results", tmp_path / "cut.csv", base), "cut.csv, line 3: the score is 'None'")
+    refused(run("gate", "--results", base, base, "--limit", 3), "leave out --limit")
+    assert not (tmp_path / "out").exists()
+
+
+def test_recorded_results_need_no_torch(tmp_path: Path) -> None:
+    same = table(tmp_path / "a.csv", {("t", str(number)): 1.0 for number in range(400)})
+    code = "import sys; from compressor.cli import main; sys.argv[1:] = ['gate', '--results', *sys.argv[1:]]\n"
+    code += "try: main.main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, same, same], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False" and "equivalent within 0.01" in done.stdout
+
+
+def test_a_baseline_of_ten_thousand_items_is_small(tmp_path: Path) -> None:
+    bytes_of = np.random.default_rng(3).bytes
+    names = [f"mmlu_high_school_european_history/{number}" for number in range(10_000)]
+    items = [AnsweredItem(name, float(bytes_of(1)[0] % 2), 1.0, bytes_of(4).hex(), bytes_of(4).hex()) for name in names]
+    baseline = Baseline(
+        "org/model", {"commit": "c"}, {}, {}, {}, (ItemScores("mmlu", "acc", "1", "score", tuple(items)),)
+    )
+    for file in (tmp_path / "base.json", tmp_path / "base.json.gz"):
+        baseline.write(file)
+        assert Baseline.read(file) == baseline
+    assert file.stat().st_size < 300_000
