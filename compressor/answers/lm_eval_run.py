@@ -62,6 +62,7 @@ class ItemScores:
     kind: Kind
     items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
+    chance: float | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -71,12 +72,13 @@ class ItemScores:
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
     """Return the results of one model on a task, or on all parts of a group under one metric."""
+    named, _, filter_named = (task.settings.metric or "").partition(",")
     rows = dict[str, Rows]()
     for part in task.parts:
         # of a task that reads its answers in several ways, the results of the first
-        first_filter = samples[part][0]["filter"]
-        rows[part] = [row for row in samples[part] if row["filter"] == first_filter]
-    metric, kind = choose_metric(task, rows)
+        filter_name = filter_named or samples[part][0]["filter"]
+        rows[part] = [row for row in samples[part] if row["filter"] == filter_name]
+    metric, kind = choose_metric(task, rows, named)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
     items = list[AnsweredItem]()
@@ -97,13 +99,26 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
         version=task.version,
         kind=kind,
         items=tuple(items),
+        chance=_chance(task, rows),
     )
 
 
-def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, Kind]:
-    """Return the first metric that gives every item of every part a number, and its kind."""
+def _chance(task: EvaluationTask, rows: Mapping[str, Rows]) -> float | None:
+    """Return the share of a task's items that guessing gets right; None if it is not known."""
+    if task.kinds == {"generate_until"}:
+        return 0.0
+    if task.kinds != {"multiple_choice"}:
+        return None
+    shares = list[float]()
+    for of_part in rows.values():
+        shares += [1 / len(row["filtered_resps"]) for row in of_part]
+    return sum(shares) / len(shares)
+
+
+def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str = "") -> tuple[str, Kind]:
+    """Return the `named` metric, or the first that gives every item of every part a number, and its kind."""
     first = next(iter(task.parts))
-    names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
+    names = dict.fromkeys([named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
         kinds = set[Kind | None]()
         for part, task_object in task.parts.items():
@@ -187,12 +202,16 @@ class TaskEvaluation:
                     names = ", ".join(task.name for task in together)
                     with wrap_faults(f"{label} could not be evaluated on task {names!r}", *REMEDIES):
                         model.watch(label, names, progress)
+                        asked = dict[str, range]()
+                        for task in together:
+                            for part, count in zip(task.parts, task.counts, strict=True):
+                                asked[part] = range(count)[: task.settings.limit or options.limit]
                         evaluated = lm_eval.simple_evaluate(
                             model=model,
                             tasks=[task.loaded for task in together],
                             task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
-                            num_fewshot=options.num_fewshot,
-                            limit=options.limit,
+                            samples=asked,
+                            confirm_run_unsafe_code=options.confirm_run_unsafe_code,
                             bootstrap_iters=0,
                             log_samples=True,
                             random_seed=options.seed,
@@ -237,6 +256,7 @@ def plan_evaluation(
         files[task.name] = {}
         for model in models:
             key = {**facts, "model": model, "task": task.name, "version": task.version}
+            key |= task.settings.model_dump(exclude_none=True)
             files[task.name][cache / f"{request_key(key)[:32]}.json"] = key
     stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})
     known = {name: scores for name, scores in stored.items() if scores is not None}

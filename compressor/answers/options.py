@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, PositiveInt, field_validator
+from pydantic import Field, FiniteFloat, PositiveInt, field_validator, model_validator
 
+from compressor.answers.task_suites import TaskSettings, with_suite
 from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.options import Options, one_or_several, separated
@@ -77,8 +78,14 @@ class TaskOptions(Options):
 
     tasks: tuple[str, ...] = ()
     """lm-eval tasks to pass, comma-separated."""
+    suite: str | None = Field(None, exclude=True)  # whose options stand in its place once it is read
+    """Tasks with their settings: base, chat, code, math, or a YAML file, also of vLLM's form. Other options override
+    it."""
+    settings: dict[str, TaskSettings] = Field(default_factory=dict)  # of tasks by name, from a suite
     limit: int | None = Field(None, ge=1)
     """Items of each task, the first ones (default: all)."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Examples before each item (default: as each task says)."""
     include_path: Path | None = None
     """A folder with lm-eval task files of your own."""
     batch_size: int | Literal["auto"] = "auto"
@@ -86,8 +93,17 @@ class TaskOptions(Options):
     stream: bool | None = None
     """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
     fit into memory)."""
+    confirm_run_unsafe_code: bool = False
+    """Run tasks that execute the code which a model writes."""
 
     _split_tasks = field_validator("tasks", mode="before")(separated)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_suite(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("suite") is None:
+            return values
+        return with_suite(values, cls, TaskOptions.model_fields)
 
     @field_validator("batch_size", mode="before")
     @classmethod

@@ -25,7 +25,7 @@ from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
 from compressor.options import validated
 from compressor.progress import Progress
-from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.options import DEFAULT_TASKS, DEMO_TASKS, GateOptions
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
 from compressor.records import plain_json
 
@@ -46,7 +46,9 @@ def gate(
     ] = None,
     tasks: Annotated[
         str | None,
-        flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; none beside --prompts or --text)."),
+        flag(
+            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; none with --suite, --prompts, --text)."
+        ),
     ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
@@ -61,18 +63,18 @@ def gate(
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
-    judges_otherwise = bool({"prompts", "text", "answers"} & options.keys())
-    if tasks or demo or not judges_otherwise:
-        require(*TASKS)
-    from compressor.quality_gate.report import NAMES, power_blocks, write_gate
-    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable, read_tasks
-
-    usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
+    names_conditions = bool({"suite", "prompts", "text", "answers"} & options.keys())
+    usual: tuple[str, ...] = () if names_conditions else DEFAULT_TASKS
     if demo:
         usual = DEMO_TASKS
         options = {"max_drop": DEMO_MAX_DROP, **options}
     options["tasks"] = listed(tasks, "--tasks") or usual
     gate_options = validated(GateOptions, options, "the command line")
+    if gate_options.tasks:
+        require(*TASKS)
+    from compressor.quality_gate.report import NAMES, power_blocks, write_gate
+    from compressor.quality_gate.run import GateRequest, passable, read_tasks
+
     computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
     if dry_run:
         _, power = read_tasks(GateRequest.read(gate_options, **computing))

@@ -37,7 +37,7 @@ from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, joined, one_line, readable
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.run import PowerAnalysis
-from compressor.quality_gate.statistics import POWER, advise
+from compressor.quality_gate.statistics import POWER, advise, overall
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
     SIGNS,
@@ -118,7 +118,11 @@ OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # col
 
 
 def verdict_line(result: GateResult) -> str:
-    """Return the verdict and its reasons as a sentence."""
+    """Return the verdict and its reasons as a sentence, and the tasks with anomalies in another."""
+    tasks = joined([*dict.fromkeys(anomaly.task for anomaly in result.anomalies)])
+    if tasks and overall(result.rows, result.conditions) == "pass":
+        return f"Inconclusive: ANOMALOUS scores on {tasks}, so that the pass they lead to shows nothing."
+    anomalous = f" ANOMALOUS: scores on {tasks}." if tasks else ""
     passes = result.verdict == "pass"
     lost = "no more than" if passes else "more than"
     reasons = []
@@ -133,8 +137,8 @@ def verdict_line(result: GateResult) -> str:
     due = joined(reasons) or "anything was lost on any task"
     sure = f"with confidence {100 * result.confidence:g}%"
     if result.verdict == "inconclusive":
-        return f"Inconclusive: {sure}, it cannot be said whether {due}."
-    return f"{result.verdict.capitalize()}: {sure}, {due}."
+        return f"Inconclusive: {sure}, it cannot be said whether {due}.{anomalous}"
+    return f"{result.verdict.capitalize()}: {sure}, {due}.{anomalous}"
 
 
 def advice(result: GateResult) -> list[str]:
@@ -189,7 +193,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     """
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
-    sentences = advice(result)
+    sentences = [f"ANOMALOUS: {anomaly.sentence}" for anomaly in result.anomalies] + advice(result)
     if sentences:
         blocks.append(Items(tuple(sentences)))
     rows = list[tuple[Words, ...]]()
@@ -239,6 +243,8 @@ def _pairs(entries: Mapping[str, Any]) -> str:
     for name, value in entries.items():
         if isinstance(value, list | tuple):
             value = " ".join(map(str, value))
+        elif isinstance(value, Mapping):
+            value = f"({_pairs(value)})"
         pairs.append(f"{name} {'not set' if value is None else value}")
     return ", ".join(pairs)
 
@@ -304,6 +310,7 @@ def junit(result: GateResult) -> bytes:
         return element
 
     verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
+    verdicts += ["inconclusive"] * len(result.anomalies)
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -338,6 +345,8 @@ def junit(result: GateResult) -> bytes:
         add_case(task.task, task.verdict, message, "\n".join(lines))
     for condition in result.conditions:
         add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
+    for anomaly in result.anomalies:
+        add_case(f"ANOMALOUS {anomaly.task}", "inconclusive", anomaly.sentence, anomaly.sentence)
     add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
     Xml.indent(root)
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))

@@ -19,6 +19,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.progress import Progress
+from compressor.quality_gate.anomalies import find_anomalies
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import (
@@ -33,8 +34,6 @@ from compressor.quality_gate.teacher_forced import check_options, read_all
 from compressor.quality_gate.verdict import GateResult, Side
 from compressor.run_record import PACKAGES, versions
 
-DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
-DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
 
 
@@ -116,6 +115,8 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
 def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
     """Read a gate's tasks, on the first process before the others, and return them with their power analysis."""
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
+    for name in gate.options.expectations.keys() - {task.name for task in tasks}:
+        raise CompressionError(f"--expect names {name!r}, which stands for several tasks; name one of them")
     return tasks, analyse_power(tasks, gate)
 
 
@@ -215,8 +216,12 @@ def run_gate(
     written = behaviour.written
     if written is not None:
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
+    if options.settings:
+        facts["settings"] = {name: own.model_dump(exclude_none=True) for name, own in options.settings.items()}
+    anomalies = find_anomalies(judged, scores["base"], options.expectations)
+    verdict = overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions)
     return GateResult(
-        verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions),
+        verdict="inconclusive" if anomalies and verdict == "pass" else verdict,
         base=base_writer.label,
         compressed=label or writer.label,
         max_drop=options.max_drop,
@@ -234,6 +239,7 @@ def run_gate(
         conditions=behaviour.conditions,
         text=behaviour.text,
         answers=behaviour.answers,
+        anomalies=anomalies,
     )
 
 
