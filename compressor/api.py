@@ -30,7 +30,7 @@ from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
-from compressor.quality_gate.run import GateRequest, PowerAnalysis, passable, read_tasks, run_gate
+from compressor.quality_gate.run import GateRequest, PowerAnalysis, asked_forms, passable, read_tasks, run_gate
 from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
@@ -278,8 +278,9 @@ def gate(
     for served in (base_server, server):
         if served is not None:
             refuse_tasks(served, tasks)
+    asked = asked_forms(base_source, compressed_source, tasks, request, server, base_server)
     if announce is not None:
-        announce(power)
+        announce(replace(power, asked=asked))
     return run_gate(
         base_source,
         compressed_source,

@@ -8,7 +8,6 @@ Or a server answers, by lm-eval's model of a completions API with requests of ou
 kept as it comes, so that a run that a server's timeout ended goes on from what it has been answered.
 """
 
-import copy
 import math
 import sys
 from collections import ChainMap, defaultdict
@@ -24,13 +23,14 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from pydantic import FiniteFloat, TypeAdapter
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.answers.decoding import free, read_facts
 from compressor.answers.journal import Journal
-from compressor.answers.server import AT_ONCE, Completion, PromptScores, Server
+from compressor.answers.server import AT_ONCE, Chat, Completion, PromptScores, Server, TextChoice
 from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
@@ -40,7 +40,7 @@ from compressor.memory import available
 from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
-from compressor.model.tokenizer import load_tokenizer
+from compressor.model.tokenizer import has_chat_template, load_tokenizer, templates_of
 from compressor.progress import Progress, Silent
 from compressor.run_record import request_key
 
@@ -50,6 +50,7 @@ LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has 
 TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what is beyond goes to disk
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
+MOST_STOPS = 4  # that a chat may name
 LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
 
 TokenPair = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
@@ -60,6 +61,7 @@ class Watched(TemplateLM):
     """One of lm-eval's models that reports progress and refuses a log-likelihood that is not finite."""
 
     tok_encode: Any  # of lm-eval's model
+    sampling_seed = 0
 
     def watch(self, label: str, task: str, progress: Progress) -> None:
         """Report the answers to come under these names."""
@@ -128,11 +130,27 @@ class WatchedModel(Watched, HFLM):
             return super()._model_generate(*arguments, **named)
 
 
+def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, Any]:
+    """Return the arguments of lm-eval's model on chat templates and thinking.
+
+    Raises `CompressionError` for a tokenizer that transformers makes up, which lm-eval would not refuse.
+    """
+    templates = templates_of(load_tokenizer(source.folder))
+    name = options.apply_chat_template
+    # lm-eval itself takes a template's name and renders the default one
+    chosen = {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
+    return {
+        "enable_thinking": options.enable_thinking,
+        "think_end_token": options.think_end_token,
+        "chat_template_args": chosen,
+    }
+
+
 @contextmanager
 def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[WatchedModel]:
     """Load a model into memory, and free it afterwards."""
     device = pick_device(options.device)
-    load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
+    chat = chat_settings(source, options)
     batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
     model = WatchedModel(
         pretrained=str(source.folder.resolve()),  # an absolute path is never asked for on the Hub
@@ -140,6 +158,7 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
         dtype=options.dtype,
         batch_size=batch,
         softmax_dtype="float32",  # sums in bfloat16 would round a perplexity by more than a compression costs
+        **chat,
     )
     try:
         if torch.device(model.device).type != device.type:
@@ -240,7 +259,7 @@ def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
 class StreamedModel(WatchedModel):
     """A causal language model that answers requests of likelihood alone, one layer in memory at a time."""
 
-    def __init__(self, opened: OpenModel, rows: int) -> None:
+    def __init__(self, opened: OpenModel, rows: int, **chat: Any) -> None:
         self.opened = opened
         self.rows = rows
         self.layers: Progress = Silent()
@@ -248,6 +267,7 @@ class StreamedModel(WatchedModel):
             pretrained=str(opened.source.folder.resolve()),
             device=str(opened.partial.device),
             batch_size=sys.maxsize,  # all windows of long texts come at once, to be cut into batches here
+            **chat,
         )
 
     def _create_model(self, *_: Any, **settings: Any) -> None:
@@ -300,11 +320,11 @@ class StreamedModel(WatchedModel):
 @contextmanager
 def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[StreamedModel]:
     """Open a model that answers with one layer in memory at a time."""
-    load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
+    chat = chat_settings(source, options)
     opened = open_model(source, options.dtype, options.device)
     usual = CPU_BATCH if opened.partial.device.type == "cpu" else GPU_BATCH
     try:
-        yield StreamedModel(opened, usual if isinstance(options.batch_size, str) else options.batch_size)
+        yield StreamedModel(opened, usual if isinstance(options.batch_size, str) else options.batch_size, **chat)
     finally:
         opened.partial.release("")
         free(opened.partial.device)
@@ -316,7 +336,13 @@ class ServedQuestion:
 
     key: str  # of the journal
     payload: Mapping[str, Any]
-    read: Callable[[Completion], Any]
+    read: Callable[[Any], Any]  # of its completion, or of its chat if the payload has messages
+
+
+class ChatPrompt(str):
+    """The text of a conversation with its messages, of which a server makes the text itself."""
+
+    messages: list[dict[str, Any]]
 
 
 class ServedModel(Watched, LocalCompletionsAPI):
@@ -330,17 +356,20 @@ class ServedModel(Watched, LocalCompletionsAPI):
     _max_gen_toks = 256
     batch_size = sys.maxsize  # all windows of long texts are asked together
 
-    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Journal) -> None:
+    def __init__(self, server: Server, source: ModelSource, options: EvaluationOptions, journal: Journal) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(source.folder)
+        self.options = options
+        self.chat_template_args = chat_settings(source, options)["chat_template_args"]
+        if options.enable_thinking is not None:
+            self.chat_template_args["enable_thinking"] = options.enable_thinking
         self.tokenized_requests = server.scored == "tokens"
-        positions = read_facts(folder).positions or POSITIONS
+        positions = read_facts(source.folder).positions or POSITIONS
         # tokens before the last one of a request, to which a server always adds another
         self.max_length = min(positions, server.max_length or positions) - 2
         self.model = server.model
-        self._seed = options.seed
         self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
 
     def _loglikelihood_tokens(
@@ -351,7 +380,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         for _, context, continuation in requests:
             tokens = [*context, *continuation][-self.max_length - 1 :]
             begin = max(1, len(tokens) - len(continuation))
-            payload = self._create_payload(self._prompt(tokens), seed=self._seed)
+            payload = self._create_payload(self._prompt(tokens), seed=self.sampling_seed)
             questions.append(
                 ServedQuestion(request_key(payload, begin), payload, partial(self._likelihood, tokens, begin))
             )
@@ -361,16 +390,48 @@ class ServedModel(Watched, LocalCompletionsAPI):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         self.start(len(requests))
         questions = []
-        for context, settings in (request.args for request in requests):
-            room = max(1, self.max_length + 1 - settings.get("max_gen_toks", self._max_gen_toks))
+        for context, given in (request.args for request in requests):
+            settings: Any = normalize_gen_kwargs(given, self._max_gen_toks)
+            room = max(1, self.max_length + 1 - settings["max_gen_toks"])
             prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
-            settings = copy.deepcopy(settings)  # of which a payload takes what it knows
             payload = self._create_payload(
-                self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
+                self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self.sampling_seed, eos=self.eos_string
             )
             payload |= self.server.plain
-            questions.append(ServedQuestion(request_key(payload), payload, _text))
+            read = partial(self._text, payload["stop"])
+            if isinstance(context, ChatPrompt):
+                payload = self._chat_payload(payload, context.messages)
+            questions.append(ServedQuestion(request_key(payload), payload, read))
         return self._answers(questions)
+
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> ChatPrompt:
+        """Return the messages, and their text by the tokenizer's template if it has one."""
+        text = ""
+        if has_chat_template(self.tokenizer):
+            text = HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
+        prompt = ChatPrompt(text)
+        prompt.messages = chat_history
+        return prompt
+
+    def _chat_payload(self, payload: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the payload of a chat for that of a text; an unfinished answer goes on where it ends."""
+        chat = {name: value for name, value in payload.items() if name != "prompt"}
+        chat["messages"] = messages
+        chat["stop"] = payload["stop"][:MOST_STOPS]
+        if self.options.enable_thinking is not None:
+            chat["chat_template_kwargs"] = {"enable_thinking": self.options.enable_thinking}
+        if messages[-1]["role"] == "assistant":
+            chat |= {"add_generation_prompt": False, "continue_final_message": True}
+        return chat
+
+    def _text(self, stops: Sequence[str], response: Completion | Chat) -> str:
+        """Return an answer without thinking, cut like an answer of lm-eval's own model."""
+        choice = response.choices[0]
+        text = choice.text if isinstance(choice, TextChoice) else choice.message.text
+        end = self.options.think_end_token
+        if end is not None and end.isdigit():
+            end = self.tokenizer.decode([int(end)])
+        return str(postprocess_generated_text(text, list(stops), end))
 
     def _prompt(self, prompt: Any) -> Any:
         """Return token ids unchanged if the server takes them, else their text."""
@@ -395,6 +456,8 @@ class ServedModel(Watched, LocalCompletionsAPI):
         def ask(question: ServedQuestion) -> tuple[str, Any]:
             if question.key in answers:
                 return question.key, answers[question.key]
+            if "messages" in question.payload:
+                return question.key, question.read(self.server.ask("/chat/completions", Chat, question.payload))
             return question.key, question.read(self.server.ask("/completions", Completion, question.payload))
 
         for key, answer in self.server.all(questions, ask, self.at_once):
@@ -406,14 +469,12 @@ class ServedModel(Watched, LocalCompletionsAPI):
         return [answers[question.key] for question in questions]
 
 
-def _text(response: Completion) -> str:
-    return response.choices[0].text
-
-
 @contextmanager
-def served_model(server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> Iterator[ServedModel]:
+def served_model(
+    server: Server, source: ModelSource, options: EvaluationOptions, journal: Path
+) -> Iterator[ServedModel]:
     """Open a served model; the file `journal` keeps its answers until all tasks have results."""
-    yield ServedModel(server, folder, options, Journal(journal, LINE))
+    yield ServedModel(server, source, options, Journal(journal, LINE))
     journal.unlink(missing_ok=True)
 
 
@@ -422,5 +483,5 @@ def lm_eval_model(
 ) -> AbstractContextManager[Watched]:
     """Open the model that answers lm-eval: a server's, or a checkpoint's, streamed or in memory."""
     if server is not None and journal is not None:
-        return served_model(server, source.folder, options, journal)
+        return served_model(server, source, options, journal)
     return streamed_model(source, options) if streamed else loaded_model(source, options)

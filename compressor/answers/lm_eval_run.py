@@ -6,6 +6,7 @@ memory, or is shared by several ranks, answers layer by layer.
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from compressor.answers.forms import SERVED, TaskForm, task_forms
 from compressor.answers.server import Server, served_facts
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, aggregates_perplexity, quiet_lm_eval
 from compressor.checkpoint.reader import Checkpoint
@@ -63,6 +65,7 @@ class ItemScores:
     items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
     chance: float | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
+    seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -113,6 +116,15 @@ def _chance(task: EvaluationTask, rows: Mapping[str, Rows]) -> float | None:
     for of_part in rows.values():
         shares += [1 / len(row["filtered_resps"]) for row in of_part]
     return sum(shares) / len(shares)
+
+
+def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
+    """Return each item's mean over repeated results of one model on a task."""
+    items = []
+    for answers in zip(*(scores.items for scores in repeats), strict=True):
+        mean = math.fsum(answer.score for answer in answers) / len(answers)
+        items.append(replace(answers[0], score=mean))
+    return replace(repeats[0], items=tuple(items))
 
 
 def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str = "") -> tuple[str, Kind]:
@@ -173,6 +185,7 @@ class TaskEvaluation:
     streamed: bool = False  # one layer in memory at a time
     files: Mapping[str, Mapping[Path, Any]] = field(default_factory=dict)  # by task: where its result is kept, with key
     known: Mapping[str, ItemScores] = field(default_factory=dict)
+    forms: Mapping[str, TaskForm] = field(default_factory=dict)  # by task
 
     @property
     def missing(self) -> tuple[EvaluationTask, ...]:
@@ -188,10 +201,8 @@ class TaskEvaluation:
             return results
         label = self.source.label if self.server is None else self.server.label
         options = self.options
+        forms = self.forms or task_forms(self.source, self.server, self.tasks, options)
         with quiet_lm_eval():
-            import lm_eval
-            from lm_eval.tasks import TaskManager
-
             from compressor.answers.lm_eval_models import lm_eval_model
 
             opening = lm_eval_model(self.source, options, self.streamed, self.server, self.journal)
@@ -202,26 +213,14 @@ class TaskEvaluation:
                     names = ", ".join(task.name for task in together)
                     with wrap_faults(f"{label} could not be evaluated on task {names!r}", *REMEDIES):
                         model.watch(label, names, progress)
-                        asked = dict[str, range]()
+                        begin = time.perf_counter()
+                        form = forms[together[0].name]  # streamed tasks, all of them scored, have one
+                        repeats = [_evaluated(model, together, options, form, at) for at in range(form.repeats)]
+                        seconds = (time.perf_counter() - begin) / sum(task.items(options.limit) for task in together)
                         for task in together:
-                            for part, count in zip(task.parts, task.counts, strict=True):
-                                asked[part] = range(count)[: task.settings.limit or options.limit]
-                        evaluated = lm_eval.simple_evaluate(
-                            model=model,
-                            tasks=[task.loaded for task in together],
-                            task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
-                            samples=asked,
-                            confirm_run_unsafe_code=options.confirm_run_unsafe_code,
-                            bootstrap_iters=0,
-                            log_samples=True,
-                            random_seed=options.seed,
-                            numpy_random_seed=options.seed % 2**32,
-                            torch_random_seed=options.seed,
-                            fewshot_random_seed=options.seed,
-                        )
-                        for task in together:
-                            scores = item_scores(task, evaluated["samples"])
-                            results[task.name] = replace(scores, streamed=self.streamed)
+                            scores = mean_scores([item_scores(task, samples) for samples in repeats])
+                            took = seconds * len(scores.items)
+                            results[task.name] = replace(scores, streamed=self.streamed, seconds=took)
                             self._store(results[task.name])
         return {task.name: results[task.name] for task in self.tasks}
 
@@ -233,6 +232,38 @@ class TaskEvaluation:
             error = write_cached(path, {"key": key, "scores": asdict(scores)})
             if error:
                 logger.warning("the results on %s could not be stored in %s: %s", scores.task, path.parent, error)
+
+
+def _evaluated(
+    model: Any, tasks: Sequence[EvaluationTask], options: EvaluationOptions, form: TaskForm, repeat: int
+) -> Mapping[str, Rows]:
+    """Return a model's samples on tasks of one form; each `repeat` has a sampling seed of its own."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    asked = dict[str, range]()
+    for task in tasks:
+        for part, count in zip(task.parts, task.counts, strict=True):
+            asked[part] = range(count)[: task.settings.limit or options.limit]
+    seeds = options.random_seeds
+    seeds["torch_random_seed"] += repeat
+    model.sampling_seed = seeds["torch_random_seed"]
+    evaluated: Any = lm_eval.simple_evaluate(
+        model=model,
+        tasks=[task.loaded for task in tasks],
+        task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
+        samples=asked,
+        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+        bootstrap_iters=0,
+        log_samples=True,
+        apply_chat_template=form.chat_template is not None,
+        fewshot_as_multiturn=form.fewshot_as_multiturn,
+        system_instruction=options.system_instruction,
+        gen_kwargs=options.generation_settings or None,
+        **seeds,
+    )
+    samples: Mapping[str, Rows] = evaluated["samples"]
+    return samples
 
 
 def plan_evaluation(
@@ -250,6 +281,7 @@ def plan_evaluation(
     facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
     if server is not None:
         facts["package"] = versions((PACKAGE,))
+    forms = task_forms(source, server, tasks, options)
     models = [identity(source, server), *([] if content is None else [content])]
     files = dict[str, dict[Path, Any]]()
     for task in tasks:
@@ -257,6 +289,7 @@ def plan_evaluation(
         for model in models:
             key = {**facts, "model": model, "task": task.name, "version": task.version}
             key |= task.settings.model_dump(exclude_none=True)
+            key["form"] = asdict(forms[task.name])
             files[task.name][cache / f"{request_key(key)[:32]}.json"] = key
     stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})
     known = {name: scores for name, scores in stored.items() if scores is not None}
@@ -266,13 +299,15 @@ def plan_evaluation(
     missing = [task for task in tasks if task.name not in known]
     streamed = bool(missing) and server is None and streams(source, options)
     for task in missing:
+        if server is not None and forms[task.name].chat_template == SERVED:
+            server.check_chat(task.name)
         if streamed and "generate_until" in task.kinds:  # all layers would be read anew for every token
             size = human_bytes(weight_bytes(source, options.dtype))
             raise CompressionError(
                 f"task {task.name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
                 "tasks of multiple choice or likelihood, or pass --no-stream"
             )
-    return TaskEvaluation(source, tuple(tasks), options, server, journal, streamed, files, known)
+    return TaskEvaluation(source, tuple(tasks), options, server, journal, streamed, files, known, forms)
 
 
 def _stored(files: Iterable[Path]) -> ItemScores | None:

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, PositiveInt, field_validator, model_validator
 
 from compressor.answers.task_suites import TaskSettings, with_suite
 from compressor.entry_points import option
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
+from compressor.extras import TASKS, require
 from compressor.options import Options, one_or_several, separated
 from compressor.records import check_fields
 
+SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as lm-eval reads them
 NEW_TOKENS = 512  # default limit of an answer, where half of the model's positions are no fewer
 
 
@@ -84,8 +87,6 @@ class TaskOptions(Options):
     settings: dict[str, TaskSettings] = Field(default_factory=dict)  # of tasks by name, from a suite
     limit: int | None = Field(None, ge=1)
     """Items of each task, the first ones (default: all)."""
-    num_fewshot: int | None = Field(None, ge=0)
-    """Examples before each item (default: as each task says)."""
     include_path: Path | None = None
     """A folder with lm-eval task files of your own."""
     batch_size: int | Literal["auto"] = "auto"
@@ -96,6 +97,28 @@ class TaskOptions(Options):
     confirm_run_unsafe_code: bool = False
     """Run tasks that execute the code which a model writes."""
 
+    apply_chat_template: bool | str | None = None
+    """Ask in the tokenizer's chat template, or in its template of this name; --no-apply-chat-template asks plainly
+    (default: the template for tasks that are generated, where there is one)."""
+    fewshot_as_multiturn: bool | None = None
+    """In a chat template few-shot examples are turns of the conversation (default), or part of one message."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Few-shot examples before each item (default: as each task says)."""
+    system_instruction: str | None = None
+    """System prompt, or plain text, before each item."""
+    enable_thinking: bool | None = None
+    """Value of enable_thinking for the chat template (default: the template's)."""
+    think_end_token: str | None = None
+    """Text or number of the token that ends thinking. What is before it is no part of an answer."""
+    gen_kwargs: dict[str, Any] | None = None
+    """How answers are generated, over what a task says: temperature=0.6,top_p=0.95 or JSON."""
+    max_gen_toks: int | None = Field(None, ge=1)
+    """Tokens of a generated answer, at most (default: as each task says, or 256)."""
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    """Seed of examples, shuffles and sampling (default: lm-eval's own, 0,1234,1234,1234)."""
+    repeats: int = Field(1, ge=1)
+    """Samples of each generated answer, with seeds that follow each other. An item's score is their mean."""
+
     _split_tasks = field_validator("tasks", mode="before")(separated)
 
     @model_validator(mode="before")
@@ -104,6 +127,63 @@ class TaskOptions(Options):
         if not isinstance(values, dict) or values.get("suite") is None:
             return values
         return with_suite(values, cls, TaskOptions.model_fields)
+
+    @field_validator("apply_chat_template", mode="before")
+    @classmethod
+    def _read_switch(cls, value: Any) -> Any:
+        return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("think_end_token", mode="before")
+    @classmethod
+    def _read_token(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
+
+    @field_validator("gen_kwargs", mode="before")
+    @classmethod
+    def _read_pairs(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        require(*TASKS)
+        from lm_eval._cli.utils import key_val_to_dict, try_parse_json
+
+        try:
+            parsed = try_parse_json(value.strip())
+            pairs = key_val_to_dict(parsed) if isinstance(parsed, str) else parsed
+        except ValueError as error:
+            reason = reason_of(error)
+        else:
+            if isinstance(pairs, dict) and pairs:
+                return pairs
+            reason = "it has no key"
+        raise CompressionError(
+            f"--gen-kwargs {value!r} cannot be read ({reason}); write key=value,key=value, or a JSON object"
+        )
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if self.apply_chat_template is False and (self.fewshot_as_multiturn or self.enable_thinking):
+            raise CompressionError(
+                "--fewshot-as-multiturn and --enable-thinking need a chat template; leave out --no-apply-chat-template"
+            )
+        if self.enable_thinking and self.think_end_token is None:
+            raise CompressionError(
+                "--enable-thinking needs the token that ends thinking; add --think-end-token, such as </think>"
+            )
+        limits = [name for name in self.gen_kwargs or () if name in TOKEN_LIMITS]
+        if self.max_gen_toks is not None and limits:
+            raise CompressionError(f"--max-gen-toks and --gen-kwargs {limits[0]} say the same; give one of the two")
+        return self
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """How answers are generated, as far as the options say, by lm-eval's names."""
+        limit = {} if self.max_gen_toks is None else {"max_gen_toks": self.max_gen_toks}
+        return {**(self.gen_kwargs or {}), **limit}
+
+    @property
+    def random_seeds(self) -> dict[str, int]:
+        """Seeds of Python, NumPy, PyTorch and few-shot examples, as arguments of lm-eval."""
+        return {name: usual if self.seed is None else self.seed for name, usual in SEEDS.items()}
 
     @field_validator("batch_size", mode="before")
     @classmethod

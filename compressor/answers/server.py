@@ -269,6 +269,18 @@ class Server:
         if error is not None:
             raise error
 
+    def check_chat(self, task: str) -> None:
+        """Refuse a task that is asked as a chat, if the server takes none."""
+        question = {"model": self.model, "messages": [{"role": "user", "content": PROBE}], "max_tokens": 1}
+        try:
+            self.ask("/chat/completions", Chat, question)
+        except RefusedError as error:
+            reason = str(error).partition(";")[0]
+            raise CompressionError(
+                f"task {task!r} is asked as a chat, and {self.label} takes none ({reason}); serve the model with its "
+                "chat template, or pass --no-apply-chat-template"
+            ) from error
+
     def checked(self, folder: Any, label: str) -> "Server":
         """Return the server with the form in which it scores prompts; refuse another vocabulary than the folder's.
 

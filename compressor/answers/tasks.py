@@ -33,7 +33,6 @@ from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
-SEED = 1234  # lm-eval's own for drawing few-shot examples
 VERSION_DIGITS = 12
 PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
 
@@ -43,7 +42,6 @@ class EvaluationOptions(TaskOptions):
 
     device: str = "auto"
     dtype: str = "auto"
-    seed: int = SEED
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -134,6 +132,11 @@ class EvaluationTask:
         return {str(getattr(part, "OUTPUT_TYPE", None)) for part in self.parts.values()}
 
     @property
+    def generates(self) -> bool:
+        """True if the model writes all answers."""
+        return self.kinds == {"generate_until"}
+
+    @property
     def likelihood(self) -> bool:
         """True if the first metric, which counts, is a perplexity."""
         first = next(iter(self.parts.values()))
@@ -164,6 +167,11 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
                     raise CompressionError(
                         f"task {part!r} is asked for twice, by {owners[part]!r} and by {task.name!r}; name one of the "
                         "two"
+                    )
+                if options.enable_thinking and not task.generates:
+                    raise CompressionError(
+                        f"task {task.name!r} is scored by likelihood, and --enable-thinking is of answers that are "
+                        "generated; leave it out, or name other tasks"
                     )
                 owners |= dict.fromkeys(task.parts, task.name)
                 tasks.append(task)
@@ -244,8 +252,9 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     import numpy
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    random.seed(options.seed)  # some definitions shuffle their data
-    numpy.random.seed(options.seed % 2**32)
+    seeds = options.random_seeds
+    random.seed(seeds["random_seed"])  # some definitions shuffle their data
+    numpy.random.seed(seeds["numpy_random_seed"])
     path = getattr(manager.task_index.get(name), "yaml_path", None)
     try:
         runs_code = path is not None and bool(load_yaml(path, resolve_func=False).get("unsafe_code"))
@@ -292,6 +301,14 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
     yield from task.doc_iterator(limit=options.limit)
     if task.get_config("num_fewshot"):
         yield from (["few-shot", doc] for doc in task.fewshot_docs())
+
+
+def generation_settings(task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any] | None:
+    """Return how answers are generated: the first part's settings, below those of the options; None if none are."""
+    for part in task.parts.values():
+        if str(part.OUTPUT_TYPE) == "generate_until":
+            return {**(part.get_config("generation_kwargs") or {}), **options.generation_settings}
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -361,7 +378,8 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
             task.set_config(key="num_fewshot", value=0)
         message = f"the items of task {name!r} could not be read"
         with quiet_lm_eval(), wrap_faults(message, "shorten them", "see whether lm-eval alone can do it"):
-            task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
+            # few-shot examples are drawn as an evaluation draws them
+            task.set_fewshot_seed(seed=options.random_seeds["fewshot_random_seed"])
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
             docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
             for number, requests in groupby(task.instances, key=lambda request: request.doc_id):

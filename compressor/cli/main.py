@@ -3,9 +3,10 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -25,6 +26,7 @@ from compressor.run_record import versions
 PACKAGE = "moe-compressor"
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
 INTERRUPTED = 130
+CHAT = "apply-chat-template"
 FULL_DISK = "; free some space where the output, the cache (MOE_COMPRESSOR_CACHE) and $TMPDIR lie, and run it again"
 
 app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -39,7 +41,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin hold each other up where cores are shared
     with _own_warnings():
         try:
-            status = app(prog_name=PROGRAM, standalone_mode=False)
+            status = app(spelled_out(sys.argv[1:]), prog_name=PROGRAM, standalone_mode=False)
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
@@ -57,6 +59,21 @@ def main() -> None:
     if status == INTERRUPTED:  # which typer too may have made of the key
         print("Interrupted; run the same command again to go on.", file=sys.stderr)
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with a value for --apply-chat-template, whose name of a template may be left out.
+
+    What follows it is no name if it is another option, a folder or a Hub id.
+    """
+    spelled = list[str]()
+    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+        if argument == f"--no-{CHAT}":
+            argument = f"--{CHAT}=false"
+        elif argument == f"--{CHAT}" and (after.startswith("-") or "/" in after or Path(after).exists()):
+            argument = f"--{CHAT}=true"
+        spelled.append(argument)
+    return spelled
 
 
 class _OneLine(logging.Formatter):

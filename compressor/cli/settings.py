@@ -90,7 +90,8 @@ def recipe_options() -> Choices:
     for section, model in sections.items():
         prefix = f"{section}." if section else ""
         names = {path.removeprefix(prefix): name for path, name in NAMES.items() if path.startswith(prefix)}
-        shared = ("strict",) if model is GateOptions else ()  # the text's is the gate's, too
+        # the text's `strict` is the gate's, too; --seed is of calibration, and the tasks' --set gate.seed
+        shared = ("strict", "seed") if model is GateOptions else ()
         named = options_of(model, without=("calibration", "options", *shared), names=names)
         options += [(f"{prefix}{field}", option) for field, option in named]
     return options

@@ -92,14 +92,18 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def templates_of(tokenizer: Any) -> dict[str, str]:
+    """Return the tokenizer's chat templates by name; a single one is called default."""
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    return dict(templates) if isinstance(templates, dict) else {"default": templates}
+
+
 def thinking_end(tokenizer: Any) -> str | None:
     """Return the text that ends a model's thinking in its chat template, else `</think>` if that is one token.
 
     None if the model has neither.
     """
-    template = getattr(tokenizer, "chat_template", None) or ""
-    texts = template.values() if isinstance(template, dict) else [template]
-    for text in texts:
+    for text in templates_of(tokenizer).values():
         match = THINKING_ENDS.search(text)
         if match:
             return match[0]

@@ -1,6 +1,6 @@
 """The gate of a recipe: an output is put in place only if it passes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
 from compressor.quality_gate.report import LONE_HALVES, gate_json
-from compressor.quality_gate.run import GateRequest, PowerAnalysis, check_readings, passable, read_tasks, run_gate
+from compressor.quality_gate.run import (
+    GateRequest,
+    PowerAnalysis,
+    asked_forms,
+    check_readings,
+    passable,
+    read_tasks,
+    run_gate,
+)
 from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import CONSTANTS
@@ -83,7 +91,9 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     passable(power)
     plan_evaluation(source, tasks, request.evaluation, request.cache)
     check_readings(source, request)
-    return PreparedGate(source, request, tasks, power)
+    # an output has its base's tokenizer
+    asked = asked_forms(source, source, tasks, request)
+    return PreparedGate(source, request, tasks, replace(power, asked=asked))
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:

@@ -6,7 +6,6 @@ found in at most `FALSE_ALARMS` of samples.
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def find_anomalies(
     rows: Sequence[TaskGate],
     base: Sequence[ItemScores],
     expectations: Mapping[str, Expectation],
-    asked: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    asked: Mapping[str, Mapping[str, Any]],
 ) -> tuple[Anomaly, ...]:
     """Return the anomalies of tasks with the base's scores on them; `asked` names the chat template of each task."""
     suspects = list[tuple[TaskGate, str, float]]()
@@ -47,7 +46,7 @@ def find_anomalies(
     anomalies = list[Anomaly]()
     for (row, reason, _), p in zip(suspects, corrected, strict=True):
         if p < FALSE_ALARMS:
-            template = asked.get(row.task, {}).get("chat_template")
+            template = asked[row.task]["chat_template"]
             form = f"with the chat template {template}" if template else "without a chat template"
             cause = f"most often a broken or missing chat template; it was asked {form}"
             anomalies.append(Anomaly(row.task, f"on {row.task} the base scores {row.base:.4f}, {reason} ({cause})", p))

@@ -15,6 +15,7 @@ from xml.etree import ElementTree as Xml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from compressor.answers.forms import form_sentences
 from compressor.answers.lm_eval_run import REPORT
 from compressor.document.blocks import (
     Block,
@@ -162,6 +163,7 @@ def advice(result: GateResult) -> list[str]:
 def power_blocks(power: PowerAnalysis) -> tuple[Block, ...]:
     """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
     rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
+    forms = tuple(map(Text, form_sentences(power.asked)))
     if not rows:
         return (
             Text(
@@ -183,7 +185,7 @@ def power_blocks(power: PowerAnalysis) -> tuple[Block, ...]:
             " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
             "one shown."
         )
-    return Table(caption, columns, tuple(cells), ruled=frozenset({len(power.tasks) - 1})), Text(text)
+    return *forms, Table(caption, columns, tuple(cells), ruled=frozenset({len(power.tasks) - 1})), Text(text)
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
@@ -193,7 +195,8 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     """
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
-    sentences = [f"ANOMALOUS: {anomaly.sentence}" for anomaly in result.anomalies] + advice(result)
+    sentences = [f"ANOMALOUS: {anomaly.sentence}" for anomaly in result.anomalies]
+    sentences += [*advice(result), *form_sentences(result.asked)]
     if sentences:
         blocks.append(Items(tuple(sentences)))
     rows = list[tuple[Words, ...]]()
@@ -226,6 +229,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
         "Options": _pairs(result.options),
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
+        "Items per second": _pairs({name: f"{value:.1f}" for name, value in result.items_per_second.items()}),
     }
     known = Facts(tuple((name, fact) for name, fact in facts.items() if fact))
     blocks.append(Details("How it was tested", (*map(Text, METHOD), known)))

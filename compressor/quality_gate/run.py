@@ -6,14 +6,16 @@ Its power is known before any model is loaded, from the number of items, the mar
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from compressor.answers.forms import same_forms, samples, task_forms
 from compressor.answers.generation import PromptSet, StockGenerator, writer_of
 from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation, identity, plan_evaluation
 from compressor.answers.server import Server
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generation_settings, resolve_tasks
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
@@ -80,6 +82,7 @@ class PowerAnalysis:
     confidence: float
     flips: tuple[float, ...] = FLIPS
     refusal: str | None = None  # why not even an identical model passes, and what would do
+    asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: the form of its questions
 
 
 def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAnalysis:
@@ -117,7 +120,27 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
     for name in gate.options.expectations.keys() - {task.name for task in tasks}:
         raise CompressionError(f"--expect names {name!r}, which stands for several tasks; name one of them")
+    settings = [generation_settings(task, gate.evaluation) for task in tasks]
+    if gate.options.repeats > 1 and not any(map(samples, settings)):
+        raise CompressionError(
+            "--repeats has no effect without sampling; add --gen-kwargs do_sample=true,temperature=1, or leave it out"
+        )
     return tasks, analyse_power(tasks, gate)
+
+
+def asked_forms(
+    base: ModelSource,
+    compressed: ModelSource,
+    tasks: Sequence[EvaluationTask],
+    gate: GateRequest,
+    server: Server | None = None,
+    base_server: Server | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return the form of each task's questions; raise `CompressionError` where it would not be that of both models."""
+    forms = task_forms(base, base_server, tasks, gate.evaluation)
+    others = task_forms(compressed, server, tasks, gate.evaluation)
+    labels = ((base_server or base).label, (server or compressed).label)
+    return same_forms(forms, others, labels)
 
 
 def _refusal(
@@ -173,6 +196,7 @@ def run_gate(
     """
     options = gate.options
     evaluation_options = gate.evaluation
+    asked = asked_forms(base, compressed, tasks, gate, server, base_server)
     rows = options.batch_size if isinstance(options.batch_size, int) else None
     base_writer = writer_of(base, base_server, rows, gate.device, gate.dtype)
     writer = writer_of(compressed, server, rows, gate.device, gate.dtype)
@@ -190,11 +214,15 @@ def run_gate(
     }
     scores = dict[Side, list[ItemScores]]()
     seconds = dict[str, float]()
+    speeds = dict[str, float]()
     streamed = list[Side]()
     for side, evaluation in evaluations.items():
         begin = time.perf_counter()
         scores[side] = list(evaluation.run(progress).values())
         seconds[side] = time.perf_counter() - begin
+        answering = sum(task.seconds for task in scores[side])
+        if answering:
+            speeds[side] = sum(len(task.items) for task in scores[side]) / answering
         if any(task.streamed for task in scores[side]):
             streamed.append(side)
     judged, pooled = judge(
@@ -218,7 +246,7 @@ def run_gate(
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     if options.settings:
         facts["settings"] = {name: own.model_dump(exclude_none=True) for name, own in options.settings.items()}
-    anomalies = find_anomalies(judged, scores["base"], options.expectations)
+    anomalies = find_anomalies(judged, scores["base"], options.expectations, asked)
     verdict = overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions)
     return GateResult(
         verdict="inconclusive" if anomalies and verdict == "pass" else verdict,
@@ -233,7 +261,9 @@ def run_gate(
         base_identity=identity(base, base_server),
         compressed_identity=compressed_identity,
         versions=versions((*PACKAGES, "lm-eval")),
+        asked=asked,
         seconds=seconds,
+        items_per_second=speeds,
         reused_base=bool(tasks) and not evaluations["base"].missing,
         streamed=tuple(streamed),
         conditions=behaviour.conditions,

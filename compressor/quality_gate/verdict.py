@@ -103,7 +103,9 @@ class GateResult:
     base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
     compressed_identity: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: the form of its questions
     seconds: Mapping[str, float] = field(default_factory=dict)
+    items_per_second: Mapping[str, float] = field(default_factory=dict)  # by model, without loading it
     reused_base: bool = False  # the base's results were stored by an earlier run
     streamed: tuple[Side, ...] = ()  # those that answered with one layer in memory at a time
     conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass

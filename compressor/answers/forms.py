@@ -1,0 +1,160 @@
+"""Forms of questions: the chat template or plain text, few-shot examples, and how answers are generated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from compressor.answers.server import Server
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generation_settings
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError
+from compressor.formatting import joined, known_names, one_line
+from compressor.model.tokenizer import load_tokenizer, templates_of
+from compressor.run_record import request_key
+
+SERVED = "the server's own"  # name of a chat template that only a server knows
+DEFAULT = "default"  # name of a tokenizer's only chat template
+SHOWN = 12  # digits of a digest
+PLAINLY = "--no-apply-chat-template"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskForm:
+    """How one model is asked the items of a task."""
+
+    chat_template: str | None  # its name; None if items are asked plainly
+    chat_template_sha256: str | None  # of its text; None of a server's own
+    num_fewshot: tuple[int, ...]  # examples, in order of the task's parts, each number once
+    fewshot_as_multiturn: bool
+    system_instruction: str | None
+    enable_thinking: bool | None
+    think_end_token: str | None
+    gen_kwargs: Mapping[str, Any] | None  # None if nothing is generated
+    seed: int | None
+    repeats: int
+
+
+def task_forms(
+    source: ModelSource, server: Server | None, tasks: Sequence[EvaluationTask], options: EvaluationOptions
+) -> dict[str, TaskForm]:
+    """Return the form of each task for a model, or for the server that runs it.
+
+    Raises `CompressionError` for a chat template that is needed and not there.
+    """
+    chosen = options.apply_chat_template
+    may_chat = bool(chosen) or (chosen is None and any(task.generates for task in tasks))
+    templates = templates_of(load_tokenizer(source.folder)) if may_chat else {}
+    forms = {}
+    for task in tasks:
+        uses_template = bool(templates) and task.generates if chosen is None else bool(chosen)
+        name = digest = None
+        if uses_template and server is not None and task.generates:
+            if isinstance(chosen, str):
+                raise CompressionError(
+                    f"{server.label} uses its own chat template; leave out {chosen!r} after --apply-chat-template"
+                )
+            name = SERVED
+        elif uses_template:
+            name = chosen if isinstance(chosen, str) else DEFAULT
+            digest = template_digest(source, templates, name)
+        settings = generation_settings(task, options)
+        forms[task.name] = TaskForm(
+            name,
+            digest,
+            tuple(dict.fromkeys(part.get_config("num_fewshot") or 0 for part in task.parts.values())),
+            uses_template and options.fewshot_as_multiturn is not False,
+            options.system_instruction,
+            options.enable_thinking,
+            options.think_end_token,
+            settings,
+            options.seed,
+            options.repeats if samples(settings) else 1,
+        )
+    needs_template = options.enable_thinking or options.fewshot_as_multiturn
+    if tasks and needs_template and not any(form.chat_template for form in forms.values()):
+        raise CompressionError(
+            f"--enable-thinking and --fewshot-as-multiturn are of a chat template, and {source.label} is asked without "
+            "one; add --apply-chat-template"
+        )
+    return forms
+
+
+def template_digest(source: ModelSource, templates: Mapping[str, str], name: str) -> str:
+    """Return the SHA-256 of a chat template; raise `CompressionError` if there is none of this name."""
+    if not templates:
+        raise CompressionError(
+            f"{source.label} has no chat template; pass {PLAINLY}, or restore the files of its tokenizer"
+        )
+    if name not in templates:
+        raise CompressionError(
+            f"{source.label} has no chat template {name!r}; {known_names(name, templates)}; name one with "
+            "--apply-chat-template"
+        )
+    return request_key(templates[name])
+
+
+def samples(settings: Mapping[str, Any] | None) -> bool:
+    """Return True if answers are drawn, so that another seed gives others."""
+    if not settings:
+        return False
+    return bool(settings.get("do_sample", float(settings.get("temperature") or 0) > 0))
+
+
+def same_forms(
+    base: Mapping[str, TaskForm], smaller: Mapping[str, TaskForm], labels: tuple[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the facts of each task's form; raise `CompressionError` where two models would be asked differently.
+
+    What template a server applies is its own matter, and recorded as such.
+    """
+    facts = dict[str, dict[str, Any]]()
+    for task, form in base.items():
+        other = smaller[task]
+        digests = {form.chat_template_sha256, other.chat_template_sha256}
+        is_served = SERVED in (form.chat_template, other.chat_template)
+        chats = [bool(each.chat_template) for each in (form, other)]
+        if chats[0] != chats[1] or (len(digests) > 1 and not is_served):
+            ways = joined([f"{label} {_way(asdict(each))}" for label, each in zip(labels, (form, other), strict=True)])
+            raise CompressionError(
+                f"task {task!r} would be asked of {ways}; give both the same tokenizer files, or pass {PLAINLY}"
+            )
+        facts[task] = asdict(form)
+        if other.chat_template != form.chat_template:
+            facts[task]["compressed_chat_template"] = other.chat_template
+    return facts
+
+
+def form_sentences(forms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for tasks of each form, from the facts of the forms."""
+    ways = {task: _form_text(form) for task, form in forms.items()}
+    ordered = sorted(ways, key=ways.__getitem__)
+    return [f"Asked {way}: {', '.join(tasks)}." for way, tasks in groupby(ordered, ways.__getitem__)]
+
+
+def _way(form: Mapping[str, Any]) -> str:
+    """Return how the text of a question is made."""
+    name = form["chat_template"]
+    if name is None:
+        return "plainly"
+    digest = form["chat_template_sha256"]
+    known = f" (sha256 {digest[:SHOWN]})" if digest else ""
+    return f"in the chat template {name}{known}"
+
+
+def _form_text(form: Mapping[str, Any]) -> str:
+    parts = [_way(form)]
+    if form.get("compressed_chat_template"):
+        parts[0] += f" (of the compressed model {form['compressed_chat_template']})"
+    turns = " as turns" if form["fewshot_as_multiturn"] and any(form["num_fewshot"]) else ""
+    parts.append(f"{'/'.join(map(str, form['num_fewshot']))}-shot{turns}")
+    if form["system_instruction"]:
+        parts.append(f"system instruction {one_line(form['system_instruction'])!r}")
+    for name in ("enable_thinking", "think_end_token", "seed"):
+        if form[name] is not None:
+            parts.append(f"{name} {form[name]}")
+    if form["gen_kwargs"] is not None:
+        parts += [f"{name} {value!r}" for name, value in form["gen_kwargs"].items()]
+    if form["repeats"] > 1:
+        parts.append(f"mean of {form['repeats']} repeats")
+    return ", ".join(parts)
