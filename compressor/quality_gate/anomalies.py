@@ -49,7 +49,8 @@ def find_anomalies(
             template = asked[row.task]["chat_template"]
             form = f"with the chat template {template}" if template else "without a chat template"
             cause = f"most often a broken or missing chat template; it was asked {form}"
-            anomalies.append(Anomaly(row.task, f"on {row.task} the base scores {row.base:.4f}, {reason} ({cause})", p))
+            sentence = f"ANOMALOUS: on {row.task} the base scores {row.base:.4f}, {reason} ({cause})"
+            anomalies.append(Anomaly(row.task, sentence, p))
     return tuple(anomalies)
 
 

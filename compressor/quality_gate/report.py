@@ -195,7 +195,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     """
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
-    sentences = [f"ANOMALOUS: {anomaly.sentence}" for anomaly in result.anomalies]
+    sentences = [anomaly.sentence for anomaly in result.anomalies]
     sentences += [*advice(result), *form_sentences(result.asked)]
     if sentences:
         blocks.append(Items(tuple(sentences)))
@@ -350,7 +350,7 @@ def junit(result: GateResult) -> bytes:
     for condition in result.conditions:
         add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
     for anomaly in result.anomalies:
-        add_case(f"ANOMALOUS {anomaly.task}", "inconclusive", anomaly.sentence, anomaly.sentence)
+        add_case(f"{anomaly.task}, anomalous", "inconclusive", anomaly.sentence, anomaly.sentence)
     add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
     Xml.indent(root)
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
