@@ -1,5 +1,6 @@
 """Forms of questions: the chat template or plain text, few-shot examples, and how answers are generated."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -11,7 +12,6 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.formatting import joined, known_names, one_line
 from compressor.model.tokenizer import load_tokenizer, templates_of
-from compressor.run_record import request_key
 
 SERVED = "the server's own"  # name of a chat template that only a server knows
 DEFAULT = "default"  # name of a tokenizer's only chat template
@@ -91,7 +91,7 @@ def template_digest(source: ModelSource, templates: Mapping[str, str], name: str
             f"{source.label} has no chat template {name!r}; {known_names(name, templates)}; name one with "
             "--apply-chat-template"
         )
-    return request_key(templates[name])
+    return hashlib.sha256(templates[name].encode()).hexdigest()
 
 
 def samples(settings: Mapping[str, Any] | None) -> bool:

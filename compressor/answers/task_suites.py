@@ -105,11 +105,12 @@ def _options(name: str, content: dict[str, Any], known: Collection[str]) -> dict
             if metric.value is not None:
                 within = "" if tolerance is None else f"±{abs(tolerance * metric.value)}"
                 expect.append(f"{task.name}={metric.value}{within}")
-    unknown = [key for key in content if key not in known]
+    options: dict[str, Any] = {"tasks": tuple(tasks), "settings": tasks, "expect": tuple(expect)}
+    if is_vllm:
+        options |= VLLM_FORM
+    unknown = [str(key) for key in content if key not in known]
     if unknown and not is_vllm:
-        raise CompressionError(f"{name} has no key {unknown[0]!r}; {known_names(str(unknown[0]), ['tasks', *known])}")
+        raise CompressionError(f"{name} has no key {unknown[0]!r}; {known_names(unknown[0], ['tasks', *known])}")
     if unknown:
-        logger.warning("%s: not used here: %s", name, ", ".join(map(str, unknown)))
-    form = {key: value for key, value in VLLM_FORM.items() if is_vllm and key in known}
-    options = {key: value for key, value in content.items() if key in known}
-    return {**form, **options, "tasks": tuple(tasks), "settings": tasks, "expect": tuple(expect)}
+        logger.warning("%s: not used here: %s", name, ", ".join(unknown))
+    return options | {key: content[key] for key in known if key in content}

@@ -38,8 +38,7 @@ def find_anomalies(
         if row.mcnemar is None:
             continue
         if scores.chance is not None:
-            guessing = f"no better than guessing, {scores.chance:.4f}" if scores.chance else "next to nothing"
-            suspects.append((row, guessing, chance_p(scores, scores.chance)))
+            suspects.append((row, f"no better than guessing, {scores.chance:.4f}", chance_p(scores, scores.chance)))
         if row.gained > row.lost:
             suspects.append((row, f"clearly worse than the compressed model, {row.compressed:.4f}", row.mcnemar))
     corrected = holm(np.array([p for *_, p in suspects])).tolist()

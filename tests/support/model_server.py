@@ -77,7 +77,11 @@ class Served:
 
     def chat(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         text = self.tokenizer.apply_chat_template(
-            payload["messages"], tools=payload.get("tools"), tokenize=False, add_generation_prompt=True
+            payload["messages"],
+            tools=payload.get("tools"),
+            tokenize=False,
+            add_generation_prompt=True,
+            **payload.get("chat_template_kwargs", {}),
         )
         new, ended = self.written(self.tokenizer(text, add_special_tokens=False)["input_ids"], payload)
         message = {"role": "assistant", "content": self.tokenizer.decode(new)}

@@ -53,7 +53,7 @@ def test_where_nothing_is_wrong_few_runs_have_an_anomaly(expect: tuple[str, ...]
         (0.55, 0.55, 0.25, ("t=0.78±0.02",), "not 0.78±0.02 as expected"),
         (0.99, 0.99, 0.25, ("t=0.78+-0.02",), "as expected"),
         (0.25, 0.25, 0.25, (), "no better than guessing, 0.2500"),
-        (0.0, 0.0, 0.0, (), "next to nothing"),
+        (0.0, 0.0, 0.0, (), "no better than guessing, 0.0000"),
         (0.5, 0.8, 0.25, (), "clearly worse than the compressed model"),
     ],
 )

@@ -1,0 +1,195 @@
+"""Tasks asked in lm-eval's own forms, compared with lm-eval's own evaluation item by item."""
+
+import hashlib
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+from lm_eval.tasks import TaskManager
+
+from compressor.answers.lm_eval_run import ItemScores, plan_evaluation
+from compressor.answers.server import open_server
+from compressor.answers.tasks import EvaluationOptions, quiet_lm_eval, resolve_tasks
+from compressor.checkpoint.source import locate
+from compressor.progress import Silent
+from tests.support import small
+from tests.support.command_line import Run, refused, succeeded
+from tests.support.eval_tasks import no_stock_tasks, own_tasks
+from tests.support.model_server import serving
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+DEMO = str(resources.files("compressor").joinpath("demo", "checkpoint"))
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}"
+    "<assistant>{% if enable_thinking is defined and enable_thinking %}hm, {% endif %}{% endif %}"
+)
+WRITTEN = """
+task: written
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+output_type: generate_until
+test_split: test
+fewshot_split: test
+doc_to_text: question
+doc_to_target: "{{{{choices[0]}}}}"
+process_results: !function digest.process
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 6}}
+metric_list: [{{metric: digest, aggregation: mean, higher_is_better: true}}]
+"""
+DIGEST = """
+import hashlib
+def process(doc, results):
+    return {"digest": int(hashlib.sha256(results[0].encode()).hexdigest()[:6], 16) / 2**24}
+"""
+SAMPLING = {"gen_kwargs": "do_sample=true,temperature=1.0", "apply_chat_template": False}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's tasks, and `written`, whose score is another number for each text that a model writes."""
+    folder = own_tasks(tmp_path_factory.mktemp("tasks"))
+    (folder / "digest.py").write_text(DIGEST)
+    (folder / "written.yaml").write_text(WRITTEN.format(data=folder / "sums.jsonl", cache=folder.parent / "cache"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = small.save(tmp_path_factory.mktemp("chatty") / "model", max_position_embeddings=512)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def ours(model: Any, task: str, tasks: Path, store: Path, server: Any = None, **settings: Any) -> ItemScores:
+    fields = {"tasks": (task,), "include_path": tasks, "device": "cpu", "dtype": "float32", "limit": 5, **settings}
+    options = EvaluationOptions(**fields)
+    planned = plan_evaluation(locate(str(model)), resolve_tasks(options), options, store, server)
+    return planned.run(Silent())[task]
+
+
+def theirs(model: Any, task: str, tasks: Path, arguments: dict[str, Any], **settings: Any) -> list[float]:
+    """What lm-eval's own model and evaluation give each item."""
+    demo = Path(DEMO).parent / "tasks"
+    manager = TaskManager(include_path=[str(tasks), str(demo)], include_defaults=False)
+    arguments = {"pretrained": str(model), "dtype": "float32", **arguments}
+    with quiet_lm_eval():
+        found: Any = lm_eval.simple_evaluate(
+            "hf", arguments, [task], task_manager=manager, device="cpu", limit=5, bootstrap_iters=0, **settings
+        )
+    return [float(row[row["metrics"][0]]) for row in found["samples"][task]]
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "arguments", "settings"),
+    [
+        ("sums", {"num_fewshot": 2}, {}, {"num_fewshot": 2}),
+        ("sums", {"apply_chat_template": True}, {}, {"apply_chat_template": True}),
+        ("written", {}, {}, {"apply_chat_template": True}),
+        (
+            "written",
+            {"num_fewshot": 2, "system_instruction": "Be brief.", "fewshot_as_multiturn": False, "seed": 7},
+            {},
+            {"num_fewshot": 2, "system_instruction": "Be brief.", "apply_chat_template": True,
+             "fewshot_as_multiturn": False, "fewshot_random_seed": 7},
+        ),
+        (
+            "written",
+            {"enable_thinking": True, "think_end_token": "a", "max_gen_toks": 30, "gen_kwargs": "until=['q']"},
+            {"enable_thinking": True, "think_end_token": "a"},
+            {"apply_chat_template": True, "gen_kwargs": {"until": ["q"], "max_gen_toks": 30}},
+        ),
+    ],
+)  # fmt: skip
+def test_items_score_as_by_lm_evals_own_evaluation(
+    chatty: Path, tasks: Path, tmp_path: Path, task: str, asked: Any, arguments: Any, settings: Any
+) -> None:
+    expected = theirs(chatty, task, tasks, arguments, **settings)
+    assert list(ours(chatty, task, tasks, tmp_path / "store", **asked).values) == expected
+    if task == "sums":
+        assert list(ours(chatty, task, tasks, tmp_path / "streamed", stream=True, **asked).values) == expected
+    else:
+        assert len(set(expected)) > 1
+        plain = ours(chatty, task, tasks, tmp_path / "store", **{**asked, "seed": 8, "system_instruction": "Other."})
+        assert list(plain.values) != expected  # and another form is another result
+
+
+@pytest.mark.parametrize("task", ["moe_demo_facts", "written"])
+def test_the_demo_scores_as_by_lm_evals_own_evaluation(tasks: Path, tmp_path: Path, task: str) -> None:
+    expected = theirs(DEMO, task, tasks, {}, num_fewshot=1)
+    assert list(ours(DEMO, task, tasks, tmp_path, num_fewshot=1).values) == expected  # it has no chat template
+
+
+def test_repeats_are_averaged_by_item(chatty: Path, tasks: Path, tmp_path: Path) -> None:
+    single = [ours(chatty, "written", tasks, tmp_path, seed=seed, **SAMPLING).values for seed in (5, 6)]
+    repeated = ours(chatty, "written", tasks, tmp_path, seed=5, repeats=2, **SAMPLING).values
+    assert single[0] != single[1]
+    assert repeated == pytest.approx([(first + second) / 2 for first, second in zip(*single, strict=True)])
+
+
+def test_a_server_is_asked_for_chats(chatty: Path, tasks: Path, tmp_path: Path) -> None:
+    asked = {"enable_thinking": True, "think_end_token": "a", "num_fewshot": 1, "gen_kwargs": {"until": ["q"]}}
+    with serving(chatty) as served:
+        server = open_server(served.address).checked(chatty, "it")
+        found = ours(chatty, "written", tasks, tmp_path / "served", server, **asked)
+        payload = served.asked[-1]
+        scored = ours(chatty, "sums", tasks, tmp_path / "served", server, apply_chat_template=True, num_fewshot=1)
+    assert [message["role"] for message in payload["messages"]] == ["user", "assistant", "user"]
+    assert payload["chat_template_kwargs"] == {"enable_thinking": True}
+    assert found.values == ours(chatty, "written", tasks, tmp_path / "store", **asked).values
+    again = ours(chatty, "sums", tasks, tmp_path / "store", apply_chat_template=True, num_fewshot=1)
+    assert scored.values == again.values
+
+
+def test_the_record_says_how_models_were_asked(
+    chatty: Path, tasks: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
+    copy = shutil.copytree(chatty, tmp_path / "copy")
+    flags = ("--include-path", tasks, "--limit", 5, "--inconclusive", "pass", "-o", tmp_path / "gate", "--overwrite")
+    result = succeeded(run("gate", "--apply-chat-template", chatty, copy, "--tasks", "sums,written", *flags))
+    digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()
+    forms = json.loads((tmp_path / "gate" / "gate.json").read_text())["asked"]
+    assert {forms[task]["chat_template_sha256"] for task in ("sums", "written")} == {digest}
+    assert forms["written"]["gen_kwargs"] == {"until": ["\n"], "max_gen_toks": 6}
+    assert result.out.count(f"in the chat template default (sha256 {digest[:12]})") == 4  # before, and by the verdict
+    succeeded(run("gate", chatty, copy, "--tasks", "sums,written", "--no-apply-chat-template", *flags))
+    content = json.loads((tmp_path / "gate" / "gate.json").read_text())
+    assert {form["chat_template"] for form in content["asked"].values()} == {None}
+    assert min(content["items_per_second"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("task", "flags", "message"),
+    [
+        ("written", (), "'written' would be asked of model in the chat template .* and other plainly"),
+        ("sums", ("--apply-chat-template",), "other has no chat template; pass --no-apply-chat-template"),
+        ("sums", ("--apply-chat-template", "tool_use"), "model has no chat template 'tool_use'.*known are default"),
+        ("written", ("--enable-thinking",), "add --think-end-token"),
+        ("sums", ("--enable-thinking", "--think-end-token", "x"), "task 'sums' is scored by likelihood"),
+        ("sums", ("--fewshot-as-multiturn",), "need a chat template|are of a chat template"),
+        ("written", ("--gen-kwargs", "temperature"), "--gen-kwargs 'temperature' cannot be read"),
+        ("written", ("--gen-kwargs", '{"temperature": 1'), "write key=value,key=value, or a JSON object"),
+        ("written", ("--gen-kwargs", "max_new_tokens=3", "--max-gen-toks", 5), "say the same"),
+        ("written", ("--repeats", 3), "--repeats has no effect without sampling"),
+    ],
+)
+def test_forms_that_cannot_be_asked_are_refused(
+    chatty: Path,
+    tasks: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    flags: Any,
+    message: str,
+) -> None:
+    no_stock_tasks(monkeypatch)
+    other = shutil.copytree(chatty, tmp_path / "other", ignore=shutil.ignore_patterns("*.jinja", "*.safetensors"))
+    shared = ("--include-path", tasks, "--inconclusive", "pass", "-o", tmp_path / "gate")
+    refused(run("gate", chatty, other, "--tasks", task, *shared, *flags), message)
+    assert not (tmp_path / "gate").exists()
