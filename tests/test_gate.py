@@ -238,6 +238,21 @@ def test_a_message_of_a_job_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out == expected
 
 
+def test_a_base_with_an_unexpected_score_passes_nothing(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(json.dumps({"tasks": [{"name": EASY, "limit": 12}]}))
+    ask = ("gate", base, good, "--suite", suite, "--max-drop", 0.3, "--expect", f"{EASY}=0.2±0.1")
+    result = run(*ask, "-o", tmp_path / "out")
+    assert result.status == 3 and f"ANOMALOUS scores on {EASY}, so that the pass" in result.out, result
+    found = read_gate(tmp_path / "out")
+    assert found.verdict == "inconclusive" and found.pooled is not None and found.pooled.verdict == "pass"
+    assert [anomaly.task for anomaly in found.anomalies] == [EASY]
+    assert all("ANOMALOUS" in (tmp_path / "out" / name).read_text() for name in REPORTS)
+    (suite_of_cases,) = ElementTree.parse(tmp_path / "out" / "gate.xml").getroot()
+    assert len(list(suite_of_cases.iter("skipped"))) == int(suite_of_cases.attrib["skipped"]) == 1
+    assert run(*ask, "--inconclusive", "pass").status == 0
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -254,6 +269,9 @@ def test_a_message_of_a_job_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
         (("--batch-size", "many"), "batch_size is many"),
         (("--inconclusive", "maybe"), "inconclusive is 'maybe'; input should be 'pass' or 'fail'"),
         (("--include-path", "nowhere"), "nowhere is not a folder"),
+        (("--suite", "nope"), "there is no suite 'nope'; name base, chat, code or math"),
+        (("--expect", f"{EASY}=high"), "should be task=score or task=score±tolerance"),
+        (("--expect", "rte=0.7"), f"names the task 'rte', which is not asked; asked are {EASY}"),
     ],
 )
 def test_bad_options_are_refused(

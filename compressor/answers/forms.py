@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from compressor.answers.server import Server
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask, fewshot_count, generation_settings
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generation_settings
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.formatting import known_names, one_line
@@ -62,7 +62,7 @@ def task_forms(
         forms[task.name] = TaskForm(
             name,
             digest,
-            tuple(dict.fromkeys(fewshot_count(part, options) for part in task.parts.values())),
+            tuple(dict.fromkeys(part.get_config("num_fewshot") or 0 for part in task.parts.values())),
             uses_template and options.fewshot_as_multiturn is not False,
             options.system_instruction,
             options.enable_thinking,

@@ -46,12 +46,13 @@ PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
     """Return the results of one model on a task, or on all parts of a group under one metric."""
+    named, _, filter_named = (task.settings.metric or "").partition(",")
     rows = dict[str, Rows]()
     for part in task.parts:
         # of a task that reads its answers in several ways, the results of the first
-        first_filter = samples[part][0]["filter"]
-        rows[part] = [row for row in samples[part] if row["filter"] == first_filter]
-    metric, kind = choose_metric(task, rows)
+        filter_name = filter_named or samples[part][0]["filter"]
+        rows[part] = [row for row in samples[part] if row["filter"] == filter_name]
+    metric, kind = choose_metric(task, rows, named)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
     items = list[AnsweredItem]()
@@ -75,7 +76,20 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
         version=task.version,
         kind=kind,
         items=tuple(items),
+        chance=_chance(task, rows),
     )
+
+
+def _chance(task: EvaluationTask, rows: Mapping[str, Rows]) -> float | None:
+    """Return the share of a task's items that guessing gets right; None if it is not known."""
+    if task.kinds == {"generate_until"}:
+        return 0.0
+    if task.kinds != {"multiple_choice"}:
+        return None
+    shares = list[float]()
+    for of_part in rows.values():
+        shares += [1 / len(row["filtered_resps"]) for row in of_part]
+    return sum(shares) / len(shares)
 
 
 def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
@@ -87,10 +101,10 @@ def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
     return replace(repeats[0], items=tuple(items))
 
 
-def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, Kind]:
-    """Return the first metric that gives every item of every part a number, and its kind."""
+def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str = "") -> tuple[str, Kind]:
+    """Return the `named` metric, or the first that gives every item of every part a number, and its kind."""
     first = next(iter(task.parts))
-    names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
+    names = dict.fromkeys([named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
         kinds = set[Kind | None]()
         for part, task_object in task.parts.items():
@@ -201,6 +215,10 @@ def _evaluated(
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    asked = dict[str, range]()
+    for task in tasks:
+        for part, count in zip(task.parts, task.counts, strict=True):
+            asked[part] = range(count)[: task.settings.limit or options.limit]
     seeds = options.random_seeds
     seeds["torch_random_seed"] += repeat
     model.sampling_seed = seeds["torch_random_seed"]
@@ -208,8 +226,8 @@ def _evaluated(
         model=model,
         tasks=[task.loaded for task in tasks],
         task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
+        samples=asked,
+        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
         bootstrap_iters=0,
         log_samples=True,
         apply_chat_template=form.chat_template is not None,
@@ -244,6 +262,7 @@ def plan_evaluation(
         files[task.name] = {}
         for model in models:
             key = {**facts, "model": model, "task": task.name, "version": task.version}
+            key |= task.settings.model_dump(exclude_none=True)
             key["form"] = asdict(forms[task.name])
             files[task.name][cache / f"{request_key(key)[:32]}.json"] = key
     stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, PositiveInt, field_validator, model_validator
 
+from compressor.answers.task_suites import TaskSettings, with_suite
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import TASKS, require
@@ -80,6 +81,10 @@ class TaskOptions(Options):
 
     tasks: tuple[str, ...] = ()
     """lm-eval tasks to pass, comma-separated."""
+    suite: str | None = Field(None, exclude=True)  # whose options stand in its place once it is read
+    """Tasks with their settings: base, chat, code, math, or a YAML file, also of vLLM's form. Other options override
+    it."""
+    settings: dict[str, TaskSettings] = Field(default_factory=dict)  # of tasks by name, from a suite
     limit: int | None = Field(None, ge=1)
     """Items of each task, the first ones (default: all)."""
     include_path: Path | None = None
@@ -89,6 +94,8 @@ class TaskOptions(Options):
     stream: bool | None = None
     """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
     fit into memory)."""
+    confirm_run_unsafe_code: bool = False
+    """Run tasks that execute the code which a model writes."""
 
     apply_chat_template: bool | str | None = None
     """Ask in the tokenizer's chat template, or in its template of this name; --no-apply-chat-template asks plainly
@@ -113,6 +120,13 @@ class TaskOptions(Options):
     """Samples of each generated answer, with seeds that follow each other. An item's score is their mean."""
 
     _split_tasks = field_validator("tasks", mode="before")(separated)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_suite(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("suite") is None:
+            return values
+        return with_suite(values, cls, TaskOptions.model_fields)
 
     @field_validator("apply_chat_template", mode="before")
     @classmethod

@@ -31,6 +31,7 @@ class ItemScores:
     kind: Kind
     items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
+    chance: float | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
     seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
 
     @property

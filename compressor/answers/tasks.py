@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from importlib.resources import as_file, files
 from itertools import groupby
@@ -22,10 +22,12 @@ from pydantic import model_validator
 
 from compressor.answers.items import Item, read_items
 from compressor.answers.options import TaskOptions
+from compressor.answers.task_suites import RUNS_CODE, TaskSettings
 from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.extras import TASKS, require
+from compressor.formatting import joined
 from compressor.options import validated
 from compressor.progress import quiet_transformers
 
@@ -117,9 +119,11 @@ class EvaluationTask:
     grouped: bool
     loaded: Any  # what lm-eval evaluates: a task or a group
     counts: tuple[int, ...]  # items of each part
+    settings: TaskSettings = field(default_factory=TaskSettings)  # its own, which override those of all tasks
 
     def items(self, limit: int | None) -> int:
-        """Return the number of items that a model answers, at most `limit` of each part."""
+        """Return the number of items that a model answers, at most `limit` of each part unless it has its own."""
+        limit = self.settings.limit or limit
         return sum(count if limit is None else min(count, limit) for count in self.counts)
 
     @property
@@ -153,13 +157,16 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
             "--enable-thinking needs the token that ends thinking; add --think-end-token, such as </think>"
         )
     require(*TASKS)
+    if options.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     owners = dict[str, str]()
     tasks = list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
         for name in options.tasks:
+            own = options.settings.get(name, TaskSettings())
             for loaded in _load(manager, name, options):
-                task = _evaluation_task(loaded, options)
+                task = _evaluation_task(loaded, options, own)
                 for part in task.parts.keys() & owners:  # no item may count twice
                     raise CompressionError(
                         f"task {part!r} is asked for twice, by {owners[part]!r} and by {task.name!r}; name one of the "
@@ -175,16 +182,38 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     return tuple(tasks)
 
 
-def _evaluation_task(loaded: Any, options: EvaluationOptions) -> EvaluationTask:
-    """Return a task or group that lm-eval has loaded."""
+def _evaluation_task(loaded: Any, options: EvaluationOptions, own: TaskSettings) -> EvaluationTask:
+    """Return a task or group that lm-eval has loaded, with the settings of its `own`.
+
+    As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
+    """
+    count = options.num_fewshot if own.num_fewshot is None else own.num_fewshot
     grouped = hasattr(loaded, "get_all_tasks")
     name = str(loaded.name if grouped else loaded.task_name)
     parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
-    version = _version(name, parts, options)
+    for part in parts.values():
+        if count is not None and part.get_config("num_fewshot") != 0:
+            part.set_config("num_fewshot", count)
+    version = _version(name, parts, options.model_copy(update={"limit": own.limit or options.limit}))
     counts = tuple(len(part.eval_docs) for part in parts.values())
     if not any(counts):
         raise CompressionError(f"task {name!r} has no items; check its definition")
-    return EvaluationTask(name, version, parts, grouped, loaded, counts)
+    for part, task in parts.items():
+        if own.metric is not None:
+            _check_metric(part, task, own.metric)
+    return EvaluationTask(name, version, parts, grouped, loaded, counts, own)
+
+
+def _check_metric(part: str, task: Any, named: str) -> None:
+    """Refuse a metric, with a filter after a comma, that a task does not have."""
+    metric, _, filter_name = named.partition(",")
+    metrics = list(task.aggregation())
+    filters = [entry.name for entry in task._filters]
+    listed = [entry.get("metric") for entry in task.get_config("metric_list") or ()]
+    if metric not in metrics and not any(map(callable, listed)):  # which name their metrics only once they have run
+        raise CompressionError(f"task {part!r} has no metric {metric!r}; it has {joined(metrics)}")
+    if filter_name and filter_name not in filters:
+        raise CompressionError(f"task {part!r} has no filter {filter_name!r}; it has {joined(filters)}")
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
@@ -225,12 +254,16 @@ def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) 
 def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     """Load the task, the group, or the tasks of a tag; raises `CompressionError` if its data cannot be loaded."""
     import numpy
+    from lm_eval.tasks._yaml_loader import load_yaml
 
     seeds = options.random_seeds
     random.seed(seeds["random_seed"])  # some definitions shuffle their data
     numpy.random.seed(seeds["numpy_random_seed"])
+    path = getattr(manager.task_index.get(name), "yaml_path", None)
     try:
-        loaded = manager.load([name])
+        runs_code = path is not None and bool(load_yaml(path, resolve_func=False).get("unsafe_code"))
+        if not runs_code or options.confirm_run_unsafe_code:  # else its module is not even imported
+            loaded = manager.load([name])
     except ModuleNotFoundError as error:
         raise CompressionError(f"task {name!r} needs the package {error.name}; install it with pip") from error
     except Exception as error:
@@ -238,6 +271,8 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
             f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and the network if its "
             "data set is not on this machine yet"
         ) from error
+    if runs_code and not options.confirm_run_unsafe_code:
+        raise CompressionError(f"task {name!r} {RUNS_CODE}")
     if name in loaded["groups"]:
         return [loaded["groups"][name]]
     return list(loaded["tasks"].values())
@@ -248,8 +283,8 @@ def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) ->
         raise CompressionError(f"the group {name!r} has no tasks; check its definition")
     digest = hashlib.sha256()
     for part, task in parts.items():
-        if getattr(task, "UNSAFE_CODE", False):
-            raise CompressionError(f"task {part!r} would run code that the model writes; name another task")
+        if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
+            raise CompressionError(f"task {part!r} {RUNS_CODE}")
         try:
             for entry in _content(part, task, options):
                 line = json.dumps(entry, sort_keys=True, default=_plain) + "\n"
@@ -268,16 +303,8 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
     config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
     yield [part, config]
     yield from task.doc_iterator(limit=options.limit)
-    if fewshot_count(task, options):
+    if task.get_config("num_fewshot"):
         yield from (["few-shot", doc] for doc in task.fewshot_docs())
-
-
-def fewshot_count(task: Any, options: EvaluationOptions) -> int:
-    """Return the number of few-shot examples; as in lm-eval, a task that sets it to 0 keeps it."""
-    count = task.get_config("num_fewshot")
-    if count != 0 and options.num_fewshot is not None:
-        count = options.num_fewshot
-    return count or 0
 
 
 def generation_settings(task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from compressor.extras import TASKS, require
 from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.progress import Progress
-from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.options import DEFAULT_TASKS, DEMO_TASKS, GateOptions
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
 from compressor.records import plain_json
 
@@ -98,8 +98,8 @@ def gate(
     tasks: Annotated[
         str | None,
         flag(
-            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --prompts and --text none are "
-            "usual."
+            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --suite, --prompts and --text "
+            "none are usual."
         ),
     ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
@@ -137,13 +137,8 @@ def gate(
         _end(gate_results(Path(base), Path(compressed), judging, wanted, metric), judging, output, running)
     if metric is not None:
         raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
-    judges_otherwise = bool({"prompts", "text", "answers", "baseline"} & options.keys())
-    if wanted or demo or not judges_otherwise:
-        require(*TASKS)
-    from compressor.quality_gate.report import NAMES, power_blocks
-    from compressor.quality_gate.run import DEFAULT_TASKS, DEMO_TASKS, GateRequest, passable, read_tasks
-
-    usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
+    names_conditions = bool({"suite", "prompts", "text", "answers", "baseline"} & options.keys())
+    usual: tuple[str, ...] = () if names_conditions else DEFAULT_TASKS
     if demo:
         usual = DEMO_TASKS
         options = {"max_drop": DEMO_MAX_DROP, **options}
@@ -151,6 +146,11 @@ def gate(
     if named or "baseline" not in options:
         options["tasks"] = named
     gate_options = validated(GateOptions, options, "the command line")
+    if gate_options.tasks:
+        require(*TASKS)
+    from compressor.quality_gate.report import NAMES, power_blocks
+    from compressor.quality_gate.run import GateRequest, passable, read_tasks
+
     computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
     if dry_run:
         _, power = read_tasks(GateRequest.read(gate_options, **computing))

@@ -1,5 +1,8 @@
 """Options of comparing two models' behaviour, and of the gate. Importing this loads no torch."""
 
+import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
@@ -8,12 +11,15 @@ from pydantic import Field, field_validator, model_validator
 from compressor.answers.options import AnswerOptions, TaskOptions
 from compressor.errors import CompressionError
 from compressor.formatting import joined
-from compressor.options import one_or_several
+from compressor.options import one_or_several, separated
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
 MAX_LENGTH_CHANGE = 0.1  # default where prompts are named, no other limit is larger, and none is given
 LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
+
+DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
+DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
 
 Limits = dict[str, tuple[str, float]]  # by measure: the option, and the rise that it allows
 
@@ -61,11 +67,38 @@ class BehaviourOptions(AnswerOptions):
             raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
 
 
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """The score that a base should have on a task."""
+
+    task: str
+    score: str  # as it is given
+    value: float
+    tolerance: float | None  # None stands for the sampling error of as many items
+
+    @classmethod
+    def read(cls, text: str) -> "Expectation":
+        """'gsm8k=0.78±0.02', also with +-, or without a tolerance."""
+        task, _, score = text.partition("=")
+        try:
+            value, *tolerances = map(float, re.split(r"±|\+/?-", score, maxsplit=1))
+        except ValueError:
+            value, tolerances = math.nan, []
+        tolerance = tolerances[0] if tolerances else None
+        if not (task.strip() and math.isfinite(value) and 0 <= (tolerance or 0) < math.inf):
+            raise CompressionError(
+                f"--expect {text!r} should be task=score or task=score±tolerance, such as gsm8k=0.78±0.02"
+            )
+        return cls(task.strip(), score.strip(), value, tolerance)
+
+
 class GateOptions(BehaviourOptions, TaskOptions):
     """Conditions that an output has to meet before it is put in place."""
 
     baseline: Path | None = None
     """Compare with the base's answers in this file of --save-baseline. Tasks and settings default to the file's."""
+    expect: tuple[str, ...] = ()
+    """Score that the base should have, such as gsm8k=0.78±0.02; another one is anomalous. May be repeated."""
     max_loop_rise: float | None = Field(None, ge=0, le=1)
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
@@ -90,11 +123,24 @@ class GateOptions(BehaviourOptions, TaskOptions):
     search: bool = Field(False, exclude=True)  # of a command, not of its output
     """Find the smallest number of experts that passes."""
 
+    _split_expect = field_validator("expect", mode="before")(separated)
+
     @model_validator(mode="after")
     def _has_conditions(self) -> Self:
+        has_tasks = self.tasks or not self.baseline  # else they are the baseline's
+        for task in self.expectations:
+            if has_tasks and task not in self.tasks:
+                asked = f"asked are {joined(self.tasks)}" if self.tasks else "no task is asked"
+                raise CompressionError(f"--expect names the task {task!r}, which is not asked; {asked}")
         if not (self.tasks or self.prompts or self.text or self.answers or self.baseline):
             raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
         return self
+
+    @property
+    def expectations(self) -> dict[str, Expectation]:
+        """The base's expected scores by task; of two of one task the last."""
+        expected = map(Expectation.read, self.expect)
+        return {entry.task: entry for entry in expected}
 
     @property
     def task_drop(self) -> float:

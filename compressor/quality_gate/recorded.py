@@ -19,6 +19,7 @@ from compressor.answers.scores import HASH_DIGITS, AnsweredItem, ItemScores, Kin
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import json_object
 from compressor.formatting import joined
+from compressor.quality_gate.anomalies import find_anomalies
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import judge, overall
 from compressor.quality_gate.verdict import GateResult, TaskGate
@@ -87,8 +88,10 @@ def gate_results(
     rows, _ = judged(pairs.values())
     # a problem of EvalPlus counts once in the pool, by all of its tests
     _, pooled = judged([pair for (task, *more), pair in pairs.items() if (f"{task}+", *more) not in pairs])
+    anomalies = find_anomalies(rows, [first for first, _ in pairs.values()], {}, {})
+    verdict = overall([*rows, *([] if pooled is None else [pooled])])
     return GateResult(
-        verdict=overall([*rows, *([] if pooled is None else [pooled])]),
+        verdict="inconclusive" if anomalies and verdict == "pass" else verdict,
         base=str(base),
         compressed=str(compressed),
         max_drop=options.max_drop,
@@ -98,6 +101,7 @@ def gate_results(
         tasks=rows,
         options={"paired": paired, "unpaired": lone},
         versions=versions(("moe-compressor",)),
+        anomalies=anomalies,
     )
 
 

@@ -37,7 +37,7 @@ from compressor.errors import CompressionError
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, joined, one_line, readable
 from compressor.quality_gate.domain_divergence import divergence_blocks
-from compressor.quality_gate.statistics import POWER, advise
+from compressor.quality_gate.statistics import POWER, advise, overall
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
     SIGNS,
@@ -121,7 +121,11 @@ OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # col
 
 
 def verdict_line(result: GateResult) -> str:
-    """Return the verdict and its reasons as a sentence."""
+    """Return the verdict and its reasons as a sentence, and the tasks with anomalies in another."""
+    tasks = joined([*dict.fromkeys(anomaly.task for anomaly in result.anomalies)])
+    if tasks and overall(result.rows, result.conditions) == "pass":
+        return f"Inconclusive: ANOMALOUS scores on {tasks}, so that the pass they lead to shows nothing."
+    anomalous = f" ANOMALOUS: scores on {tasks}." if tasks else ""
     passes = result.verdict == "pass"
     lost = "no more than" if passes else "more than"
     reasons = []
@@ -136,8 +140,8 @@ def verdict_line(result: GateResult) -> str:
     due = joined(reasons) or "anything was lost on any task"
     sure = f"with confidence {100 * result.confidence:g}%"
     if result.verdict == "inconclusive":
-        return f"Inconclusive: {sure}, it cannot be said whether {due}."
-    return f"{result.verdict.capitalize()}: {sure}, {due}."
+        return f"Inconclusive: {sure}, it cannot be said whether {due}.{anomalous}"
+    return f"{result.verdict.capitalize()}: {sure}, {due}.{anomalous}"
 
 
 def advice(result: GateResult) -> list[str]:
@@ -193,7 +197,8 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     """
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
-    sentences = [*advice(result), *form_sentences(result.asked)]
+    sentences = [anomaly.sentence for anomaly in result.anomalies]
+    sentences += [*advice(result), *form_sentences(result.asked)]
     if sentences:
         blocks.append(Items(tuple(sentences)))
     rows = list[tuple[Words, ...]]()
@@ -249,6 +254,8 @@ def _pairs(entries: Mapping[str, Any]) -> str:
     for name, value in entries.items():
         if isinstance(value, list | tuple):
             value = " ".join(map(str, value))
+        elif isinstance(value, Mapping):
+            value = f"({_pairs(value)})"
         pairs.append(f"{name} {'not set' if value is None else value}")
     return ", ".join(pairs)
 
@@ -345,6 +352,7 @@ def _xml(root: Xml.Element) -> bytes:
 def junit(result: GateResult) -> bytes:
     """Return JUnit XML for CI servers: rows and conditions are test cases; inconclusive ones are skipped."""
     verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
+    verdicts += ["inconclusive"] * len(result.anomalies)
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -379,6 +387,8 @@ def junit(result: GateResult) -> bytes:
         add_case(task.task, task.verdict, message, "\n".join(lines))
     for condition in result.conditions:
         add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
+    for anomaly in result.anomalies:
+        add_case(f"{anomaly.task}, anomalous", "inconclusive", anomaly.sentence, anomaly.sentence)
     _add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
     return _xml(root)
 

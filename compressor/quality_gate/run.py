@@ -22,6 +22,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.progress import Progress
+from compressor.quality_gate.anomalies import find_anomalies
 from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
 from compressor.quality_gate.options import LENGTH, GateOptions
@@ -38,8 +39,6 @@ from compressor.quality_gate.teacher_forced import check_options, read_all
 from compressor.quality_gate.verdict import GateResult, Side
 from compressor.run_record import PACKAGES, versions
 
-DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
-DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
 
 
@@ -130,6 +129,8 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
     if baseline is not None:
         baseline.check_request(gate.evaluation.facts(), gate.options.tasks, gate.options.baseline)
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
+    for name in gate.options.expectations.keys() - {task.name for task in tasks}:
+        raise CompressionError(f"--expect names {name!r}, which stands for several tasks; name one of them")
     settings = [generation_settings(task, gate.evaluation) for task in tasks]
     if gate.options.repeats > 1 and not any(map(samples, settings)):
         raise CompressionError(
@@ -266,8 +267,12 @@ def run_gate(
     written = behaviour.written
     if written is not None:
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
+    if options.settings:
+        facts["settings"] = {name: own.model_dump(exclude_none=True) for name, own in options.settings.items()}
+    anomalies = find_anomalies(judged, scores["base"], options.expectations, asked)
+    verdict = overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions)
     return GateResult(
-        verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions),
+        verdict="inconclusive" if anomalies and verdict == "pass" else verdict,
         base=base_writer.label if baseline is None else baseline.base,
         compressed=label or writer.label,
         max_drop=options.max_drop,
@@ -287,6 +292,7 @@ def run_gate(
         conditions=behaviour.conditions,
         text=behaviour.text,
         answers=behaviour.answers,
+        anomalies=anomalies,
     )
 
 

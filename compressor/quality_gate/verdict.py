@@ -80,6 +80,15 @@ class GateCondition:
 
 
 @dataclass(frozen=True, slots=True)
+class Anomaly:
+    """A sign that a model was asked in the wrong form, so that comparing the two shows nothing."""
+
+    task: str
+    sentence: str
+    p: float  # of what was tested; corrected over all tests (Holm)
+
+
+@dataclass(frozen=True, slots=True)
 class GateResult:
     """The result of a gate."""
 
@@ -103,6 +112,7 @@ class GateResult:
     conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass
     text: DomainDivergence | None = None  # read by both models
     answers: DomainDivergence | None = None  # the base's, read by both
+    anomalies: tuple[Anomaly, ...] = ()  # with which nothing passes
 
     @property
     def rows(self) -> tuple[TaskGate, ...]:

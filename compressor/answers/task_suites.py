@@ -1,0 +1,116 @@
+"""Suites: YAML files of tasks with their settings, of this package or of a user, also as vLLM writes them."""
+
+import logging
+from collections.abc import Collection, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, FiniteFloat
+
+from compressor.errors import CompressionError, reason_of
+from compressor.formatting import joined, known_names
+from compressor.options import Options, separated, validated
+
+logger = logging.getLogger(__name__)
+
+NOT_IN_SUITES = ("tasks", "suite", "settings", "include_path", "confirm_run_unsafe_code")  # options of tasks
+VLLM_FIELD = "model_name"  # of vLLM's task files alone
+VLLM_FORM = {"apply_chat_template": False, "fewshot_as_multiturn": False}  # where vLLM's files name none
+RUNS_CODE = "runs code that the model writes; pass --confirm-run-unsafe-code where that is safe, as in a container"
+VLLM_TOLERANCE = 0.08  # of vLLM's own check, relative
+
+
+class TaskSettings(Options):
+    """Settings of one task, which override those of all tasks."""
+
+    num_fewshot: int | None = Field(None, ge=0)
+    limit: int | None = Field(None, ge=1)
+    metric: str | None = None  # in lm-eval's spelling, if need be with its filter: exact_match,strict-match
+
+
+class SuiteMetric(Options):
+    """A metric of a task, and the base's score."""
+
+    name: str
+    value: FiniteFloat | None = None
+
+
+class SuiteTask(TaskSettings):
+    """A task of a suite; the first of its metrics is compared."""
+
+    name: str
+    metrics: tuple[SuiteMetric, ...] = ()
+
+
+def with_suite(values: Mapping[str, Any], kind: type[Options], fields: Collection[str]) -> dict[str, Any]:
+    """Return values of options with those of the suite that they name, which has `fields`; given ones override it."""
+    name = str(values["suite"])
+    content = _content(name)
+    if content.pop("unsafe_code", False) and not values.get("confirm_run_unsafe_code"):
+        raise CompressionError(f"the suite {name} {RUNS_CODE}")
+    suite = _options(name, content, [key for key in fields if key not in NOT_IN_SUITES])
+    if "expect" not in kind.model_fields:
+        del suite["expect"]
+    validated(kind, suite, name)
+    given = dict[str, Any]()
+    if "settings" not in values:  # else all are given, by a recipe whose suite is changed
+        for key, value in values.items():
+            if key in kind.model_fields and value != kind.model_fields[key].default:
+                given[key] = value
+    merged = {**values, **suite, **given, "suite": None}
+    for settings in suite["settings"].values():
+        for key in settings.keys() & given:
+            del settings[key]
+    if "expect" in suite:
+        tasks = separated(merged["tasks"])
+        expected = [text for text in suite["expect"] if text.partition("=")[0] in tasks]
+        merged["expect"] = [*expected, *separated(given.get("expect", ()))]
+    return merged
+
+
+def _content(name: str) -> dict[str, Any]:
+    """Return the YAML of a suite of this package, or of a file."""
+    folder = files("compressor.answers") / "suites"
+    source = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not source.is_file():
+        known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
+        raise CompressionError(f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own")
+    try:
+        content = yaml.safe_load(source.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CompressionError(f"{name} is not valid YAML ({reason_of(error, 200)}); mend it") from error
+    tasks = content.get("tasks") if isinstance(content, dict) else None
+    if not (isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)):
+        raise CompressionError(f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'")
+    return dict(content)
+
+
+def _options(name: str, content: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the options of a suite by name, with the settings and expectations of its tasks.
+
+    Unknown keys are noted in a file of vLLM's, which has some for its server, and refused in others.
+    """
+    is_vllm = content.pop(VLLM_FIELD, None) is not None
+    tolerance = content.pop("rtol", VLLM_TOLERANCE) if is_vllm else None
+    tasks = dict[str, Any]()
+    expect = list[str]()
+    for number, entry in enumerate(content.pop("tasks")):
+        row = {"name": entry} if isinstance(entry, str) else entry
+        task = validated(SuiteTask, row, f"{name}: tasks[{number}]", f"{name} has no key", f" in tasks[{number}]")
+        tasks[task.name] = task.model_dump(exclude={"name", "metrics"}, exclude_none=True)
+        for metric in task.metrics[:1]:
+            tasks[task.name].setdefault("metric", metric.name)
+            if metric.value is not None:
+                within = "" if tolerance is None else f"±{abs(tolerance * metric.value)}"
+                expect.append(f"{task.name}={metric.value}{within}")
+    options: dict[str, Any] = {"tasks": tuple(tasks), "settings": tasks, "expect": tuple(expect)}
+    if is_vllm:
+        options |= VLLM_FORM
+    unknown = [str(key) for key in content if key not in known]
+    if unknown and not is_vllm:
+        raise CompressionError(f"{name} has no key {unknown[0]!r}; {known_names(unknown[0], ['tasks', *known])}")
+    if unknown:
+        logger.warning("%s: not used here: %s", name, ", ".join(unknown))
+    return options | {key: content[key] for key in known if key in content}
