@@ -179,6 +179,7 @@ def test_cells_are_the_tasks_numbers() -> None:
 def test_the_verdict_comes_first_and_all_else_is_told() -> None:
     text = page(mixed())
     assert text.startswith(
+        "<!-- moe-compress gate: org/model, org/smaller -->\n"
         "# Accuracy gate: fail\n\n**Fail: with confidence 95%, more than 0.03 was lost on rte and more than 0.01 was "
         "lost over all 1,500 items."
     )
