@@ -40,6 +40,7 @@ from compressor.report.comparison import candidates_of, compare_strategies
 from compressor.report.comparison_report import Comparison
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_formats
+from compressor.report.task_scores import TaskRun
 
 logger = logging.getLogger(__name__)
 
@@ -204,20 +205,24 @@ def compare(
     dtype: str = "auto",
     device: str = "auto",
     resident: str = "auto",
+    cache: Path | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
     """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
 
     `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
-    Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
+    Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees. With
+    `tasks` every model answers them; results are kept in the folder `cache`.
     """
     grid = validated(Grid, options, "compare")
     text = text_options(calibration)
     candidates = candidates_of(grid)  # refused before a model is read
+    tasks = TaskRun.read(grid, device, dtype, cache)
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        run_grid = compare_formats if grid.schemes else compare_strategies
-        return run_grid(run, grid, candidates, text, seed)
+        if grid.schemes:
+            return compare_formats(run, grid, candidates, text, seed)
+        return compare_strategies(run, grid, candidates, text, seed, tasks)
 
 
 def _two_sources(
