@@ -64,10 +64,6 @@ class ItemScores:
     streamed: bool = False  # one layer in memory at a time
 
     @property
-    def ids(self) -> list[str]:
-        return [item.id for item in self.items]
-
-    @property
     def values(self) -> tuple[float, ...]:
         """The scores of the items."""
         return tuple(item.score for item in self.items)

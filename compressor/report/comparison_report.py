@@ -236,7 +236,9 @@ class Comparison:
         calibration = without_folders(self.calibration) if self.calibration else {}
         rows = tuple(replace(row, answers=()) for row in self.rows)
         content: dict[str, Any] = plain_json({**asdict(replace(self, rows=rows)), "calibration": calibration}, finite)
-        content["items"] = {task.task: task.ids for task in self.base.answers}
+        content["items"] = {}
+        for task in self.base.answers:
+            content["items"][task.task] = [item.id for item in task.items]
         for entry, row in zip(content["rows"], self.rows, strict=True):
             entry["answers"] = {task.task: list(task.values) for task in row.answers}  # in the order of `items`
             entry["label"] = self.name_of(row) if self.formats else label(row)
