@@ -76,7 +76,7 @@ class TaskOptions(Options):
     """Tasks of lm-eval, and how models answer them."""
 
     tasks: tuple[str, ...] = ()
-    """lm-eval tasks, comma-separated."""
+    """lm-eval tasks to pass, comma-separated."""
     limit: int | None = Field(None, ge=1)
     """Items of each task, the first ones (default: all)."""
     include_path: Path | None = None

@@ -13,7 +13,6 @@ from compressor.answers.options import TaskOptions
 from compressor.cli.options import (
     KEEP,
     SIZES,
-    TASKS,
     Computing,
     Model,
     Printing,
@@ -39,6 +38,8 @@ from compressor.steps.prune.options import protecting_packages
 if TYPE_CHECKING:
     pass
 
+TASKS = "Tasks"
+TASK_OPTIONS = options_of(TaskOptions, TASKS, without=("seed",))
 GRID_NAMES = {
     "ratios": "ratio",
     "splits": "split",
@@ -54,7 +55,6 @@ WAYS = options_of(
     names=GRID_NAMES,
 )
 FORMATS = options_of(Grid, SIZES, ("sizes", "bits", "context", "shares", "schemes"))
-TASK_OPTIONS = options_of(TaskOptions, TASKS, without=("seed",))
 LISTS = ("steps", "strategies", "exporters", "optimizers")
 
 

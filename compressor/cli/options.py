@@ -32,8 +32,7 @@ Parameter = inspect.Parameter
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
 GATE, SERVERS, RUNNING, SIZES = "Gate", "Servers", "Running", "Prune or quantise"
-TASKS = "Tasks"
-PANELS = (KEEP, SIZES, TASKS, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)  # in this order
+PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)  # in this order
 TYPE_NAMES = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
 
 
