@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedModel
 
 from compressor.answers.generation import PromptSet, writer_of
-from compressor.answers.options import AnswerOptions, ServerOptions
+from compressor.answers.options import AnswerOptions, ServerOptions, TaskOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.traces import Traces, write_traces
 from compressor.checkpoint.source import ModelSource, find_model, locate_tokenizer
@@ -211,14 +211,16 @@ def compare(
 ) -> Comparison:
     """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
 
-    `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
+    `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"],
+    nbytes=16_000`.
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees. With
     `tasks` every model answers them; results are kept in the folder `cache`.
     """
+    task_options = {name: options.pop(name) for name in TaskOptions.model_fields if name in options}
     grid = validated(Grid, options, "compare")
     text = text_options(calibration)
     candidates = candidates_of(grid)  # refused before a model is read
-    tasks = TaskRun.read(grid, device, dtype, cache)
+    tasks = TaskRun.read(validated(TaskOptions, task_options, "compare"), grid, device, dtype, cache)
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         if grid.schemes:
             return compare_formats(run, grid, candidates, text, seed)

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from compressor.answers.options import TaskOptions
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
 from compressor.model.serving import FORMATS
-from compressor.options import one_or_several, separated
+from compressor.options import Options, one_or_several, separated
 from compressor.steps.prune.options import Prune
 from compressor.steps.quantize.options import Quantize
 
@@ -36,7 +35,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
 Counts = Annotated[tuple[int, ...], BeforeValidator(_several)]
 
 
-class Grid(TaskOptions):
+class Grid(Options):
     """Models to compare. With number formats (`schemes`), a row is a share of the experts in a format.
 
     Without formats, `experts` or `ratios` say how many experts stay, and random prunings are compared with. With
@@ -92,11 +91,6 @@ class Grid(TaskOptions):
     @model_validator(mode="after")
     def _check(self) -> Self:
         Prune(protect=self.protect)  # which checks it
-        task_options = self.model_fields_set & TaskOptions.model_fields.keys()
-        if task_options and not self.tasks:
-            raise CompressionError(f"--{task_options.pop().replace('_', '-')} is of tasks; name --tasks, too")
-        if self.tasks and (self.schemes or self.constants):
-            raise CompressionError("--tasks compares models with fewer experts; leave out number formats and --format")
         if self.schemes:
             self._check_formats()
         elif bool(self.experts) == bool(self.ratios):

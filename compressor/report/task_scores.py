@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from compressor.answers.lm_eval_run import ItemScores, TaskEvaluation, identity, plan_evaluation
+from compressor.answers.options import TaskOptions
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import refuse_several
+from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
@@ -26,19 +28,25 @@ from compressor.steps.workdir import write_stage
 
 @dataclass(frozen=True, slots=True)
 class TaskRun:
-    """The tasks of a grid, and the folder with results of earlier runs."""
+    """The tasks of a comparison, and the folder with results of earlier runs."""
 
     tasks: tuple[EvaluationTask, ...]
     options: EvaluationOptions
     cache: Path
 
     @classmethod
-    def read(cls, grid: Grid, device: str, dtype: str, cache: Path | None) -> "TaskRun | None":
-        """Load the tasks; None if the grid names none. Raises `CompressionError` for those that there aren't."""
-        if not grid.tasks:
+    def read(
+        cls, named: TaskOptions, grid: Grid, device: str, dtype: str, cache: Path | None = None
+    ) -> "TaskRun | None":
+        """Load the tasks; None if none are named. Raises `CompressionError` for those that there aren't."""
+        if not named.tasks:
+            for name in named.model_fields_set:
+                raise CompressionError(f"--{name.replace('_', '-')} is of tasks; name --tasks, too")
             return None
+        if grid.schemes or grid.constants:
+            raise CompressionError("--tasks compares models with fewer experts; leave out number formats and --format")
         refuse_several("--tasks")
-        options = EvaluationOptions.of(grid, device, dtype)
+        options = EvaluationOptions.of(named, device, dtype)
         return cls(resolve_tasks(options), options, cache or default_folder())
 
     def plan(self, source: ModelSource, content: Mapping[str, Any] | None = None) -> TaskEvaluation:

@@ -75,9 +75,10 @@ def test_rows_score_as_the_compressed_model_does_in_lm_eval_and_in_the_gate(
 
 def test_tasks_that_cannot_be_are_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_stock_tasks(monkeypatch)
-    command = ("compare", tmp_path / "nothing", "--experts", 4, "--strategies", "reap", "-o", tmp_path / "out")
+    plain = ("compare", tmp_path / "nothing", "--strategies", "reap", "-o", tmp_path / "out")
+    command = (*plain, "--experts", 4)
     refused(run(*command, "--tasks", "moe_demo_sorts"), "there is no task 'moe_demo_sorts'.*did you mean moe_demo_sort")
-    refused(run(*command, "--tasks", SORTING, "--sizes"), "leave out number formats and --format")
+    refused(run(*plain, "--tasks", SORTING, "--sizes"), "leave out number formats and --format")
     refused(run(*command, "--tasks", SORTING, "--format", "mone"), "leave out number formats and --format")
     refused(run(*command, "--limit", 3), "--limit is of tasks; name --tasks, too")
 
