@@ -211,8 +211,8 @@ def compare(
 ) -> Comparison:
     """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
 
-    `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"],
-    nbytes=16_000`.
+    `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or `nbytes=16_000,
+    schemes=["none", "int4"]`.
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees. With
     `tasks` every model answers them; results are kept in the folder `cache`.
     """
