@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from compressor.answers.forms import task_forms
 from compressor.answers.generation import PromptSet, writer_of
 from compressor.answers.lm_eval_run import identity, plan_evaluation
-from compressor.answers.options import AnswerOptions, ServerOptions
+from compressor.answers.options import AnswerOptions, ServerOptions, TaskOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.traces import Traces, write_traces
 from compressor.checkpoint.source import ModelSource, find_model, locate_tokenizer
@@ -43,6 +43,7 @@ from compressor.report.comparison import candidates_of, compare_strategies
 from compressor.report.comparison_report import Comparison
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_formats
+from compressor.report.task_scores import TaskRun
 from compressor.run_record import PACKAGES, versions
 
 logger = logging.getLogger(__name__)
@@ -208,20 +209,26 @@ def compare(
     dtype: str = "auto",
     device: str = "auto",
     resident: str = "auto",
+    cache: Path | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
     """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
 
-    `options` are those of `Grid`: `experts=[4, 6], strategies=["reap"]`, or `schemes=["none", "int4"], nbytes=16_000`.
-    Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees.
+    `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or `nbytes=16_000,
+    schemes=["none", "int4"]`.
+    Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees. With
+    `tasks` every model answers them; results are kept in the folder `cache`.
     """
+    task_options = {name: options.pop(name) for name in TaskOptions.model_fields if name in options}
     grid = validated(Grid, options, "compare")
     text = text_options(calibration)
     candidates = candidates_of(grid)  # refused before a model is read
+    tasks = TaskRun.read(validated(TaskOptions, task_options, "compare"), grid, device, dtype, cache)
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        run_grid = compare_formats if grid.schemes else compare_strategies
-        return run_grid(run, grid, candidates, text, seed)
+        if grid.schemes:
+            return compare_formats(run, grid, candidates, text, seed)
+        return compare_strategies(run, grid, candidates, text, seed, tasks)
 
 
 def _two_sources(

@@ -288,6 +288,10 @@ class StreamedModel(WatchedModel):
             **chat,
         )
 
+    def variants(self, batches: Sequence[Sequence[Input]]) -> Sequence[LayerVisitor]:
+        """Return what has a variant of the model answer the batches; nothing for the model as it is."""
+        return ()
+
     def _create_model(self, *_: Any, **settings: Any) -> None:
         self._model = SimpleNamespace(config=self.config, to=lambda device: None)  # for what lm-eval asks of a model
 
@@ -327,7 +331,7 @@ class StreamedModel(WatchedModel):
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
             streamed = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
-            streamed.run(visitor)
+            streamed.run(*self.variants(batches), visitor)
         answers = dict(ChainMap(*ranks().all_gather(visitor.answers)))
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one

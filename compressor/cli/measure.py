@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import compressor
+from compressor.answers.options import TaskOptions
 from compressor.cli.options import (
     KEEP,
     SIZES,
@@ -37,6 +38,8 @@ from compressor.steps.prune.options import protecting_packages
 if TYPE_CHECKING:
     pass
 
+TASKS = "Tasks"
+TASK_OPTIONS = options_of(TaskOptions, TASKS, without=("seed",))
 GRID_NAMES = {
     "ratios": "ratio",
     "splits": "split",
@@ -77,6 +80,7 @@ def compare(
     counts: Annotated[dict[str, Any], COUNTS],
     grid: Annotated[dict[str, Any], WAYS],
     sizes: Annotated[dict[str, Any], FORMATS],
+    tasks: Annotated[dict[str, Any], TASK_OPTIONS],
     output: Annotated[Path, flag("New folder for comparison.json, comparison.md and comparison.png.")] = Path(
         "comparison"
     ),
@@ -84,8 +88,9 @@ def compare(
     nbytes: Bytes = None,
     servers: For = None,
     seed: Seed = 0,
+    cache_dir: Annotated[Path | None, flag("Folder of tasks' results to reuse (default: the user's).", TASKS)] = None,
 ) -> None:
-    """Compare strategies, corrections, expert counts and number formats on a model and text: one table, one plot."""
+    """Compare strategies, corrections, expert counts and number formats on text and tasks: one table, one plot."""
     require("matplotlib", *protecting_packages(counts.get("protect")))
     from compressor.report.comparison_report import NAMES, write_reports
 
@@ -95,6 +100,7 @@ def compare(
         **counts,
         **grid,
         **sizes,
+        **tasks,
         "constants": format == MONE,
         "nbytes": None if nbytes is None else read_bytes(nbytes, "--bytes"),
         "servers": servers or (),
@@ -105,6 +111,7 @@ def compare(
             calibration=text,
             seed=seed,
             resident=running.resident,
+            cache=cache_dir,
             **options,
             **running.reading(progress),
         )

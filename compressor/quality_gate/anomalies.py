@@ -48,8 +48,7 @@ def find_anomalies(
         if p < FALSE_ALARMS:
             cause = "most often a broken or missing chat template"
             if row.task in asked:
-                template = asked[row.task]["chat_template"]
-                cause += f"; it was asked with the chat template {template}" if template else "; it was asked without one"
+                cause += f"; used was {asked[row.task]['chat_template'] or 'none'}"
             sentence = f"ANOMALOUS: on {row.task} the base scores {row.base:.4f}, {reason} ({cause})"
             anomalies.append(Anomaly(row.task, sentence, p))
     return tuple(anomalies)

@@ -6,15 +6,19 @@ Rows of models in which constants stand for experts (`compare --format mone`), e
 import logging
 import math
 import random
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from compressor.answers.scores import ItemScores
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
@@ -29,12 +33,13 @@ from compressor.model.substitution import Substitution
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.progress import Progress
 from compressor.quality_gate.domains import degraded_domains
-from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy, working_strategies
 from compressor.recipe.step import TextOptions
 from compressor.report.comparison_report import Comparison, Row
 from compressor.report.grid import Grid
+from compressor.report.task_scores import TaskRun, with_differences
 from compressor.run_record import versions
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.constants.search import (
@@ -49,6 +54,7 @@ from compressor.steps.constants.search import (
 from compressor.steps.constants.step import refuse_model
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
+from compressor.steps.cutting import CutFiles
 from compressor.steps.job import idle_parameters, output_size
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planned, Planner, PruneSpec, protected_experts
@@ -135,6 +141,7 @@ class _RowBuilder:
     sets: Sequence[EvaluationSet]
     progress: Progress
     seed: int
+    tasks: TaskRun | None = None
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
 
     def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
@@ -165,17 +172,28 @@ class _RowBuilder:
         corrections = list(candidate.corrections)
         none = Correct(method="none")
         plain, uncorrected = self._carried_out(planned, candidate, none)
-        rows = {none.method: plain}
+        answer = lru_cache(partial(self._answers, planned.plan))
+        rows = list[Row]()
         for correction in corrections:
-            if correction.wanted:
-                row, figures = self._carried_out(planned, candidate, correction)
-                if accepts(figures.of(heldout), uncorrected.of(heldout)):
-                    undone = replace(plain, correction=correction.method, undone=True)
-                    row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
-                rows[correction.method] = row
-        return [rows[correction.method] for correction in corrections]
+            row = plain
+            with tempfile.TemporaryDirectory() as folder:
+                files = None
+                if correction.wanted:
+                    files = CutFiles(Path(folder)) if self.tasks is not None else None
+                    row, figures = self._carried_out(planned, candidate, correction, files)
+                    if accepts(figures.of(heldout), uncorrected.of(heldout)):
+                        undone = replace(plain, correction=correction.method, undone=True)
+                        row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
+                        files = None
+                rows.append(replace(row, answers=answer(files)))
+        return rows
 
-    def _carried_out(self, planned: Planned, candidate: Candidate, correction: Correct) -> tuple[Row, Figures]:
+    def _answers(self, plan: ExpertPlan, files: CutFiles | None) -> tuple[ItemScores, ...]:
+        return () if self.tasks is None else self.tasks.answer(self.model, plan, files, self.progress)
+
+    def _carried_out(
+        self, planned: Planned, candidate: Candidate, correction: Correct, files: CutFiles | None = None
+    ) -> tuple[Row, Figures]:
         begin = time.perf_counter()
         experts = planned.plan.experts
         plans = {layer.module: layer for layer in planned.plan.layers}
@@ -191,7 +209,7 @@ class _RowBuilder:
             name = candidate.name
         phase = f"{name}, {experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
-            layers = compress_sequentially(self.model, work, calibration, self.progress, probe=probe, phase=phase)
+            layers = compress_sequentially(self.model, work, calibration, self.progress, files, probe, phase)
         correcting = time.perf_counter() - begin if correction.wanted else 0.0
         row = self.row(
             probe.figures[0],
@@ -332,7 +350,12 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
 
 
 def compare_strategies(
-    run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
+    run: Session,
+    grid: Grid,
+    candidates: Sequence[Candidate],
+    text: TextOptions,
+    seed: int,
+    tasks: TaskRun | None = None,
 ) -> Comparison:
     """Plan with every strategy at every count, carry plans out with each correction, and evaluate all alike.
 
@@ -349,6 +372,7 @@ def compare_strategies(
         _counts(with_top_k(view, top_k), grid, prune)  # refused before text is read
     if constants:
         refuse_model(base)
+    answers = () if tasks is None else tuple(tasks.plan(base.source).run(progress).values())
     calibration, sets = read_texts(run, grid, text, seed)
     changed = any(method.wanted for candidate in candidates for method in candidate.corrections)
     # by which corrections of whole models are kept or undone
@@ -358,6 +382,7 @@ def compare_strategies(
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
     table = _RowBuilder(base, calibration, evaluator, sets, progress, seed)
     unchanged: dict[str, Any] = {"strategy": "base", "correction": "none", "error": 0.0, "seconds": 0.0}
+    unchanged["answers"] = answers
     rows = [table.row(figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0
     protected: Protected = {}
@@ -375,14 +400,14 @@ def compare_strategies(
             begin = time.perf_counter()
             plans = replace(planner, model=model).plans(specs, protected)
             shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
-            table = _RowBuilder(model, calibration, evaluator, sets, progress, seed)
+            table = _RowBuilder(model, calibration, evaluator, sets, progress, seed, tasks)
             for planned, (_, candidate) in zip(plans, pairs, strict=True):
                 rows += table.planned(planned, candidate)
             if constants and model is base:
                 rows += table.constants(counts, protected, constants)
     return Comparison(
         model=base.source.label,
-        rows=tuple(rows),
+        rows=tuple(rows) if tasks is None else with_differences(rows),
         calibration=calibration.identity,
         evaluation={evaluation_set.name: evaluation_set.tokens for evaluation_set in sets},
         calibration_seconds=shared,

@@ -3,7 +3,7 @@
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from compressor.answers.scores import ItemScores
 from compressor.data.sources import without_folders
 from compressor.divergence.evaluator import Difference
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
@@ -19,6 +20,8 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing, png
 from compressor.files import whole_folder
 from compressor.formatting import counted, human_bytes, human_count, joined, readable
+from compressor.quality_gate.report import change, level
+from compressor.quality_gate.verdict import TaskGate
 from compressor.records import finite, plain_json
 from compressor.report.grid import STORED
 
@@ -37,13 +40,18 @@ LEGEND = (
 STRATEGIES_LEGEND = (
     "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. "
     "Seconds are those of deciding, and correcting with the evaluation on the way, without the calibration pass. "
-    "Bold: the least loss among models of its size; "
 )
 FORMATS_LEGEND = (
     "± is one standard error paired by sequence. Bits are those of all bytes for each parameter of the base. Behind is "
     "the KL above that of the best model that is no larger. Bold: no model is smaller and better; "
 )
+TASKS_LEGEND = (
+    "Of a task: its score, then its difference to the base's with one-sided 95% bounds, paired by item as in gate; of "
+    "a perplexity its rise; of several random drops the mean and their range. Bold: as far as these items can tell, no "
+    "worse than the best of its size; "
+)
 SOURCES_LEGEND = "by source, what loses more than 3 times the mean of the other sources, beyond the error."
+PLOTS = 2  # of tasks beside each other
 FRONTIER = "no model is smaller and better"
 BY_SOURCE = {"Loss": "loss_by_source", "KL": "kl_by_source", "Flips": "flips_by_source"}
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
@@ -71,6 +79,9 @@ class Row:
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
     flips_by_source: Mapping[str, float] = field(default_factory=dict)
     degraded: tuple[str, ...] = ()  # sources that lose far more than the others
+    answers: tuple[ItemScores, ...] = ()  # to the items of each task
+    tasks: Mapping[str, TaskGate] = field(default_factory=dict)  # by name: the score, and the drop from the base's
+    equal_to_best: tuple[str, ...] = ()  # tasks on which the items can't tell it from the best of its size
     seed: int | None = None  # of a random drop
     split: int = 1  # sub-experts that each expert became before; `experts` then counts those
     top_k: int | None = None  # experts that a token is routed to, where that was chosen
@@ -223,8 +234,13 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without folders; None for a number that JSON cannot write."""
         calibration = without_folders(self.calibration) if self.calibration else {}
-        content: dict[str, Any] = plain_json({**asdict(self), "calibration": calibration}, finite)
+        rows = tuple(replace(row, answers=()) for row in self.rows)
+        content: dict[str, Any] = plain_json({**asdict(replace(self, rows=rows)), "calibration": calibration}, finite)
+        content["items"] = {}
+        for task in self.base.answers:
+            content["items"][task.task] = [item.id for item in task.items]
         for entry, row in zip(content["rows"], self.rows, strict=True):
+            entry["answers"] = {task.task: list(task.values) for task in row.answers}  # in the order of `items`
             entry["label"] = self.name_of(row) if self.formats else label(row)
             entry["loss_increase"] = finite(self.increase(row))
         has_best = self.limit is not None and bool(self.fitting)
@@ -251,7 +267,9 @@ class Comparison:
             blocks.append(Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}."))
         blocks += _tables(self, self.rows[1:])
         blocks += map(Text, sentences(self))
-        blocks.append(Text(LEGEND + (FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND) + SOURCES_LEGEND))
+        legend = FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND
+        bold = TASKS_LEGEND if self.base.tasks else "Bold: the least loss among models of its size; "
+        blocks.append(Text(LEGEND + legend + ("" if self.formats else bold) + SOURCES_LEGEND))
         blocks.append(comparison_figure(self))
         blocks.append(Text(f"Made with {', '.join(f'{name} {version}' for name, version in self.versions.items())}."))
         return blocks
@@ -331,11 +349,24 @@ def _mean(drops: Sequence[Row]) -> Row:
     }
     for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
         figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
+    if first.answers:
+        figures["tasks"] = {task: _range(task, drops) for task in first.tasks}
+        figures["equal_to_best"] = tuple(set.intersection(*(set(drop.equal_to_best) for drop in drops)))
     for name in BY_SOURCE.values():
         figures[name] = {}
         for source in getattr(first, name):
             figures[name][source] = fmean(getattr(drop, name)[source] for drop in drops)
     return replace(first, **figures)
+
+
+def _range(task: str, rows: Sequence[Row]) -> TaskGate:
+    """Return a task's mean score and drop in several rows, with the range in place of bounds; of one row its own."""
+    gates = [row.tasks[task] for row in rows]
+    if len(gates) == 1:
+        return gates[0]
+    drops = [gate.drop for gate in gates]
+    score = fmean(gate.compressed for gate in gates)
+    return replace(gates[0], compressed=score, drop=fmean(drops), lower=min(drops), upper=max(drops))
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -346,7 +377,8 @@ def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False)
     document = comparison.document()
     (figure,) = (block for block in document if isinstance(block, Figure))
     with whole_folder(folder, NAMES, overwrite) as work:
-        text = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        indent = None if comparison.base.answers else 2  # an item is no line
+        text = json.dumps(comparison.to_dict(), indent=indent, ensure_ascii=False, allow_nan=False)
         (work / NAMES[0]).write_text(text + "\n", encoding="utf-8")
         (work / NAMES[1]).write_text(markdown(document, {figure.name: NAMES[2]}), encoding="utf-8")
         (work / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
@@ -368,13 +400,16 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
         shown = [comparison.base, *ranked(rows)]
         ruled = {number for number, (row, following) in enumerate(pairwise(shown)) if row.kept != following.kept}
         ruled.add(0)
-        bold = {number + 1 for number in ruled}
+        bold = set() if comparison.base.tasks else {number + 1 for number in ruled}
     cells = [_cells(comparison, row) for row in shown]
     lines = list[tuple[Words, ...]]()
     for number, row_cells in enumerate(cells):
         lines.append(tuple(map(Strong, row_cells.values())) if number in bold else tuple(row_cells.values()))
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
     optional = OPTIONAL_OF_FORMATS if comparison.formats else OPTIONAL
+    if comparison.base.tasks:
+        caption += "; scores of tasks, their difference to the base's and its bounds"
+        optional = (*OPTIONAL, "increase", "KL", "loss")
     tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset({"format"}), optional, ruled)]
     if len(comparison.evaluation) > 1:
         columns = [name for name in ("model", "experts", "format") if name in cells[0]]
@@ -392,9 +427,21 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
     return tables
 
 
-def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
+def _task_cell(row: Row, task: TaskGate) -> Words:
+    """Return a score with its difference to the base's and the bounds of that: '0.7100 -0.0200 [-0.0310, -0.0120]'."""
+    text = level(task.compressed)
+    if row.strategy != "base":
+        sign = 1 if task.kind == "likelihood" else -1
+        bounds = [change(bound, task.kind) for bound in sorted((sign * task.lower, sign * task.upper))]
+        text += f" {change(sign * task.drop, task.kind)} [{', '.join(bounds)}]"
+    return Strong(text) if task.task in row.equal_to_best else text
+
+
+def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
     """Return a row's cells by column."""
-    cells = {"model": label(row), "experts": str(row.experts)}
+    cells: dict[str, Words] = {"model": label(row), "experts": str(row.experts)}
+    for name, task in row.tasks.items():
+        cells[name] = _task_cell(row, task)
     if comparison.formats:
         cells["experts"] = row.size_label.partition(",")[0].removesuffix(" experts")
         cells["format"] = format_label(row.scheme)
@@ -473,32 +520,85 @@ def comparison_figure(comparison: Comparison) -> Figure:
     size = 7.3 + 0.068 * max(map(len, legend_lines)), max(5.0, 0.6 + 0.185 * len(legend_lines))
     title = f"{comparison.model}: loss over bytes"
     draw = partial(_draw, comparison=comparison, lines=lines, labels=labels, frontier=frontier)
-    return Figure("comparison", title, caption, (Drawing(title, " ".join(alt), size, draw),))
+    drawings = [Drawing(title, " ".join(alt), size, draw)]
+    if base.tasks:
+        rows = math.ceil(len(base.tasks) / PLOTS)
+        size = size[0], max(2.8 * rows, size[1])
+        title = f"{comparison.model}: scores over experts kept"
+        draw = partial(_draw_tasks, comparison=comparison, lines=lines, labels=labels)
+        drawings.insert(0, Drawing(title, _scores_text(comparison, lines), size, draw))
+        caption += " Bands of scores are the bounds of the difference to the base."
+    return Figure("comparison", title, caption, tuple(drawings))
 
 
-def _draw(
+def _scores_text(comparison: Comparison, lines: Mapping[str, Sequence[Sequence[Row]]]) -> str:
+    """Return the points of each task's lines in words."""
+    words = list[str]()
+    for task, gate in comparison.base.tasks.items():
+        words.append(f"{task}: base {level(gate.base)}.")
+        for name, line in lines.items():
+            points = [f"{group[0].kept:g} {level(_score(task, group)[1])}" for group in line[1:]]
+            words.append(f"{name}: {', '.join(points)}.")
+    return " ".join(words)
+
+
+def _draw_tasks(
     canvas: "FigureBase",
     comparison: Comparison,
     lines: Mapping[str, Sequence[Sequence[Row]]],
     labels: Mapping[str, str],
-    frontier: Sequence[Row],
 ) -> None:
-    axes = canvas.add_subplot()
+    """Draw a plot for each task: the base's score, and a line for each way over the experts kept."""
+    tasks = comparison.base.tasks
+    handles = list[Any]()
+    for number, (name, task) in enumerate(tasks.items()):
+        axes = canvas.add_subplot(math.ceil(len(tasks) / PLOTS), PLOTS, number + 1)
+        base_line = axes.axhline(task.base, color=ROLES["ink"], linewidth=1.0)
+        handles = [
+            base_line,
+            *_draw_lines(axes, comparison, lines, lambda row: row.kept, partial(_score, name)).values(),
+        ]
+        axes.set_title(readable(name))
+        axes.set_ylabel(readable(task.metric))
+        if task.kind == "likelihood":
+            scale_axis(axes, "y", [row.tasks[name].compressed for row in comparison.rows])
+        axes.set_xlabel("experts kept in each layer")
+        axes.set_xticks(sorted({row.kept for row in comparison.rows}))
+        axes.invert_xaxis()
+        axes.grid()
+    canvas.legend(handles, ["base", *labels.values()], loc="outside right upper", handlelength=3.2)
+
+
+def _score(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
+    """Return the least, the mean and the highest score that the bounds of the difference to the base allow."""
+    task = _range(name, rows)
+    if rows[0].strategy == "base":
+        return task.base, task.base, task.base
+    if task.kind == "likelihood":
+        return task.base * (1 + task.lower), task.compressed, task.base * (1 + task.upper)
+    return task.base - task.upper, task.compressed, task.base - task.lower
+
+
+def _draw_lines(
+    axes: "Axes",
+    comparison: Comparison,
+    lines: Mapping[str, Sequence[Sequence[Row]]],
+    place: Callable[[Row], float],
+    measure: Callable[[Sequence[Row]], tuple[float, float, float]],
+) -> dict[str, Any]:
+    """Draw each line through the means of its groups, with a band from least to highest; return them by name."""
     strategies = list(dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random))
-    handles: list[tuple[float, str, Any]] = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
+    drawn = dict[str, Any]()
     for number, (name, line) in enumerate(lines.items()):
         row = line[-1][0]
-        sizes = [group[0].bytes for group in line]
-        losses = [list(map(comparison.increase, group)) for group in line]
-        means = list(map(fmean, losses))
+        places = [place(group[0]) for group in line]
+        least, means, highest = zip(*map(measure, line), strict=True)
         shade = ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
         face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
-        if row.is_random:
-            axes.fill_between(
-                sizes, list(map(min, losses)), list(map(max, losses)), color=shade, alpha=0.2, linewidth=0
-            )
-        (drawn,) = axes.plot(
-            sizes,
+        if least != highest:
+            axes.fill_between(places, least, highest, color=shade, alpha=0.2, linewidth=0)
+        (drawn[name],) = axes.plot(
+            places,
             means,
             color=shade,
             linewidth=1.4,
@@ -510,7 +610,25 @@ def _draw(
             markeredgewidth=1.0,
             markevery=slice(1, None),  # where a line begins, a marker says nothing
         )
-        handles.append((sort_key(means[-1]), labels[name], drawn))
+    return drawn
+
+
+def _draw(
+    canvas: "FigureBase",
+    comparison: Comparison,
+    lines: Mapping[str, Sequence[Sequence[Row]]],
+    labels: Mapping[str, str],
+    frontier: Sequence[Row],
+) -> None:
+    axes = canvas.add_subplot()
+    handles: list[tuple[float, str, Any]] = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
+
+    def losses(rows: Sequence[Row]) -> tuple[float, float, float]:
+        increases = list(map(comparison.increase, rows))
+        return min(increases), fmean(increases), max(increases)
+
+    for name, drawn in _draw_lines(axes, comparison, lines, lambda row: row.bytes, losses).items():
+        handles.append((sort_key(losses(lines[name][-1])[1]), labels[name], drawn))
     handles.sort(key=lambda handle: -handle[0])
     if frontier:
         ring: dict[str, Any] = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "none"}

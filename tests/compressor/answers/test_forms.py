@@ -11,7 +11,8 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
-from compressor.answers.lm_eval_run import ItemScores, plan_evaluation
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.scores import ItemScores
 from compressor.answers.server import open_server
 from compressor.answers.tasks import EvaluationOptions, quiet_lm_eval, resolve_tasks
 from compressor.checkpoint.source import locate

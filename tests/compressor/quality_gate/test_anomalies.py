@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from compressor.answers.lm_eval_run import AnsweredItem, ItemScores
+from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.errors import CompressionError
 from compressor.quality_gate.anomalies import find_anomalies
 from compressor.quality_gate.options import Expectation, GateOptions
