@@ -29,7 +29,7 @@ class TaskForm:
     fewshot_as_multiturn: bool
     system_instruction: str | None
     enable_thinking: bool | None
-    think_end_token: str | int | None
+    think_end_token: Any  # text, or the number of a token
     gen_kwargs: Mapping[str, Any] | None  # None if nothing is generated
     seed: int | None
     repeats: int
