@@ -98,8 +98,8 @@ class TaskOptions(Options):
     """Run tasks that execute the code which a model writes."""
 
     apply_chat_template: bool | str | None = None
-    """Ask in the tokenizer's chat template, or in its template of this name; --no-apply-chat-template asks plainly
-    (default: the template for tasks that are generated, where there is one)."""
+    """Ask in the tokenizer's chat template, or in its template of this name. --no-apply-chat-template asks plainly.
+    Tasks that are generated use the template by default, where there is one."""
     fewshot_as_multiturn: bool | None = None
     """In a chat template few-shot examples are turns of the conversation (default), or part of one message."""
     num_fewshot: int | None = Field(None, ge=0)

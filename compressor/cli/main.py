@@ -67,7 +67,8 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
     What follows it is no name if it is another option, a folder or a Hub id.
     """
     spelled = list[str]()
-    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+    followers = [*arguments, "-"][1:]
+    for argument, after in zip(arguments, followers, strict=True):
         if argument == f"--no-{CHAT}":
             argument = f"--{CHAT}=false"
         elif argument == f"--{CHAT}" and (after.startswith("-") or "/" in after or Path(after).exists()):

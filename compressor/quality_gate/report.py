@@ -15,7 +15,6 @@ from xml.etree import ElementTree as Xml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from compressor.answers.forms import form_sentences
 from compressor.answers.scores import REPORT
 from compressor.document.blocks import (
     Block,
@@ -162,10 +161,19 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
+def asked_sentences(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each form in which tasks were asked; none for recorded results."""
+    if not asked:
+        return []
+    from compressor.answers.forms import form_sentences  # which loads torch
+
+    return form_sentences(asked)
+
+
 def power_blocks(power: "PowerAnalysis") -> tuple[Block, ...]:
     """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
     rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
-    forms = tuple(map(Text, form_sentences(power.asked)))
+    forms = tuple(map(Text, asked_sentences(power.asked)))
     if not rows:
         return (
             Text(
@@ -198,7 +206,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
     sentences = [anomaly.sentence for anomaly in result.anomalies]
-    sentences += [*advice(result), *form_sentences(result.asked)]
+    sentences += [*advice(result), *asked_sentences(result.asked)]
     if sentences:
         blocks.append(Items(tuple(sentences)))
     rows = list[tuple[Words, ...]]()

@@ -150,13 +150,15 @@ def asked_forms(
     base_server: Server | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the form of each task's questions; raise `CompressionError` where it would not be that of both models."""
+    baseline = gate.baseline
+    if baseline is None:
+        forms = task_forms(base, base_server, tasks, gate.evaluation)
+        label = (base_server or base).label
+    else:
+        forms = {task.name: baseline.asked[task.name] for task in tasks}
+        label = baseline.base
     others = task_forms(compressed, server, tasks, gate.evaluation)
-    label = (server or compressed).label
-    if gate.baseline is not None:
-        forms = {task.name: gate.baseline.asked[task.name] for task in tasks}
-        return same_forms(forms, others, (gate.baseline.base, label))
-    forms = task_forms(base, base_server, tasks, gate.evaluation)
-    return same_forms(forms, others, ((base_server or base).label, label))
+    return same_forms(forms, others, (label, (server or compressed).label))
 
 
 def _refusal(

@@ -96,5 +96,8 @@ def test_commands_and_options_in_the_text_exist(page: Path) -> None:
         if command := re.match(rf"{PROGRAM} ([a-z]+)", code):
             assert command[1] in known and set(said) <= options(command[1]), f"{name_of(page)}: {code}"
         elif not code.startswith("python"):
-            known_there = (option in options() or is_known(option, scripts) for option in said)
+            known_there = (
+                bool({option, option.replace("--no-", "--")} & options()) or is_known(option, scripts)
+                for option in said
+            )
             assert all(known_there), f"{name_of(page)}: {code}"
