@@ -54,7 +54,6 @@ EXPERIMENTS: Mapping[str, str] = {
     "strategies": f"--ratio 0.25,0.5,0.75 --strategies {','.join(CRITERIA)} --correct none --random-seeds 2",
     "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge --random-seeds 1",
     "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge --random-seeds 1",
-    "constants": "--format mone --ratio 0.25,0.5 --strategies gated-mass --correct none,ridge --random-seeds 1",
 }
 DEMO = "demo"
 PLOTTED = {  # published criteria, and the colours of their lines
@@ -312,30 +311,6 @@ def sub_experts_table(subjects: Sequence[Subject]) -> str:
     return table(columns, rows)
 
 
-def constants_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each way and correction."""
-    columns = ["way", "correction"]
-    columns += [f"{subject.title}, {shown_share(share)}" for subject in subjects for share in (0.75, 0.5)]
-    keys = [(row["name"], row["correction"]) for subject in subjects for row in subject.rows("constants")]
-    rows = list[list[str]]()
-    for name, correction in dict.fromkeys(keys):
-        if name == "random":
-            continue
-        cells = [name, correction]
-        for subject in subjects:
-            for removed in (0.25, 0.5):
-                cells.append(_constants_cell(subject, name, correction, removed))
-        rows.append(cells)
-    return table(columns, rows)
-
-
-def _constants_cell(subject: Subject, name: str, correction: str, removed: float) -> str:
-    """Return the increase with a share of the experts removed; uneven layers have mean counts."""
-    rows = subject.rows("constants", name=name, correction=correction)
-    rows = [row for row in rows if abs(row["share"] - (1 - removed)) < 0.1]
-    return f"{fmean(row['increase'] for row in rows):.3f}" if rows else ""
-
-
 def demo_table(subjects: Sequence[Subject]) -> str:
     """Return the table that `make demo` prints."""
     from compressor.formatting import human_bytes, human_count
@@ -358,7 +333,6 @@ TABLES = {
     "sizes": sizes_table,
     "corrections": corrections_table,
     "sub-experts": sub_experts_table,
-    "constants": constants_table,
     DEMO: demo_table,
 }
 
