@@ -278,21 +278,22 @@ def gate(
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes.
     """
-    if servers is not None and (servers.server or servers.base_server):
+    serving = servers or ServerOptions()
+    if serving.server or serving.base_server:
         refuse_several("--server", "start the command without torchrun")
     if options.prompts:
         refuse_several("--prompts", "start the command without torchrun")
-    base_server, server = servers_of(servers or ServerOptions())
     if (options.baseline is None) != (base is not None) or (base is None and compressed is None):
         raise CompressionError("name the base or its --baseline, and the smaller model")
-    if options.baseline is not None and base_server is not None:
+    if options.baseline is not None and serving.base_server is not None:
         raise CompressionError("--baseline takes the base's place; leave out --base-server")
     request = GateRequest.read(options, device, dtype, cache)
     tasks, power = read_tasks(request)
     passable(power)
     if base is not None:
-        named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
+        named = _two_sources((base, revision), (compressed, compressed_revision), serving, progress)
     elif compressed is not None:
+        _, server = servers_of(serving)
         named = [_source(compressed, compressed_revision or revision, server, progress)] * 2
     (base_source, base_server), (compressed_source, server) = named
     for served in (base_server, server):
@@ -306,6 +307,7 @@ def gate(
         compressed_source,
         tasks,
         request,
+        asked,
         progress or Silent(),
         server=server,
         base_server=base_server,

@@ -103,7 +103,8 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
     """Gate the output in a folder, reported under the name `label`, and write the result beside its weights."""
     output = ModelSource(str(folder), None, folder)
-    result = run_gate(gate.source, output, gate.tasks, gate.request, progress, label=label)
+    asked = asked_forms(gate.source, output, gate.tasks, gate.request)
+    result = run_gate(gate.source, output, gate.tasks, gate.request, asked, progress, label=label)
     if ranks().is_first:
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if gate.trial is not None:  # without the cache, a killed search only repeats the trial

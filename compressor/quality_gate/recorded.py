@@ -89,9 +89,8 @@ def gate_results(
     # a problem of EvalPlus counts once in the pool, by all of its tests
     _, pooled = judged([pair for (task, *more), pair in pairs.items() if (f"{task}+", *more) not in pairs])
     anomalies = find_anomalies(rows, [first for first, _ in pairs.values()], {}, {})
-    verdict = overall([*rows, *([] if pooled is None else [pooled])])
     return GateResult(
-        verdict="inconclusive" if anomalies and verdict == "pass" else verdict,
+        verdict=overall([*rows, *([] if pooled is None else [pooled])], anomalies=anomalies),
         base=str(base),
         compressed=str(compressed),
         max_drop=options.max_drop,

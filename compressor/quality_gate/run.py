@@ -201,12 +201,15 @@ def run_gate(
     compressed: ModelSource,
     tasks: Sequence[EvaluationTask],
     gate: GateRequest,
+    asked: Mapping[str, Mapping[str, Any]],
     progress: Progress,
     label: str | None = None,
     server: Server | None = None,
     base_server: Server | None = None,
 ) -> GateResult:
     """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed model.
+
+    `asked` are the forms of both models' questions, as `asked_forms` returns them.
 
     With a `server` the compressed model answers there, and with a `base_server` the base. Where the gate has a
     baseline, nothing is asked of the base, and any model may be given as it.
@@ -215,7 +218,6 @@ def run_gate(
     """
     options = gate.options
     evaluation_options = gate.evaluation
-    asked = asked_forms(base, compressed, tasks, gate, server, base_server)
     rows = options.batch_size if isinstance(options.batch_size, int) else None
     base_writer = writer_of(base, base_server, rows, gate.device, gate.dtype)
     writer = writer_of(compressed, server, rows, gate.device, gate.dtype)
@@ -272,9 +274,8 @@ def run_gate(
     if options.settings:
         facts["settings"] = {name: own.model_dump(exclude_none=True) for name, own in options.settings.items()}
     anomalies = find_anomalies(judged, scores["base"], options.expectations, asked)
-    verdict = overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions)
     return GateResult(
-        verdict="inconclusive" if anomalies and verdict == "pass" else verdict,
+        verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions, anomalies),
         base=base_writer.label if baseline is None else baseline.base,
         compressed=label or writer.label,
         max_drop=options.max_drop,

@@ -47,7 +47,7 @@ from scipy.stats import t as student_t
 from compressor.answers.scores import ItemScores
 from compressor.errors import CompressionError
 from compressor.formatting import joined
-from compressor.quality_gate.verdict import GateCondition, TaskGate, Verdict
+from compressor.quality_gate.verdict import Anomaly, GateCondition, TaskGate, Verdict
 
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
 SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
@@ -421,16 +421,18 @@ def judge(
     return tuple(judged), None if binary is None else measure(binary, max_drop, alpha, True)
 
 
-def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) -> Verdict:
+def overall(
+    rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = (), anomalies: Sequence[Anomaly] = ()
+) -> Verdict:
     """Return fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
 
-    Tasks outside the pool, the pool and conditions decide.
+    Tasks outside the pool, the pool and conditions decide; with an anomaly nothing passes.
     """
     deciding = {condition.verdict for condition in conditions}
     deciding |= {row.verdict for row in rows if row.decides}
     if "fail" in deciding or any(row.verdict == "fail" for row in rows):
         return "fail"
-    return "pass" if deciding == {"pass"} else "inconclusive"
+    return "pass" if deciding == {"pass"} and not anomalies else "inconclusive"
 
 
 def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "drop") -> str:
