@@ -1,14 +1,16 @@
 """An inspected model on a terminal: its parts, what would be left of it, and servers that take it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.formatting import human_bytes, human_count, share
-from compressor.model.inspection import Inspection
-from compressor.model.serving import Breach
+
+if TYPE_CHECKING:  # it loads torch, and what reads GGUF files prints their sizes without
+    from compressor.model.inspection import Inspection
+    from compressor.model.serving import Breach
 
 
-def inspection_blocks(report: Inspection) -> list[Block]:
+def inspection_blocks(report: "Inspection") -> list[Block]:
     """Return what `inspect` shows of a checkpoint."""
     outcomes = report.outcomes
     left_out = report.left_out
