@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import grouped_mm, linear
+from transformers.integrations.moe import _can_use_grouped_mm
 
 from compressor.model.moe_layer import MoeLayer
 
 Parameters = dict[str, Tensor]
+ALIGNMENT = 16  # bytes that rows must be a multiple of in grouped products
+CHUNK = 4096  # tokens that pass the experts at once, where each expert's output is kept
 
 
 def width_of(experts: Any) -> int:
@@ -29,27 +32,68 @@ def parameter_names(experts: Any) -> tuple[str, ...]:
     return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
 
 
-def expert_parameters(experts: Any, expert: int) -> Parameters:
-    """Return one expert's slices of the fused parameters: views, in the module's own layout."""
+def expert_parameters(experts: Any, expert: int | slice = slice(None)) -> Parameters:
+    """Return one expert's slices of the fused parameters, or those of several: views, in the module's own layout."""
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
-def _project(experts: Any, parameters: Parameters, name: str, value: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The m = n K choices of n tokens, sorted by expert and then by token; making it asks the device for no number."""
+
+    tokens: Tensor  # [m] of each choice
+    places: Tensor  # [m] of each choice among all, flattened from [n, K]
+    experts: Tensor  # [m] ascending
+    weights: Tensor  # [m] gate weights; 0 of a choice that is not used
+    ends: Tensor  # [E] int32, where the choices of each expert end; later ones have none
+
+    @classmethod
+    def of(cls, weights: Tensor, index: Tensor, experts: int) -> "Choices":
+        """Sort the choices `index` [n, K] with their gate weights [n, K] among so many experts."""
+        chosen, places = index.flatten().long().sort(stable=True)
+        numbers = torch.arange(experts, device=chosen.device)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+        return cls(places // index.shape[1], places, chosen, weights.flatten()[places], ends)
+
+
+def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the product [m, O] of rows [m, I], sorted by expert, and the matrix of each in `weight` [E, I, O].
+
+    Where the kernel does not take these sizes, or does not exist, stock transformers' loop over experts is used.
+    """
+    aligned = all(size * weight.itemsize % ALIGNMENT == 0 for size in weight.shape[1:])
+    if aligned and _can_use_grouped_mm(value, weight, ends):
+        return grouped_mm(value, weight, offs=ends)
+    product: Tensor = torch.ops.transformers.grouped_mm_fallback(value, weight, ends)
+    return product
+
+
+def _project(experts: Any, parameters: Parameters, name: str, value: Tensor, choices: Choices | None) -> Tensor:
     weight = parameters[name]
     bias = parameters.get(f"{name}_bias")
-    return linear(value, weight.T if experts.is_transposed else weight, bias)
+    if choices is None:
+        return linear(value, weight.T if experts.is_transposed else weight, bias)
+    product = _grouped_product(value, weight if experts.is_transposed else weight.mT, choices.ends)
+    return product if bias is None else product + bias[choices.experts]
 
 
-def intermediate(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
-    """Return the input [T, I] of an expert's down projection for tokens [T, H]."""
-    inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x)
+def intermediate(experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None) -> Tensor:
+    """Return the inputs of experts' down projections: tokens [T, H] -> [T, I].
+
+    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted by.
+    """
+    inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x, choices)
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated
 
 
-def apply_expert(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
-    """Return the output [T, H] of an expert with these parameters for tokens [T, H], before its gate weight."""
-    output = _project(experts, parameters, "down_proj", intermediate(experts, parameters, x))
+def apply_expert(experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None) -> Tensor:
+    """Return the outputs of experts before their gate weights: tokens [T, H] -> [T, H].
+
+    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted by.
+    """
+    inner = intermediate(experts, parameters, x, choices)
+    output = _project(experts, parameters, "down_proj", inner, choices)
     return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
 
 
@@ -119,20 +163,22 @@ def routed(
         yield expert, rows, slots
 
 
-Observe = Callable[[int, Tensor, Tensor, Tensor], None]
+Observe = Callable[[Tensor, Choices, Tensor], None]
 
 
 def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
-    """Compute an experts module expert by expert: hidden [T, H], index and weights [T, K] -> [T, H].
+    """Compute an experts module: hidden [T, H], index and weights [T, K] -> [T, H].
 
-    `observe(expert, tokens, gate_weights, outputs)` gets [n], [n] and [n, H] for every expert with tokens.
+    `observe(tokens, choices, outputs)` gets some of the tokens [n], their choices and the experts' outputs [n K, H].
     """
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    for expert in index.unique().tolist():
-        rows, slots = (index == expert).nonzero(as_tuple=True)
-        output = apply_expert(experts, expert_parameters(experts, expert), hidden.index_select(0, rows))
-        observe(expert, rows, weights[rows, slots], output)
-        result.index_add_(0, rows, (output * weights[rows, slots, None]).float())
+    parameters = expert_parameters(experts)
+    for tokens in torch.arange(len(hidden), device=hidden.device).split(CHUNK):
+        choices = Choices.of(weights[tokens], index[tokens], len(parameters["down_proj"]))
+        rows = tokens[choices.tokens]
+        outputs = apply_expert(experts, parameters, hidden.index_select(0, rows), choices)
+        observe(tokens, choices, outputs)
+        result.index_add_(0, rows, (outputs * choices.weights[:, None]).float())
     return result.to(hidden.dtype)
 
 
@@ -154,8 +200,8 @@ def moe_hooks(
     """Call back from an MoE layer of a live model while the block runs.
 
     Of one call of the layer the callbacks come in this order: `on_router` after the router, `on_experts` with hidden
-    [T, H], index and weights [T, K] before the experts, `on_expert_output` with each expert's number, tokens [n], gate
-    weights [n] and outputs [n, H], `on_output` with hidden and output [T, H] of the experts, and `on_block` after the
+    [T, H], index and weights [T, K] before the experts, `on_expert_output` with some tokens [n], their
+    choices and the experts' outputs [n K, H], `on_output` with hidden and output [T, H] of the experts, and `on_block` after the
     module that holds router and experts, before any other hook there. Without `computing` the experts output zeros:
     nothing after them is used.
     """
