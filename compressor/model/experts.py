@@ -55,6 +55,16 @@ class Choices:
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         return cls(places // index.shape[1], places, chosen, weights.flatten()[places], ends)
 
+    def between(self, group: slice, begin: int, end: int, weights: Tensor) -> "Choices":
+        """Return those of a group of experts, which are from `begin` to `end`, with experts counted from the first.
+
+        Gate weights are taken out of `weights` [n, K] anew, so that gradients of each group pass back on their own.
+        """
+        mine = slice(begin, end)
+        places = self.places[mine]
+        experts = self.experts[mine] - group.start
+        return Choices(self.tokens[mine], places, experts, weights.flatten()[places], self.ends[group] - begin)
+
 
 def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return the product [m, O] of rows [m, I], sorted by expert, and the matrix of each in `weight` [E, I, O].
@@ -201,9 +211,9 @@ def moe_hooks(
 
     Of one call of the layer the callbacks come in this order: `on_router` after the router, `on_experts` with hidden
     [T, H], index and weights [T, K] before the experts, `on_expert_output` with some tokens [n], their
-    choices and the experts' outputs [n K, H], `on_output` with hidden and output [T, H] of the experts, and `on_block` after the
-    module that holds router and experts, before any other hook there. Without `computing` the experts output zeros:
-    nothing after them is used.
+    choices and the experts' outputs [n K, H], `on_output` with hidden and output [T, H] of the experts, and `on_block`
+    after the module that holds router and experts, before any other hook there. Without `computing` the experts output
+    zeros: nothing after them is used.
     """
     router, experts, block = map(model.get_submodule, (layer.router, layer.name, layer.block))
 

@@ -94,9 +94,8 @@ def stock_output(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def put_in(found: CutCase, cut: CutLayer) -> None:
     """Make the stock module's weights those of the refitted layer."""
-    for expert, parameters in enumerate(cut.parameters):
-        for name, value in parameters.items():
-            getattr(found.experts, name)[expert].copy_(value)
+    for name, value in cut.parameters.items():
+        getattr(found.experts, name).copy_(value)
 
 
 def token_weights(found: CutCase, rows: Tensor) -> Tensor:

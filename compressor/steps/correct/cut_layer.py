@@ -16,11 +16,12 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.model.experts import Parameters, apply_expert, expert_parameters, moe_hooks, routed
+from compressor.model.experts import CHUNK, Choices, Parameters, apply_expert, expert_parameters, moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
 
-CHUNK = 4096  # tokens computed at once
+SHARE = 8  # of a layer in memory on a processor: experts whose gradients exist at the same time
+SMALL = 2**25  # bytes of experts that always go together
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Recording:
         self._weights = Rows(expected)
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._batch = 0
+        self._taken = 0  # tokens of this batch
         self._hooks = ExitStack()
         self._rows_out = 0  # rows whose batch has left the decoder layer
 
@@ -93,6 +95,7 @@ class Recording:
 
     def enter(self, batch: int) -> None:
         self._batch = batch
+        self._taken = 0
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._call = (args, kwargs)
@@ -109,8 +112,9 @@ class Recording:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         weights = torch.ones(len(hidden), device=output.device)
         if self.emphasis:
-            begin = int((self.batches == self._batch).sum())
-            weights = self.emphasis[self._batch].flatten()[begin : begin + len(hidden)].to(output.device)
+            begin = self._taken
+            self._taken += len(hidden)
+            weights = self.emphasis[self._batch].flatten()[begin : self._taken].to(output.device)
         self._inputs.append(hidden)
         self._outputs.append(output)
         self._weights.append(weights)
@@ -204,7 +208,7 @@ class RefittedConstants:
 
 
 class CutLayer:
-    """A smaller layer's experts, one set of float32 parameters each, its live router, and the recording."""
+    """A smaller layer's experts in float32, its live router, and the recording."""
 
     def __init__(
         self, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
@@ -215,18 +219,26 @@ class CutLayer:
         self.router = router
         self.block = block
         self.constants = constants
-        self.parameters = list[Parameters]()
-        for expert in range(len(experts.down_proj)):
-            parameters = expert_parameters(experts, expert).items()
-            self.parameters.append({name: value.detach().to(torch.float32, copy=True) for name, value in parameters})
+        self.parameters: Parameters = {  # [N, ...]
+            name: value.detach().to(torch.float32, copy=True) for name, value in expert_parameters(experts).items()
+        }
+        self.count = len(self.parameters["down_proj"])
         self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))  # of the tokens' weights
+
+    @property
+    def groups(self) -> list[slice]:
+        """The experts to compute at once: all, but on a processor few enough for little memory beside the layer."""
+        nbytes = sum(value.nbytes for value in self.parameters.values())
+        most = max(SMALL, nbytes // SHARE) if self.parameters["down_proj"].device.type == "cpu" else nbytes
+        size = max(1, self.count * most // nbytes)
+        return [slice(begin, min(begin + size, self.count)) for begin in range(0, self.count, size)]
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
         positional, by_keyword = self.recording.router_arguments(rows, self.block)
         output = self.router(*positional, **by_keyword)
         weights, index = (part.reshape(len(rows), -1) for part in output[1:3])
-        return weights.float(), index if self.constants is None else self.constants.slots[index.long()]
+        return weights.float(), (index if self.constants is None else self.constants.slots[index]).long()
 
     def inputs(self, rows: Tensor) -> Tensor:
         """Return the inputs of the experts there, in float32: [n, H]."""
@@ -246,29 +258,47 @@ class CutLayer:
 
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
-        x = self.inputs(rows)
-        weights, index = self.route(rows)
-        total = torch.zeros_like(x)
-        for slot, tokens, choices in routed(weights, index):
-            output = self.slot_output(slot, x.index_select(0, tokens))
-            total.index_add_(0, tokens, output * weights[tokens, choices, None])
+        total = torch.zeros_like(targets)
+        parameters = [{name: value[group] for name, value in self.parameters.items()} for group in self.groups]
+        for tokens, output in self.gated_outputs(self.inputs(rows), *self.route(rows), parameters):
+            total.index_add_(0, tokens, output)
         return targets - total
 
-    @property
-    def slots(self) -> int:
-        return len(self.parameters) + (0 if self.constants is None else len(self.constants.values))
+    def gated_outputs(
+        self, x: Tensor, weights: Tensor, index: Tensor, parameters: Sequence[Parameters]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield tokens [m] and the outputs [m, H] times their gate weights of each group of experts, then of constants.
 
-    def leaves_of(self, slot: int) -> Collection[Tensor]:
-        """Return the tensors to refit that a slot's output is made of."""
-        if self.constants is not None and slot >= len(self.parameters):
-            return [self.constants.values]
-        return self.parameters[slot].values()
+        `x` [n, H] and the routing [n, K] are those of n tokens, the `parameters` those of `groups`. A single group
+        without constants asks the device for no number. Products are in the parameters' dtype.
+        """
+        choices = Choices.of(weights, index, self.count)  # those of constants come last
+        groups = self.groups
+        parts = [choices]
+        if len(groups) > 1 or self.constants is not None:
+            bounds = [0, *choices.ends[[group.stop - 1 for group in groups]].tolist()]
+            parts = [choices.between(*span, weights) for span in zip(groups, bounds, bounds[1:], strict=False)]
+        for values, part in zip(parameters, parts, strict=True):
+            states = x.index_select(0, part.tokens).to(values["down_proj"].dtype)
+            output = apply_expert(self.experts, values, states, part).float()
+            yield part.tokens, output * part.weights[:, None]
+        if self.constants is not None:
+            gates = self.constant_weights(weights, index)
+            yield torch.arange(len(x), device=x.device), gates @ self.constants.values
 
-    def slot_output(self, slot: int, x: Tensor) -> Tensor:
-        """Output of a slot's expert, before its gate weight, or its constant: [m, H] -> [m, H]."""
-        if self.constants is not None and slot >= len(self.parameters):
-            return self.constants.values[slot - len(self.parameters)].expand(*x.shape[:-1], -1)
-        return apply_expert(self.experts, self.parameters[slot], x)
+    def constant_weights(self, weights: Tensor, index: Tensor) -> Tensor:
+        """Return the gate weights [n, D] of the layer's constants in a routing [n, K]."""
+        assert self.constants is not None
+        gates = weights.new_zeros(len(weights), len(self.constants.values))
+        slots = index - self.count
+        return gates.scatter_add(1, slots.clamp(min=0), weights * (slots >= 0))
+
+    def reached(self, weights: Tensor, index: Tensor) -> Tensor:
+        """Return how many tokens of all ranks reach each expert or constant in a routing [n, K]."""
+        slots = self.count + (0 if self.constants is None else len(self.constants.values))
+        counts = torch.zeros(slots, device=self.parameters["down_proj"].device)
+        counts.index_add_(0, index.flatten(), (weights.detach() != 0).flatten().to(counts.dtype))
+        return ranks().all_reduce(counts)
 
     @torch.no_grad()
     def error(self, rows: Tensor) -> float:
@@ -277,8 +307,8 @@ class CutLayer:
         for chunk in self.recording.chunks(rows):
             targets = self.targets(chunk)
             weights = as_float64(self.token_weights(chunk))
-            for position, value in enumerate((self.gap(chunk, targets), targets)):
-                sums[position] += float(weights @ as_float64(value).square().sum(-1))
+            energies = [as_float64(value).square().sum(-1) for value in (self.gap(chunk, targets), targets)]
+            sums = sums.to(weights.device) + torch.stack(energies) @ weights
         missed, size = ranks().all_reduce(sums).tolist()
         return missed / size if size else 0.0
 

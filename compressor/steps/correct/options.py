@@ -32,6 +32,8 @@ class Correct(StepOptions):
     constants, in multi-token-prediction heads, and where experts' outputs pass a norm."""
     rate: float = Field(0.3, gt=0, lt=1)
     """Learning rate of tune, as a multiple of the remaining error."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of tune's products, which are summed in float32. auto is bfloat16 on GPUs that multiply it."""
     deterministic: bool = False
     """Use operations that give the same bits each time; on a GPU some are slower."""
 

@@ -19,7 +19,7 @@ from compressor.recipe.step import CONSTANTS
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.options import NONE, Correct
 from compressor.steps.correct.ridge import refit_constants, refit_down
-from compressor.steps.correct.tuning import tune
+from compressor.steps.correct.tuning import computing_dtype, tune
 
 MOST_RATE = 0.03
 STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lowers no error is undone
@@ -69,11 +69,8 @@ class _Guard:
         self.heldout = heldout
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
-        # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
-        self.best_values = list[tuple[Tensor, Tensor]]()
-        for expert, parameters in enumerate(cut.parameters):
-            for name, value in parameters.items():
-                self.best_values.append((value, getattr(cut.experts, name)[expert].detach()))
+        # every refitted tensor and where its best values are: the experts' in the smaller model, the router's here
+        self.best_values = [(value, getattr(cut.experts, name).detach()) for name, value in cut.parameters.items()]
         if cut.constants is not None:
             self.best_values.append((cut.constants.values, cut.constants.best))
         for key, value in router.items():
@@ -143,7 +140,8 @@ def correct_layer(
         for name in steps if guard.best > 0 and fitted else ():
             if name == "tune":
                 rate = min(correction.rate * guard.best, MOST_RATE)  # large steps only disturb a layer that is close
-                tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed)
+                dtype = computing_dtype(correction.precision, recording.inputs.device)
+                tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed, dtype)
             if name == "ridge":
                 refit_down(cut, fit, heldout)
             if name != "tune" and constants is not None:

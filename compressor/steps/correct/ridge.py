@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
-from compressor.model.experts import intermediate, routed
-from compressor.steps.correct.cut_layer import CHUNK, CutLayer
+from compressor.model.experts import CHUNK, Choices, intermediate, width_of
+from compressor.steps.correct.cut_layer import CutLayer
 
 LEAST_BLOCK = 1024
 MOST_BLOCK = 4096  # neurons solved jointly
@@ -80,15 +80,17 @@ class _Block:
     budget: float = math.inf  # bytes
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def columns(self, expert: int) -> slice:
-        """Return the columns of the features that are an expert's neurons."""
-        width = self.neurons.stop - self.neurons.start
-        index = expert - self.experts.start
-        return slice(index * width, (index + 1) * width)
-
     @property
     def width(self) -> int:
-        return int(self.columns(self.experts[-1]).stop)
+        """Columns of the features: the neurons of the first expert, then those of the next."""
+        count: int = self.neurons.stop - self.neurons.start
+        return len(self.experts) * count
+
+    @property
+    def down(self) -> Tensor:
+        """The neurons' rows of the experts' down projections: a view [experts, neurons, H]."""
+        down = self.layer.parameters["down_proj"][self.experts.start : self.experts.stop]
+        return (down if self.layer.experts.is_transposed else down.mT)[:, self.neurons]
 
     def features(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each chunk's residual [m, H], which of its tokens reach the block, [n], and their features [n, D]."""
@@ -104,16 +106,18 @@ class _Block:
 
     def _computed(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         layer = self.layer
-        inside = torch.isin(chunk.index, torch.tensor([*self.experts], device=chunk.index.device))
-        reached = (inside & (chunk.weights != 0)).any(-1).nonzero().flatten()
-        x = layer.inputs(chunk.rows[reached.cpu()])
-        weights = chunk.weights[reached]
-        phi = x.new_zeros(len(reached), self.width)
-        for expert, rows, choices in routed(weights, chunk.index[reached], self.experts):
-            shares = weights[rows, choices] * chunk.scale[reached][rows]
-            active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
-            phi[:, self.columns(expert)].index_add_(0, rows, active[:, self.neurons])
-        return reached, phi
+        first, last = self.experts.start, self.experts.stop
+        inside = (chunk.index >= first) & (chunk.index < last) & (chunk.weights != 0)
+        tokens, places = inside.nonzero(as_tuple=True)
+        shares = chunk.weights[tokens, places] * chunk.scale[tokens]
+        choices = Choices.of(shares[:, None], chunk.index[tokens, places][:, None] - first, last - first)
+        x = layer.inputs(chunk.rows.to(tokens.device)[tokens[choices.tokens]])
+        parameters = {name: value[first:last] for name, value in layer.parameters.items()}
+        active = intermediate(layer.experts, parameters, x, choices)[:, self.neurons] * choices.weights[:, None]
+        reached, positions = tokens.unique(return_inverse=True)
+        phi = x.new_zeros(len(reached), last - first, active.shape[1])
+        phi.index_put_((positions[choices.tokens], choices.experts), active, accumulate=True)
+        return reached, phi.flatten(1)
 
     def subtract(self, change: Tensor) -> None:
         """Subtract the output of the change from the tokens' residual."""
@@ -122,10 +126,9 @@ class _Block:
 
     def normal(self) -> tuple[Tensor, Tensor]:
         """Return phi^T phi [D, D] and phi^T r [D, H] in float64, over the tokens of all ranks."""
-        down = self.layer.parameters[0]["down_proj"]
         width = self.width
-        hidden = down.shape[1 if self.layer.experts.is_transposed else 0]  # a rank may have recorded nothing
-        sums = torch.zeros(width, width + hidden, dtype=torch.float64, device=float64_device(down.device))
+        hidden = self.down.shape[-1]  # a rank may have recorded nothing
+        sums = torch.zeros(width, width + hidden, dtype=torch.float64, device=float64_device(self.down.device))
         for residual, reached, phi in self.features():
             sums[:, :width] += as_float64(phi.T @ phi)
             sums[:, width:] += as_float64(phi.T @ residual[reached])
@@ -134,12 +137,12 @@ class _Block:
 
     def missed(self, change: Tensor | None) -> float:
         """Return the squared residual, with a change, summed over all ranks' tokens that reach the block."""
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=float64_device(self.down.device))
         for residual, reached, phi in self.features():
             remaining = residual[reached]
             if change is not None:
                 remaining = remaining - phi @ change.to(phi.device)
-            total += float(remaining.square().sum())
+            total += as_float64(remaining.square().sum())
         return float(ranks().all_reduce(total))
 
 
@@ -180,10 +183,8 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
     step = math.ceil(count / TOKENS)
     fit = _chunks(layer, fit_rows[places % step == 0])
     heldout = _chunks(layer, heldout_rows)
-    first = layer.parameters[0]["down_proj"]
-    neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
-    nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
-    blocks = neuron_blocks(len(layer.parameters), neurons, block_width(nbytes))
+    nbytes = sum(value.nbytes for value in layer.parameters.values())
+    blocks = neuron_blocks(layer.count, width_of(layer.experts), block_width(nbytes))
     if len(blocks) > 1:  # one alone has nothing to see of others
         blocks = blocks * SWEEPS
     penalties: Sequence[float] = PENALTIES
@@ -198,13 +199,7 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
         if number < len(blocks):  # no other block asks what is left after the last
             fitted.subtract(change)
             held.subtract(change)
-        for expert in experts:
-            down = layer.parameters[expert]["down_proj"]
-            added = change[fitted.columns(expert)].to(first.device)
-            if layer.experts.is_transposed:
-                down[part] += added
-            else:
-                down[:, part] += added.T
+        fitted.down.add_(change.to(fitted.down.device).view_as(fitted.down))
 
 
 @torch.no_grad()
@@ -238,9 +233,7 @@ def _constants_normal(cut: CutLayer, rows: Tensor) -> tuple[Tensor, Tensor]:
     right = torch.zeros(count, width, dtype=torch.float64, device=device)
     for chunk in rows.split(CHUNK):
         token_weights = as_float64(cut.token_weights(chunk))[:, None]
-        weights, index = cut.route(chunk)
-        gates = weights.new_zeros(len(chunk), cut.slots).scatter_add_(1, index, weights)
-        gates = as_float64(gates[:, len(cut.parameters) :])
+        gates = as_float64(cut.constant_weights(*cut.route(chunk)))
         normal += gates.T @ (gates * token_weights)
         right += gates.T @ (as_float64(cut.gap(chunk, cut.targets(chunk))) * token_weights)
     return normal, right

@@ -2,7 +2,8 @@
 
 The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor (Shazeer and Stern 2018,
 arXiv:1804.04235): its steps are relative to a tensor's own size, and its state is a row and a column of a matrix, so
-that one layer in float32 is about all the memory it takes. Each gradient is used and freed before the next one.
+that one layer in float32 is about all the memory it takes. All experts of a group take a step at once; on a processor
+each group's gradients are used and freed before the next one's. A step asks the device for no number.
 
 Of several ranks each computes with its own tokens of a step, and gradients are added up.
 n tokens of a step, K top-k, H hidden, N experts.
@@ -13,48 +14,108 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from compressor.distributed import ranks
-from compressor.model.experts import routed
+from compressor.model.experts import Parameters
 from compressor.steps.correct.cut_layer import CutLayer
 
-Update = Callable[[Iterable[Tensor]], None]  # takes a step for each tensor that has a gradient, and frees that
+DECAY = -0.8  # of the running averages, as a power of the step
+LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
 
 
-def descend(layer: CutLayer, rows: Tensor, tokens: int, router: Sequence[Tensor], update: Update) -> None:
-    """Take the gradients of the weighted mean of ||y - y'||^2 over a step's `tokens`, and `update` by each in turn.
+class Adafactor:
+    """Adafactor for tensors [N, ...] of N experts, each expert with its own scales: torch's for each one's alone."""
 
-    This rank has those at `rows` [n]. An expert that no token reaches is not updated.
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        self.values = list(values)
+        self.steps: Tensor | float = 0.0  # [N] from the first on
+        # averages of the squared gradient over the rows and the columns of a matrix, or all of them of a vector
+        self.averages = list[list[Tensor]]()
+        for value in self.values:
+            dims = (-1, -2) if value.dim() > 2 else ()
+            means = [torch.zeros_like(value.select(dim, 0).unsqueeze(dim)) for dim in dims]
+            self.averages.append(means or [torch.zeros_like(value)])
+
+    @torch.no_grad()
+    def step(self, rate: float, reached: Tensor, gradients: Iterable[Tensor]) -> None:
+        """Take a step for the experts that are `reached` [N], 1 or 0; others keep their values and state.
+
+        `rate` is the most relative to a tensor's root mean square.
+        """
+        self.steps = self.steps + reached
+        steps = self.steps.clamp(min=1)
+        decays = reached * steps**DECAY
+        sizes = reached * steps.rsqrt().clamp_(max=rate)
+        for value, averages, gradient in zip(self.values, self.averages, gradients, strict=True):
+            shape = (-1, *[1] * (value.dim() - 1))
+            update = _preconditioned(gradient.view_as(value), averages, decays.view(shape))
+            dims = tuple(range(1, value.dim()))
+            root = math.sqrt(value[0].numel())
+            size = vector_norm(value, dim=dims, keepdim=True).div_(root).clamp_(min=LEAST_SIZE)
+            size *= sizes.view(shape)
+            size /= vector_norm(update, dim=dims, keepdim=True).div_(root).clamp_(min=1)
+            value.addcmul_(update, size, value=-1)
+
+
+def _preconditioned(gradient: Tensor, averages: Sequence[Tensor], decay: Tensor) -> Tensor:
+    """Update the averages of the squared gradient, and return the gradient over their root."""
+    least = torch.finfo(gradient.dtype).eps
+    if len(averages) == 1:
+        variance = averages[0].lerp_(gradient.square(), decay).clamp(min=least**2)
+    else:
+        for dim, average in zip((-1, -2), averages, strict=True):
+            mean = vector_norm(gradient, dim=dim, keepdim=True).square_().div_(gradient.shape[dim])
+            average.lerp_(mean, decay)
+        rows, columns = averages
+        variance = rows * columns
+        variance.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=least)).clamp_(min=least**2)
+    return variance.rsqrt_().mul_(gradient)
+
+
+Step = Callable[[int, Tensor], None]  # for a group of experts by its number, or -1 for the router; which are reached
+
+
+def descend(
+    layer: CutLayer, rows: Tensor, tokens: int, groups: Sequence[Parameters], step: Step, dtype: torch.dtype
+) -> None:
+    """Take the gradients of the weighted mean of ||y - y'||^2 over a step's `tokens`; each group's `step` follows.
+
+    This rank has those tokens at `rows` [n]. The `groups` are the layer's parameters, as leaves; products are in
+    `dtype`, and sums of them in float32.
     """
-    weights = torch.zeros(0, 1)
-    index = torch.zeros(0, 1, dtype=torch.int64)
+    weights = torch.zeros(0, 1, device=rows.device)
+    index = torch.zeros(0, 1, dtype=torch.int64, device=rows.device)
     if len(rows):
         weights, index = layer.route(rows)
-    gates = weights.detach()
-    counts = ranks().all_reduce(torch.bincount(index[gates != 0], minlength=layer.slots).cpu())
-    inputs = layer.inputs(rows)
-    targets = layer.targets(rows)
-    # the m tokens and choices that reach an expert, and its outputs before their gate weights: [m, H]
-    reached = dict[int, tuple[Tensor, Tensor, Tensor]]()
-    total = torch.zeros_like(targets)
-    for slot, positions, choices in routed(gates, index):
-        output = layer.slot_output(slot, inputs.index_select(0, positions))
-        reached[slot] = positions, choices, output
-        total.index_add_(0, positions, output.detach() * gates[positions, choices, None])
-    gradient = (total - targets) * (layer.token_weights(rows) * (2 / tokens))[:, None]
-    gate_gradient = torch.zeros_like(gates)
-    for slot in counts.nonzero().flatten().tolist():
-        if slot in reached:
-            positions, choices, output = reached.pop(slot)
-            output_gradient = gradient.index_select(0, positions)
-            gate_gradient[positions, choices] = (output_gradient * output.detach()).sum(-1)
-            if output.requires_grad:
-                output.backward(output_gradient * gates[positions, choices, None])
-        update(layer.leaves_of(slot))
+    gates = weights.detach().requires_grad_(weights.requires_grad)
+    reached = layer.reached(gates, index)
+    outputs = list[tuple[Tensor, Tensor]]()
+    if len(rows):
+        computing = [{name: value.to(dtype) for name, value in group.items()} for group in groups]
+        outputs += layer.gated_outputs(layer.inputs(rows), gates, index, computing)
+    total = torch.zeros_like(layer.targets(rows))
+    for positions, output in outputs:
+        total.index_add_(0, positions, output.detach())
+    gradient = (total - layer.targets(rows)) * (layer.token_weights(rows) * (2 / tokens))[:, None]
+    for number, group in enumerate(layer.groups):
+        if outputs:
+            positions, output = outputs.pop(0)
+            output.backward(gradient.index_select(0, positions))
+        step(number, reached[group])
+    for positions, output in outputs:  # of constants
+        output.backward(gradient.index_select(0, positions))
     if weights.requires_grad:
-        weights.backward(gate_gradient)
-    if len(counts.nonzero()):
-        update(router)
+        weights.backward(gates.grad)
+    step(-1, reached.sum()[None])
+
+
+def computing_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of products for `auto` or a dtype's name: bfloat16 where tensor cores take it, else float32."""
+    if precision != "auto":
+        return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    has_tensor_cores = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_tensor_cores else torch.float32
 
 
 def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
@@ -70,35 +131,45 @@ def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
 
 @torch.enable_grad()
 def tune(
-    layer: CutLayer, rows: Tensor, router: Sequence[Tensor], steps: int, tokens: int, rate: float, seed: int = 0
+    layer: CutLayer,
+    rows: Tensor,
+    router: Sequence[Tensor],
+    steps: int,
+    tokens: int,
+    rate: float,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens a step.
 
     The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
-    and all end with the same values.
+    and all end with the same values. Products are in `dtype`.
     """
     places, count = layer.recording.places(rows)
     row_at = torch.full((count,), -1)
     row_at[places] = rows
-    tuned = list(router)
-    for parameters in layer.parameters:
-        tuned += parameters.values()
-    optimizers = {value: torch.optim.Adafactor([value.requires_grad_()]) for value in tuned}
+    groups = [
+        {name: value.data[group].requires_grad_() for name, value in layer.parameters.items()} for group in layer.groups
+    ]
+    leaves = [*(list(group.values()) for group in groups), [value.requires_grad_() for value in router]]
+    optimizers = [Adafactor(values) for values in leaves[:-1]]
+    optimizers.append(Adafactor([value.data[None] for value in router]))
+    chosen = _steps(count, steps, tokens, seed)
+    own = [row_at[places][row_at[places] >= 0] for places in chosen]
+    on_device = torch.cat(own).to(layer.recording.inputs.device).split([len(part) for part in own])
+    for number, places in enumerate(chosen):
+        now = rate * 0.5 * (1 + math.cos(math.pi * number / steps))
 
-    def update(values: Iterable[Tensor]) -> None:
-        for value in values:
-            if not ranks().is_alone:
-                gradient = torch.zeros_like(value) if value.grad is None else value.grad
-                value.grad = ranks().all_reduce(gradient)
-            if value.grad is not None:
-                optimizers[value].step()
-                value.grad = None  # no two gradients need be in memory at once
+        def step(group: int, reached: Tensor, now: float = now) -> None:
+            optimizers[group].step(now, (reached > 0).float(), map(_taken, leaves[group]))
 
-    for step, chosen in enumerate(_steps(count, steps, tokens, seed)):
-        for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-        own_rows = row_at[chosen]
-        descend(layer, own_rows[own_rows >= 0], len(chosen), router, update)
-    for value in tuned:
+        descend(layer, on_device[number], len(places), groups, step, dtype)
+    for value in router:
         value.requires_grad_(False)
-        value.grad = None
+
+
+def _taken(leaf: Tensor) -> Tensor:
+    """Take the gradient of a leaf away from it: the sum of all ranks'."""
+    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    leaf.grad = None
+    return ranks().all_reduce(gradient)

@@ -34,9 +34,9 @@ def weighted(found: CutCase, rows: Tensor) -> tuple[Tensor, Tensor]:
     return phi * scales, missing * scales
 
 
-def down(parameters: list[dict[str, Tensor]], transposed: bool) -> Tensor:
+def down(parameters: dict[str, Tensor], transposed: bool) -> Tensor:
     """All experts' down projections as [N * I, H]."""
-    return torch.cat([p["down_proj"] if transposed else p["down_proj"].T for p in parameters])
+    return torch.cat([value if transposed else value.T for value in parameters["down_proj"]])
 
 
 def augmented(phi: Tensor, missing: Tensor, penalty: float) -> Tensor:

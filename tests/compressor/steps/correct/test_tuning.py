@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.steps.correct import cut_layer
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.tuning import descend, tune
+from compressor.steps.correct.tuning import Adafactor, descend, tune
 from tests.support.cut_layers import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 
 def all_values(found: CutCase, cut: CutLayer) -> list[Tensor]:
-    values = [value for parameters in cut.parameters for value in parameters.values()]
-    return [value.detach().clone() for value in (*values, *found.router)]
+    return [value.detach().clone() for value in (*cut.parameters.values(), *found.router)]
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def taught(name: str, spread: float = 0.1) -> tuple[CutCase, CutLayer]:
     """A layer whose original is the cut layer with every weight a little off: tuning could bring it all back."""
     found = cut_case(name, sequences=60)
     generator = torch.Generator().manual_seed(2)
-    target = [*(getattr(found.experts, name) for name in found.cut.parameters[0]), *found.router]
+    target = [*(getattr(found.experts, name) for name in found.cut.parameters), *found.router]
     own = [value.clone() for value in target]
     for value in target:
         value.add_(spread * value.square().mean().sqrt() * torch.randn(value.shape, generator=generator))
@@ -55,20 +55,56 @@ def test_steps_whose_tokens_all_skip_the_experts_change_nothing() -> None:
     assert all(bool(torch.isfinite(value).all()) for value in all_values(found, found.cut))
 
 
+@pytest.mark.parametrize("at_once", [2**25, 1])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "zaya"])
-def test_gradients_are_those_of_the_loss(name: str) -> None:
+def test_gradients_are_those_of_the_loss(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a layer so large that its experts take turns."""
+    monkeypatch.setattr(cut_layer, "SMALL", at_once)
     found = cut_case(name)
     cut, rows = found.cut, found.fit[:60]
-    tuned = [*(value for parameters in cut.parameters for value in parameters.values()), *found.router]
-    for leaf in tuned:
+    groups = [{key: value[group].clone() for key, value in cut.parameters.items()} for group in cut.groups]
+    tuned = [*cut.parameters.values(), *found.router]
+    for leaf in [*tuned, *(value for group in groups for value in group.values())]:
         leaf.requires_grad_()
     target = cut.targets(rows)
+    order, reached = list[int](), list[Tensor]()
+
+    def step(group: int, counts: Tensor) -> None:
+        order.append(group)
+        reached.append(counts)
+
     with torch.enable_grad():
         loss = cut.token_weights(rows) @ cut.gap(rows, target).square().sum(-1) / len(rows)
         expected = torch.autograd.grad(loss, tuned, allow_unused=True)
-        descend(cut, rows, len(rows), found.router, lambda values: None)
-    assert sum(value is not None for value in expected) > len(tuned) / 2
-    for leaf, value in zip(tuned, expected, strict=True):
-        assert (leaf.grad is None) == (value is None)
-        if value is not None and leaf.grad is not None:
-            torch.testing.assert_close(leaf.grad, value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
+        descend(cut, rows, len(rows), groups, step, torch.float32)
+    assert order == [*range(len(cut.groups)), -1] and len(cut.groups) == (1 if at_once > 1 else len(order) - 1)
+    weights, index, _ = stock_output(found, rows)
+    assert torch.cat(reached[:-1]).tolist() == index[weights != 0].bincount(minlength=cut.count).tolist()
+    found_gradients = [torch.cat([group[key].grad for group in groups]) for key in cut.parameters]  # type: ignore[misc]
+    for leaf, value in zip([*found_gradients, *(leaf.grad for leaf in found.router)], expected, strict=True):
+        assert (leaf is None) == (value is None)
+        if value is not None:
+            torch.testing.assert_close(leaf, value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
+
+
+def test_the_optimiser_of_all_experts_is_torchs_of_each_one() -> None:
+    """An expert that a step does not reach stays as it is, and so does its state."""
+    shapes = ((5, 6, 4), (5, 7))
+    values = [torch.randn(shape) for shape in shapes]
+    each = [[value[expert].clone().requires_grad_() for value in values] for expert in range(5)]
+    theirs = [torch.optim.Adafactor(tensors) for tensors in each]
+    ours = Adafactor(values)
+    for rate in (0.3, 0.02, 0.1, 0.05):
+        gradients = [
+            torch.randn(shape) * 10.0 ** torch.randint(-6, 3, (5, *[1] * (len(shape) - 1))) for shape in shapes
+        ]
+        reached = torch.rand(5) < 0.7
+        for expert in reached.nonzero().flatten().tolist():
+            for tensor, gradient in zip(each[expert], gradients, strict=True):
+                tensor.grad = gradient[expert].clone()
+            theirs[expert].param_groups[0]["lr"] = rate
+            theirs[expert].step()
+        ours.step(rate, reached.float(), gradients)
+    for expert in range(5):
+        for value, tensor in zip(values, each[expert], strict=True):
+            torch.testing.assert_close(value[expert], tensor.detach(), rtol=1e-5, atol=1e-6)
