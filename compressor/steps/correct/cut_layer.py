@@ -259,19 +259,25 @@ class CutLayer:
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
         total = torch.zeros_like(targets)
-        parameters = [{name: value[group] for name, value in self.parameters.items()} for group in self.groups]
-        for tokens, output in self.gated_outputs(self.inputs(rows), *self.route(rows), parameters):
+        parameters = [_slices(self.parameters, group) for group in self.groups]
+        for tokens, output in self.gated_outputs(rows, *self.route(rows), parameters):
             total.index_add_(0, tokens, output)
         return targets - total
 
     def gated_outputs(
-        self, x: Tensor, weights: Tensor, index: Tensor, parameters: Sequence[Parameters]
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        index: Tensor,
+        parameters: Sequence[Parameters],
+        dtype: torch.dtype = torch.float32,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield tokens [m] and the outputs [m, H] times their gate weights of each group of experts, then of constants.
 
-        `x` [n, H] and the routing [n, K] are those of n tokens, the `parameters` those of `groups`. A single group
-        without constants asks the device for no number. Products are in the parameters' dtype.
+        The routing [n, K] is that of the tokens at `rows` [n], the `parameters` are those of `groups`, and products are
+        in `dtype`. A single group without constants asks the device for no number.
         """
+        x = self.inputs(rows).to(dtype)
         choices = Choices.of(weights, index, self.count)  # those of constants come last
         groups = self.groups
         parts = [choices]
@@ -279,9 +285,9 @@ class CutLayer:
             bounds = [0, *choices.ends[[group.stop - 1 for group in groups]].tolist()]
             parts = [choices.between(*span, weights) for span in zip(groups, bounds, bounds[1:], strict=False)]
         for values, part in zip(parameters, parts, strict=True):
-            states = x.index_select(0, part.tokens).to(values["down_proj"].dtype)
-            output = apply_expert(self.experts, values, states, part).float()
-            yield part.tokens, output * part.weights[:, None]
+            computing = {name: value.to(dtype) for name, value in values.items()}
+            output = apply_expert(self.experts, computing, x.index_select(0, part.tokens), part).float()
+            yield part.tokens, output * part.weights.unsqueeze(1)
         if self.constants is not None:
             gates = self.constant_weights(weights, index)
             yield torch.arange(len(x), device=x.device), gates @ self.constants.values
@@ -311,6 +317,10 @@ class CutLayer:
             sums = sums.to(weights.device) + torch.stack(energies) @ weights
         missed, size = ranks().all_reduce(sums).tolist()
         return missed / size if size else 0.0
+
+
+def _slices(parameters: Parameters, group: slice) -> Parameters:
+    return {name: value[group] for name, value in parameters.items()}
 
 
 def _typical_energy(recording: Recording) -> float:

@@ -10,7 +10,7 @@ n tokens of a step, K top-k, H hidden, N experts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,59 +21,80 @@ from compressor.model.experts import Parameters
 from compressor.steps.correct.cut_layer import CutLayer
 
 DECAY = -0.8  # of the running averages, as a power of the step
+EPSILON = torch.finfo(torch.float32).eps  # the least mean of a squared gradient
 LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
 
 
 class Adafactor:
-    """Adafactor for tensors [N, ...] of N experts, each expert with its own scales: torch's for each one's alone."""
+    """Adafactor for tensors that hold N experts' values, or as one the router's: torch's numbers for each one alone.
 
-    def __init__(self, values: Iterable[Tensor]) -> None:
-        self.values = list(values)
-        self.steps: Tensor | float = 0.0  # [N] from the first on
-        # averages of the squared gradient over the rows and the columns of a matrix, or all of them of a vector
-        self.averages = list[list[Tensor]]()
-        for value in self.values:
-            dims = (-1, -2) if value.dim() > 2 else ()
-            means = [torch.zeros_like(value.select(dim, 0).unsqueeze(dim)) for dim in dims]
-            self.averages.append(means or [torch.zeros_like(value)])
+    Lists of tensors share operators, so that a step takes about as many for all as for one.
+    """
+
+    def __init__(self, *owners: Sequence[Tensor]) -> None:
+        """Take, of each owner, tensors of its members: [N, O, I], or [N, O] of vectors."""
+        self.owner_of = [number for number, values in enumerate(owners) for _ in values]
+        values = [value for tensors in owners for value in tensors]
+        self.values = [value if value.dim() == 3 else value[:, None] for value in values]
+        self.is_matrix = [value.dim() == 3 for value in values]
+        self.sizes = [math.prod(value.shape[1:]) for value in values]
+        device = values[0].device
+        self.steps = [torch.zeros(len(tensors[0]) if tensors else 1, 1, 1, device=device) for tensors in owners]
+        # running averages of the squared gradient's sums over the columns and rows of a matrix, or of all of a vector
+        self.averages = list[Tensor]()
+        for value, is_matrix in zip(self.values, self.is_matrix, strict=True):
+            self.averages += [torch.zeros_like(value[:, :, :1])] * is_matrix + [torch.zeros_like(value[:, :1])]
 
     @torch.no_grad()
-    def step(self, rate: float, reached: Tensor, gradients: Iterable[Tensor]) -> None:
-        """Take a step for the experts that are `reached` [N], 1 or 0; others keep their values and state.
+    def step(self, rate: float, reached: list[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take a step for the members of each owner that are `reached` [N, 1, 1], 1 or 0; others keep values and state.
 
         `rate` is the most relative to a tensor's root mean square.
         """
-        self.steps = self.steps + reached
-        steps = self.steps.clamp(min=1)
-        decays = reached * steps**DECAY
-        sizes = reached * steps.rsqrt().clamp_(max=rate)
-        for value, averages, gradient in zip(self.values, self.averages, gradients, strict=True):
-            shape = (-1, *[1] * (value.dim() - 1))
-            update = _preconditioned(gradient.view_as(value), averages, decays.view(shape))
-            dims = tuple(range(1, value.dim()))
-            root = math.sqrt(value[0].numel())
-            size = vector_norm(value, dim=dims, keepdim=True).div_(root).clamp_(min=LEAST_SIZE)
-            size *= sizes.view(shape)
-            size /= vector_norm(update, dim=dims, keepdim=True).div_(root).clamp_(min=1)
-            value.addcmul_(update, size, value=-1)
+        torch._foreach_add_(self.steps, reached)
+        steps = torch._foreach_clamp_min(self.steps, 1)
+        decays = torch._foreach_pow(steps, DECAY)
+        torch._foreach_mul_(decays, reached)
+        rates = torch._foreach_pow(steps, -0.5)
+        torch._foreach_clamp_max_(rates, rate)
+        torch._foreach_mul_(rates, reached)
+        shaped = [gradient.view_as(value) for gradient, value in zip(gradients, self.values, strict=True)]
+        updates = self._preconditioned(shaped, [decays[owner] for owner in self.owner_of])
+        roots = [math.sqrt(size) for size in self.sizes]
+        sizes = [vector_norm(value, dim=(1, 2), keepdim=True) for value in self.values]
+        torch._foreach_maximum_(sizes, [LEAST_SIZE * root for root in roots])
+        torch._foreach_mul_(sizes, [rates[owner] for owner in self.owner_of])
+        norms = [vector_norm(update, dim=(1, 2), keepdim=True) for update in updates]
+        torch._foreach_maximum_(norms, roots)
+        torch._foreach_div_(sizes, norms)
+        torch._foreach_addcmul_(self.values, updates, sizes, value=-1)
+
+    def _preconditioned(self, gradients: list[Tensor], decays: Sequence[Tensor]) -> list[Tensor]:
+        """Update the averages of the squared gradients [N, O, I], and return the gradients over their roots."""
+        sums = list[Tensor]()
+        weights = list[Tensor]()
+        for gradient, decay, is_matrix in zip(gradients, decays, self.is_matrix, strict=True):
+            sums += [vector_norm(gradient, dim=-1, keepdim=True)] * is_matrix
+            sums.append(vector_norm(gradient, dim=-2, keepdim=True))
+            weights += [decay] * (1 + is_matrix)
+        torch._foreach_pow_(sums, 2)
+        torch._foreach_lerp_(self.averages, sums, weights)
+        averages = iter(self.averages)
+        updates = list[Tensor]()
+        for size, is_matrix in zip(self.sizes, self.is_matrix, strict=True):
+            if not is_matrix:
+                updates.append(next(averages).clone())
+                continue
+            rows = next(averages)
+            whole = rows.sum(1, keepdim=True).clamp_(min=EPSILON * size)
+            updates.append((rows * next(averages)).div_(whole))
+        torch._foreach_clamp_min_(updates, EPSILON**2)
+        torch._foreach_rsqrt_(updates)
+        torch._foreach_mul_(updates, gradients)
+        return updates
 
 
-def _preconditioned(gradient: Tensor, averages: Sequence[Tensor], decay: Tensor) -> Tensor:
-    """Update the averages of the squared gradient, and return the gradient over their root."""
-    least = torch.finfo(gradient.dtype).eps
-    if len(averages) == 1:
-        variance = averages[0].lerp_(gradient.square(), decay).clamp(min=least**2)
-    else:
-        for dim, average in zip((-1, -2), averages, strict=True):
-            mean = vector_norm(gradient, dim=dim, keepdim=True).square_().div_(gradient.shape[dim])
-            average.lerp_(mean, decay)
-        rows, columns = averages
-        variance = rows * columns
-        variance.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=least)).clamp_(min=least**2)
-    return variance.rsqrt_().mul_(gradient)
-
-
-Step = Callable[[int, Tensor], None]  # for a group of experts by its number, or -1 for the router; which are reached
+Step = Callable[[int, list[Tensor]], None]  # of a group by number; which experts are reached [N, 1, 1], if any is
 
 
 def descend(
@@ -81,33 +102,31 @@ def descend(
 ) -> None:
     """Take the gradients of the weighted mean of ||y - y'||^2 over a step's `tokens`; each group's `step` follows.
 
-    This rank has those tokens at `rows` [n]. The `groups` are the layer's parameters, as leaves; products are in
-    `dtype`, and sums of them in float32.
+    The last one comes when the router's gradient is there, too. This rank has those tokens at `rows` [n]. The `groups`
+    are the layer's parameters, as leaves; products are in `dtype`, and sums of them in float32.
     """
     weights = torch.zeros(0, 1, device=rows.device)
     index = torch.zeros(0, 1, dtype=torch.int64, device=rows.device)
     if len(rows):
         weights, index = layer.route(rows)
-    gates = weights.detach().requires_grad_(weights.requires_grad)
-    reached = layer.reached(gates, index)
+    gates = weights if len(groups) == 1 else weights.detach().requires_grad_(weights.requires_grad)
+    reached = layer.reached(weights, index).clamp(max=1).view(-1, 1, 1)
+    total = layer.targets(rows).neg_()
     outputs = list[tuple[Tensor, Tensor]]()
-    if len(rows):
-        computing = [{name: value.to(dtype) for name, value in group.items()} for group in groups]
-        outputs += layer.gated_outputs(layer.inputs(rows), gates, index, computing)
-    total = torch.zeros_like(layer.targets(rows))
-    for positions, output in outputs:
+    for positions, output in layer.gated_outputs(rows, gates, index, groups, dtype) if len(rows) else ():
         total.index_add_(0, positions, output.detach())
-    gradient = (total - layer.targets(rows)) * (layer.token_weights(rows) * (2 / tokens))[:, None]
+        outputs.append((positions, output))
+    gradient = total.mul_((layer.token_weights(rows) * (2 / tokens)).unsqueeze(1))
     for number, group in enumerate(layer.groups):
-        if outputs:
-            positions, output = outputs.pop(0)
-            output.backward(gradient.index_select(0, positions))
-        step(number, reached[group])
-    for positions, output in outputs:  # of constants
-        output.backward(gradient.index_select(0, positions))
-    if weights.requires_grad:
-        weights.backward(gates.grad)
-    step(-1, reached.sum()[None])
+        is_last = number == len(groups) - 1
+        parts = outputs if is_last else outputs[:1]  # the last ones are a group's and the constants'
+        if parts:
+            gradients = [gradient.index_select(0, positions) for positions, _ in parts]
+            torch.autograd.backward([output for _, output in parts], gradients)
+        del outputs[:1]
+        if is_last and gates is not weights and weights.requires_grad:
+            weights.backward(gates.grad)
+        step(number, [reached[group], reached.amax(0, keepdim=True)])
 
 
 def computing_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -148,22 +167,27 @@ def tune(
     places, count = layer.recording.places(rows)
     row_at = torch.full((count,), -1)
     row_at[places] = rows
-    groups = [
-        {name: value.data[group].requires_grad_() for name, value in layer.parameters.items()} for group in layer.groups
-    ]
-    leaves = [*(list(group.values()) for group in groups), [value.requires_grad_() for value in router]]
-    optimizers = [Adafactor(values) for values in leaves[:-1]]
-    optimizers.append(Adafactor([value.data[None] for value in router]))
-    chosen = _steps(count, steps, tokens, seed)
-    own = [row_at[places][row_at[places] >= 0] for places in chosen]
-    on_device = torch.cat(own).to(layer.recording.inputs.device).split([len(part) for part in own])
-    for number, places in enumerate(chosen):
+    groups = list[Parameters]()
+    for group in layer.groups:
+        leaves = {name: value.data[group].requires_grad_() for name, value in layer.parameters.items()}
+        groups.append(leaves)
+    owned = [[list(leaves.values()), []] for leaves in groups]
+    owned[-1][1] = [value.requires_grad_() for value in router]
+    optimizers = list[Adafactor]()
+    for own, shared in owned:
+        optimizers.append(Adafactor([leaf.data for leaf in own], [leaf.data[None] for leaf in shared]))
+    chosen = torch.stack(_steps(count, steps, tokens, seed))
+    table = row_at[chosen]
+    is_own = table >= 0
+    own_rows = table[is_own].to(layer.recording.inputs.device).split(is_own.sum(1).tolist())
+    for number, rows_now in enumerate(own_rows):
         now = rate * 0.5 * (1 + math.cos(math.pi * number / steps))
 
-        def step(group: int, reached: Tensor, now: float = now) -> None:
-            optimizers[group].step(now, (reached > 0).float(), map(_taken, leaves[group]))
+        def step(group: int, reached: list[Tensor], now: float = now) -> None:
+            gradients = [_taken(leaf) for leaves in owned[group] for leaf in leaves]
+            optimizers[group].step(now, reached, gradients)
 
-        descend(layer, on_device[number], len(places), groups, step, dtype)
+        descend(layer, rows_now, chosen.shape[1], groups, step, dtype)
     for value in router:
         value.requires_grad_(False)
 
