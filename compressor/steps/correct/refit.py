@@ -70,7 +70,10 @@ class _Guard:
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
         # every refitted tensor and where its best values are: the experts' in the smaller model, the router's here
-        self.best_values = [(value, getattr(cut.experts, name).detach()) for name, value in cut.parameters.items()]
+        self.best_values = list[tuple[Tensor, Tensor]]()
+        for group in cut.groups:  # so that rounding takes little memory
+            for name, value in cut.parameters.items():
+                self.best_values.append((value[group], getattr(cut.experts, name)[group].detach()))
         if cut.constants is not None:
             self.best_values.append((cut.constants.values, cut.constants.best))
         for key, value in router.items():
