@@ -30,12 +30,13 @@ def taught(name: str, spread: float = 0.1) -> tuple[CutCase, CutLayer]:
     return found, cut_again(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "zaya", "deepseek_v4"])
-def test_the_error_falls_where_all_can_be_learned(name: str) -> None:
+def test_the_error_falls_where_all_can_be_learned(name: str, dtype: torch.dtype) -> None:
     found, cut = taught(name)
     before = cut.error(found.heldout)
     assert before == pytest.approx(plain_error(found, found.heldout), rel=1e-4)
-    tune(cut, found.fit, found.router, steps=120, tokens=256, rate=0.03)
+    tune(cut, found.fit, found.router, steps=120, tokens=256, rate=0.03, dtype=dtype)
     after = cut.error(found.heldout)
     assert after < 0.5 * before
     put_in(found, cut)  # the router's parameters are the stock module's own already
