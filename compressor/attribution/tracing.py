@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.model.experts import moe_hooks
+from compressor.model.experts import Choices, moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
 
@@ -418,8 +418,16 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: Ex
     router = model.get_submodule(layer.router)
     stack.enter_context(router.register_forward_pre_hook(lambda *_: products.clear()))
     routed = trace.routed.setdefault(layer.name, [])
-    hooks = moe_hooks(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RoutedOutputs(*seen)))
-    stack.enter_context(hooks)
+
+    def keep_outputs(choices: Choices, outputs: Tensor) -> None:
+        begin = 0
+        for expert, end in enumerate(choices.ends.tolist()):
+            rows = slice(begin, end)
+            if end > begin:
+                routed.append(RoutedOutputs(expert, choices.tokens[rows], choices.weights[rows], outputs[rows]))
+            begin = end
+
+    stack.enter_context(moe_hooks(model, layer, on_router=keep, on_expert_output=keep_outputs))
 
 
 class TracedPass(LayerVisitor):

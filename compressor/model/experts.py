@@ -5,7 +5,7 @@ It depends on fused parameters and flags, not on architectures. T tokens, K top-
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,8 +73,9 @@ def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     aligned = all(size * weight.itemsize % ALIGNMENT == 0 for size in weight.shape[1:])
     if aligned and _can_use_grouped_mm(value, weight, ends):
-        return grouped_mm(value, weight, offs=ends)
-    product: Tensor = torch.ops.transformers.grouped_mm_fallback(value, weight, ends)
+        product: Tensor = grouped_mm(value, weight, offs=ends)
+        return product
+    product = torch.ops.transformers.grouped_mm_fallback(value, weight, ends)
     return product
 
 
@@ -173,22 +174,29 @@ def routed(
         yield expert, rows, slots
 
 
-Observe = Callable[[Tensor, Choices, Tensor], None]
+def split_choices(weights: Tensor, index: Tensor, experts: int) -> Iterator[Choices]:
+    """Yield the choices of 4,096 tokens at a time; their `tokens` and `places` are those among all tokens."""
+    top_k = index.shape[1]
+    for begin in range(0, len(index), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        choices = Choices.of(weights[part], index[part], experts)
+        yield replace(choices, tokens=choices.tokens + begin, places=choices.places + begin * top_k)
+
+
+Observe = Callable[[Choices, Tensor], None]
 
 
 def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
     """Compute an experts module: hidden [T, H], index and weights [T, K] -> [T, H].
 
-    `observe(tokens, choices, outputs)` gets some of the tokens [n], their choices and the experts' outputs [n K, H].
+    `observe(choices, outputs)` gets the choices of up to 4,096 tokens and the experts' outputs [m, H] for them.
     """
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     parameters = expert_parameters(experts)
-    for tokens in torch.arange(len(hidden), device=hidden.device).split(CHUNK):
-        choices = Choices.of(weights[tokens], index[tokens], len(parameters["down_proj"]))
-        rows = tokens[choices.tokens]
-        outputs = apply_expert(experts, parameters, hidden.index_select(0, rows), choices)
-        observe(tokens, choices, outputs)
-        result.index_add_(0, rows, (outputs * choices.weights[:, None]).float())
+    for choices in split_choices(weights, index, len(parameters["down_proj"])):
+        outputs = apply_expert(experts, parameters, hidden.index_select(0, choices.tokens), choices)
+        observe(choices, outputs)
+        result.index_add_(0, choices.tokens, (outputs * choices.weights[:, None]).float())
     return result.to(hidden.dtype)
 
 
@@ -210,10 +218,9 @@ def moe_hooks(
     """Call back from an MoE layer of a live model while the block runs.
 
     Of one call of the layer the callbacks come in this order: `on_router` after the router, `on_experts` with hidden
-    [T, H], index and weights [T, K] before the experts, `on_expert_output` with some tokens [n], their
-    choices and the experts' outputs [n K, H], `on_output` with hidden and output [T, H] of the experts, and `on_block`
-    after the module that holds router and experts, before any other hook there. Without `computing` the experts output
-    zeros: nothing after them is used.
+    [T, H], index and weights [T, K] before the experts, `on_expert_output` as `observe` of `observed_forward`,
+    `on_output` with hidden and output [T, H] of the experts, and `on_block` after the module that holds router and
+    experts, before any other hook there. Without `computing` the experts output zeros: nothing after them is used.
     """
     router, experts, block = map(model.get_submodule, (layer.router, layer.name, layer.block))
 

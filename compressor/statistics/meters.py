@@ -3,7 +3,7 @@
 T tokens of a batch, S sampled ones, E experts, K top-k, H hidden, I neurons of an expert.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import MappingProxyType
@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compressor.devices import as_float64
+from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
 from compressor.model.architecture import another_top_k
-from compressor.model.experts import apply_expert, expert_parameters, intermediate, routed, width_of
+from compressor.model.experts import (
+    CHUNK,
+    Choices,
+    apply_expert,
+    expert_parameters,
+    intermediate,
+    split_choices,
+    width_of,
+)
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import TINY, as_call, stream_weights, token_dim
 
@@ -97,10 +105,10 @@ class Meter:
     def router_called(self, call: RouterCall) -> None:
         """Observe a batch that has passed the router."""
 
-    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        """Observe an expert's `outputs` [n, H], in the computing dtype, for the tokens `rows` [n].
+    def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
+        """Observe the experts' `outputs` [m, H], in the computing dtype, for choices of some tokens of a batch.
 
-        Their gate weights are [n], and the L2 norms of the outputs [n].
+        `norms` [m] are the outputs' L2 norms.
         """
 
     def on_layer_output(self, hidden: Tensor) -> None:
@@ -118,22 +126,32 @@ class Meter:
 
 
 class Sum(Meter):
-    """A sum for each expert, [E] or [E, width], over all tokens."""
+    """A sum for each expert, [E] or [E, width], over all tokens; on the device until the end."""
 
     def __init__(self, observed: Observed, *width: int) -> None:
         super().__init__(observed)
-        self.totals = torch.zeros(observed.sources, observed.layer.experts, *width, dtype=torch.float64)
+        device = float64_device(observed.experts.down_proj.device)
+        shape = observed.sources, observed.layer.experts, *width
+        self.totals = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = self.totals[0]  # of the batch's source: a view
 
     def begin(self, source: int) -> None:
         self.total = self.totals[source]
 
+    def add(self, places: Tensor, values: Tensor) -> None:
+        """Add values [m, width] to the rows of these experts [m], or [m] to entries of the flattened sum."""
+        values = as_float64(values)
+        sums = torch.zeros_like(self.total).view(-1, *values.shape[1:])
+        sums.index_add_(0, places.to(values.device), values)
+        self.total += sums.view_as(self.total)
+
     def all_reduce(self) -> None:
-        self.totals = ranks().all_reduce(self.totals)
+        self.totals = ranks().all_reduce(self.totals.cpu())
 
     def combine(self, scales: Sequence[float]) -> None:
-        self.total = torch.zeros_like(self.totals[0])
-        for scale, total in zip(scales, self.totals, strict=True):
+        totals = self.totals.cpu()
+        self.total = torch.zeros_like(totals[0])
+        for scale, total in zip(scales, totals, strict=True):
             self.total += scale * total
 
     def finish(self) -> Tensor:
@@ -148,10 +166,8 @@ class GateSum(Sum):
         self.power = power
 
     def experts_called(self, call: ExpertsCall) -> None:
-        used = call.weights != 0
-        index = call.index[used].cpu()
-        weights = call.weights[used].cpu().double()
-        self.total += torch.zeros_like(self.total).index_add_(0, index, weights**self.power)
+        weights = as_float64(call.weights.flatten())
+        self.add(call.index.flatten(), weights**self.power * (weights != 0))
 
 
 class ModalityCount(Sum):
@@ -161,11 +177,8 @@ class ModalityCount(Sum):
         super().__init__(observed, 2)
 
     def experts_called(self, call: ExpertsCall) -> None:
-        used = (call.weights != 0).cpu()
-        kinds = call.media[:, None].expand_as(used)[used].long()
-        index = call.index.cpu()[used]
-        ones = torch.ones(len(index), dtype=torch.float64)
-        self.total += torch.zeros_like(self.total).index_put_((index, kinds), ones, accumulate=True)
+        places = 2 * call.index + call.media[:, None]
+        self.add(places.flatten(), (call.weights != 0).flatten())
 
 
 class ProbabilitySum(Sum):
@@ -173,7 +186,7 @@ class ProbabilitySum(Sum):
 
     def router_called(self, call: RouterCall) -> None:
         shares = as_float64(call.logits.softmax(-1)).sum(0)
-        self.total += shares[: len(self.total)].cpu()
+        self.total += shares[: len(self.total)]
 
 
 class NormSum(Sum):
@@ -184,9 +197,10 @@ class NormSum(Sum):
         self.gated = gated
         self.power = power
 
-    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        values = as_float64(weights) * norms if self.gated else norms[as_float64(weights) != 0]
-        self.total[expert] += (values**self.power).sum().cpu()
+    def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
+        weights = as_float64(choices.weights)
+        sizes = norms * (weights if self.gated else weights != 0)
+        self.add(choices.experts, sizes**self.power)
 
 
 class StreamEnergySum(Sum):
@@ -195,21 +209,28 @@ class StreamEnergySum(Sum):
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
         self.tokens = 0
-        self.waiting = list[tuple[int, Tensor, Tensor]]()  # an expert, its tokens, their energies
+        self.waiting = list[tuple[Choices, Tensor]]()  # with their energies [m]
 
     def experts_called(self, call: ExpertsCall) -> None:
         self.tokens = len(call.hidden)
 
-    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        self.waiting.append((expert, rows, (as_float64(weights) * norms).square()))
+    def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
+        self.waiting.append((choices, (as_float64(choices.weights) * norms).square()))
 
     def on_layer_output(self, hidden: Tensor) -> None:
         if not self.waiting:
             return
         weights = stream_weights(hidden, self.tokens)
-        for expert, rows, energies in self.waiting:
-            self.total[expert] += (energies * weights[rows.to(weights.device)]).sum().cpu()
+        for choices, energies in self.waiting:
+            self.add(choices.experts, energies * weights[choices.tokens.to(weights.device)])
         self.waiting = []
+
+
+def _in_float64(choices: Choices, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield experts [n], gate weights [n, 1] and `values` [n, width] of 4,096 choices at a time, those in float64."""
+    columns = (choices.experts, choices.weights[:, None], values)
+    for experts, weights, part in zip(*(column.split(CHUNK) for column in columns), strict=True):
+        yield experts, as_float64(weights), as_float64(part)
 
 
 class SquaredGateOutputSum(Sum):
@@ -220,8 +241,9 @@ class SquaredGateOutputSum(Sum):
         turned = observed.experts.is_transposed
         super().__init__(observed, down.shape[2 if turned else 1])
 
-    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        self.total[expert] += (as_float64(weights).square() @ as_float64(outputs)).cpu()
+    def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
+        for experts, weights, values in _in_float64(choices, outputs):
+            self.add(experts, weights.square() * values)
 
 
 class SquaredNeuronSum(Sum):
@@ -232,38 +254,28 @@ class SquaredNeuronSum(Sum):
 
     @torch.no_grad()
     def experts_called(self, call: ExpertsCall) -> None:
-        experts = self.observed.experts
-        for expert, rows, choices in routed(call.weights, call.index):
-            activations = intermediate(experts, expert_parameters(experts, expert), call.hidden[rows])
-            gated = as_float64(activations) * as_float64(call.weights[rows, choices, None])
-            self.total[expert] += gated.square().sum(0).cpu()
+        module = self.observed.experts
+        parameters = expert_parameters(module)
+        for choices in split_choices(call.weights, call.index, len(self.total)):
+            neurons = intermediate(module, parameters, call.hidden[choices.tokens], choices)
+            for experts, weights, values in _in_float64(choices, neurons):
+                self.add(experts, (weights * values).square())
 
 
 class TokenSum(Sum):
-    """A sum that needs all outputs of a token at once; those of a batch are kept until its end."""
+    """A sum that needs all outputs of a token at once."""
 
     def __init__(self, observed: Observed, *width: int) -> None:
         super().__init__(observed, *width)
-        self.call: ExpertsCall | None = None
-        self.outputs = torch.zeros(0)
+        self.top_k = observed.layer.top_k
 
     def experts_called(self, call: ExpertsCall) -> None:
-        self.call = call
-        self.outputs = torch.zeros(*call.index.shape, call.hidden.shape[-1], device=call.hidden.device)
+        self.top_k = call.index.shape[1]
 
-    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        assert self.call is not None
-        self.outputs[(self.call.index == expert).nonzero(as_tuple=True)] = outputs.float()
-
-    def on_layer_output(self, hidden: Tensor) -> None:
-        if self.call is not None and len(self.call.hidden):
-            self.add(self.call, self.outputs)
-        self.call = None
-        self.outputs = torch.zeros(0)
-
-    def add(self, call: ExpertsCall, outputs: Tensor) -> None:
-        """Add a batch's tokens: `outputs` [T, K, H] of the chosen experts in float32, before their gate weights."""
-        raise NotImplementedError
+    def by_token(self, choices: Choices, values: Tensor) -> Tensor:
+        """Return values [n K, ...] of choices by token and slot: [n, K, ...]."""
+        ordered = values[choices.places.argsort()]
+        return ordered.view(-1, self.top_k, *values.shape[1:])
 
 
 class PairSum(TokenSum):
@@ -273,18 +285,17 @@ class PairSum(TokenSum):
         super().__init__(observed, observed.layer.experts)
         self.of = of
 
-    def add(self, call: ExpertsCall, outputs: Tensor) -> None:
-        gated = outputs * call.weights[..., None].float()
+    def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
         if self.of == "outputs":
-            products = as_float64(gated @ gated.mT)
+            gated = self.by_token(choices, outputs.float() * choices.weights.float()[:, None])
+            products = gated @ gated.mT
         else:
-            used = as_float64(call.weights) != 0
-            sizes = as_float64(gated).norm(dim=-1) if self.of == "norms" else used.to(torch.float64)
+            weights = as_float64(choices.weights)
+            sizes = self.by_token(choices, (weights * norms).abs() if self.of == "norms" else (weights != 0).double())
             products = sizes[:, :, None] * sizes[:, None]
-        pairs = call.index[:, :, None] * len(self.total) + call.index[:, None]
-        sums = torch.zeros(self.total.numel(), dtype=torch.float64, device=products.device)
-        sums.index_add_(0, pairs.flatten().to(products.device), products.flatten())
-        self.total += sums.view_as(self.total).cpu()
+        index = self.by_token(choices, choices.experts)
+        pairs = index[:, :, None] * len(self.total) + index[:, None]
+        self.add(pairs.flatten(), products.flatten())
 
 
 class DeletionSum(TokenSum):
@@ -299,34 +310,42 @@ class DeletionSum(TokenSum):
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
         self.routed: RouterCall | None = None
+        self.refill = torch.zeros(0)  # [T, H] of the batch: what each token's next expert adds
+        self.weight = torch.zeros(0)  # [T] of that expert
+        self.normalised = torch.zeros(0)  # []
 
     def router_called(self, call: RouterCall) -> None:
         self.routed = call
 
-    def add(self, call: ExpertsCall, outputs: Tensor) -> None:
-        gates = call.weights.float()
-        index = call.index
-        whole = gates.sum(1, keepdim=True)
-        total = (gates[..., None] * outputs).sum(1)
-        following, weight, normalised = self._next(call)
-        refill = torch.zeros_like(total)
-        experts = self.observed.experts
-        for expert, rows, _ in routed(weight[:, None], following[:, None]):
-            refill[rows] = apply_expert(experts, expert_parameters(experts, expert), call.hidden[rows]).float()
-        refill *= weight[:, None]
-        changed = total[:, None] - gates[..., None] * outputs + refill[:, None]
-        left = whole - gates + weight[:, None]
-        scale = torch.where(left.abs() > TINY, whole / left, 1.0) if normalised else torch.ones_like(gates)
-        damage = as_float64(total[:, None] - scale[..., None] * changed).square().sum(-1)
-        used = gates != 0
-        self.total.index_add_(0, index[used].cpu(), damage[used.to(damage.device)].cpu())
-
     @torch.no_grad()
-    def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, bool]:
-        """Return each token's next expert [T], its gate weight [T] beside those in use, and `normalised`."""
+    def experts_called(self, call: ExpertsCall) -> None:
+        super().experts_called(call)
+        following, self.weight, self.normalised = self._next(call)
+        self.refill = torch.zeros(call.hidden.shape, device=call.hidden.device)
+        experts = self.observed.experts
+        parameters = expert_parameters(experts)
+        for choices in split_choices(self.weight[:, None], following[:, None], len(self.total)):
+            outputs = apply_expert(experts, parameters, call.hidden[choices.tokens], choices)
+            self.refill[choices.tokens] = choices.weights[:, None] * outputs.float()
+
+    def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
+        gates = self.by_token(choices, choices.weights.float())
+        gated = gates[..., None] * self.by_token(choices, outputs.float())
+        tokens = self.by_token(choices, choices.tokens)[:, 0]
+        whole = gates.sum(1, keepdim=True)
+        total = gated.sum(1, keepdim=True)
+        left = whole - gates + self.weight[tokens, None]
+        scale = torch.where(self.normalised & (left.abs() > TINY), whole / left, 1.0)
+        changed = total - gated + self.refill[tokens, None]
+        damage = as_float64(total - scale[..., None] * changed).square().sum(-1)
+        damage *= as_float64(gates) != 0
+        self.add(self.by_token(choices, choices.experts).flatten(), damage.flatten())
+
+    def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each token's next expert [T], its gate weight [T] beside those in use, and `normalised` []."""
         tokens, top_k = call.index.shape
         none = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
-        nothing = none, none.float(), False
+        nothing = none, none.float(), none.new_zeros((), dtype=torch.bool)
         observed = self.observed
         if self.routed is None or observed.layer.experts <= top_k:
             return nothing
@@ -343,9 +362,9 @@ class DeletionSum(TokenSum):
         before = call.weights.float().sum(1)
         after = weights.float().sum(1) - weight
         known = (added.sum(1) == 1) & (following < observed.layer.experts) & weight.isfinite()
-        normalised = bool(((after - before).abs()[known] > NORMALISED * before.abs()[known]).any())
-        if normalised:
-            weight = weight * before / after.masked_fill(after == 0, 1.0)
+        normalised = (known & ((after - before).abs() > NORMALISED * before.abs())).any()
+        on_scale = weight * before / after.masked_fill(after == 0, 1.0)
+        weight = torch.where(normalised, on_scale, weight)
         return following.where(known, 0), weight.where(known, 0), normalised
 
 
@@ -368,13 +387,12 @@ class Sample(Meter):
     def take(self, call: ExpertsCall | RouterCall, value: Tensor) -> None:
         """Keep the sampled rows of a tensor [T, ...]."""
         if call.rows.numel():
-            self.parts.append((call.batch, value[call.rows.to(value.device)].detach()))
+            self.parts.append((call.batch, value[call.rows].detach()))
 
     def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return all rows [S, width]; none if no sampled token reached the layer."""
         parts = [part for _, part in self.parts] or [torch.zeros(0, width)]
-        device = parts[0].device  # orders are on the CPU, except those of other ranks
-        return torch.cat([part.to(device, dtype) for part in parts])
+        return torch.cat([part.to(dtype) for part in parts])
 
 
 class CallSample(Sample):
@@ -407,10 +425,10 @@ class RouterOrders(Sample):
 
     def router_called(self, call: RouterCall) -> None:
         order = call.logits[:, : self.observed.layer.experts].argsort(dim=-1, descending=True, stable=True)
-        self.parts.append((call.batch, order.to(torch.int16).cpu()))
+        self.parts.append((call.batch, order.to(torch.int16)))
 
     def finish(self) -> Tensor:
-        return self.joined(self.observed.layer.experts, torch.int16)
+        return self.joined(self.observed.layer.experts, torch.int16).cpu()
 
 
 class RouterArgumentsSample(Sample):
@@ -435,7 +453,7 @@ class RouterArgumentsSample(Sample):
         if dim is None:
             return None, value
         by_token = value if dim == 0 else value.flatten(0, 1)
-        taken = by_token[rows.to(value.device)].detach().clone()
+        taken = by_token[rows].detach()
         return dim, taken if dim == 0 else taken[None]
 
     def finish(self) -> RouterArguments:
@@ -469,8 +487,13 @@ class ExpertOutputs(Sample):
         if self.mixed:
             hidden = mix_tokens(hidden, self.observed.seed)
         outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)
-        for expert in range(count):
-            outputs[expert] = apply_expert(experts, expert_parameters(experts, expert), hidden)
+        step = max(1, CHUNK // len(hidden))
+        for begin in range(0, count, step):
+            part = slice(begin, begin + step)
+            index = torch.arange(len(outputs[part]), device=hidden.device).expand(len(hidden), -1)
+            choices = Choices.of(index, index, index.shape[1])
+            chosen = apply_expert(experts, expert_parameters(experts, part), hidden[choices.tokens], choices)
+            outputs[part] = chosen.view_as(outputs[part])
         return outputs
 
 

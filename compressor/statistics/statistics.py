@@ -17,14 +17,13 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import is_finite
 from compressor.data.batches import Calibration, sample_rows
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, build_meta
-from compressor.model.experts import moe_hooks
+from compressor.model.experts import CHUNK, Choices, moe_hooks
 from compressor.model.inputs import media_of, parts_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -212,7 +211,8 @@ class Collector:
             for name, entry in STATISTICS.items()
             if name in needs and entry.meter is not None
         }
-        watching = [meter for meter in self.meters.values() if type(meter).expert_ran is not Meter.expert_ran]
+        self.are_finite = torch.ones((), dtype=torch.bool, device=experts.down_proj.device)  # inputs of all batches
+        watching = [meter for meter in self.meters.values() if type(meter).experts_ran is not Meter.experts_ran]
         self.watches_experts = bool(watching)  # which needs a slower forward
         self.hooks = ExitStack()
 
@@ -229,7 +229,7 @@ class Collector:
             self.layer,
             on_router=self._router_ran,
             on_experts=self._experts_called,
-            on_expert_output=self._expert_ran if self.watches_experts else None,
+            on_expert_output=self._experts_ran if self.watches_experts else None,
         )
         self.hooks.enter_context(hooks)
 
@@ -243,22 +243,22 @@ class Collector:
         A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
         """
         batch, rows, media = self.batch
-        if tokens == len(media):
-            return batch, rows, media
-        parts = [part for part in self.parts if int(part.sum()) == tokens]
-        if len(parts) != 1:
-            return batch, torch.arange(0), torch.zeros(tokens, dtype=torch.bool)
-        part = parts[0]
-        positions = part.cumsum(0) - 1
-        return batch, positions[rows[part[rows]]], media[part]
+        if tokens != len(media):
+            parts = [part for part in self.parts if int(part.sum()) == tokens]
+            if len(parts) == 1:
+                positions = parts[0].cumsum(0) - 1
+                rows = positions[rows[parts[0][rows]]]
+                media = media[parts[0]]
+            else:
+                rows = torch.arange(0)
+                media = torch.zeros(tokens, dtype=torch.bool)
+        device = self.are_finite.device
+        return batch, rows.to(device, non_blocking=True), media.to(device, non_blocking=True)
 
     def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
             return
-        if not is_finite(hidden):
-            raise CompressionError(
-                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
-            )
+        self.are_finite &= torch.stack(hidden.aminmax()).isfinite().all()  # a NaN is both
         self.tokens[self.source] += len(hidden)
         batch, rows, media = self._seen(len(hidden))
         call = ExpertsCall(batch, rows, hidden, index, weights, media)
@@ -267,27 +267,34 @@ class Collector:
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
-        sums_to_1 = ((logits.sum(-1) - 1).abs() < 1e-2).all()
-        if sums_to_1 and (logits >= 0).all():
-            logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # whose softmax is the same
+        are_probabilities = ((logits.sum(-1) - 1).abs() < 1e-2).all() & (logits >= 0).all()
+        logarithms = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # whose softmax is the same
         batch, rows, _ = self._seen(len(logits))
-        call = RouterCall(batch, rows, logits, as_arguments(args, kwargs))
+        call = RouterCall(batch, rows, torch.where(are_probabilities, logarithms, logits), as_arguments(args, kwargs))
         for meter in self.meters.values():
             meter.router_called(call)
 
-    def _expert_ran(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
-        norms = as_float64(outputs).norm(dim=-1)
+    def _experts_ran(self, choices: Choices, outputs: Tensor) -> None:
+        norms = torch.cat([as_float64(part).norm(dim=-1) for part in outputs.split(CHUNK)])
         for meter in self.meters.values():
-            meter.expert_ran(expert, rows, weights, norms, outputs)
+            meter.experts_ran(choices, norms, outputs)
 
     def on_layer_output(self, hidden: Tensor) -> None:
         """Take the batch's hidden states [B, L, H] behind the decoder layer."""
         for meter in self.meters.values():
             meter.on_layer_output(hidden)
 
+    def refuse_infinite_inputs(self) -> None:
+        """Raise `CompressionError` if an input of the experts was not finite in any batch."""
+        if not self.are_finite:
+            raise CompressionError(
+                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
+            )
+
     def finish(self) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
+        self.refuse_infinite_inputs()
         by_source = self.tokens.tolist()
         tokens = sum(by_source)
         samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]
@@ -345,6 +352,7 @@ class CalibrationCollector(Collector):
         """Return the statistics of the layer: of all batches on the first rank, and without values on others."""
         self.detach()
         if not ranks().is_alone:
+            self.refuse_infinite_inputs()
             self.tokens = ranks().all_reduce(self.tokens)
             for meter in self.meters.values():
                 meter.all_reduce()

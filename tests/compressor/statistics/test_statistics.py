@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compressor.data.batches import sample_positions
 from compressor.errors import CompressionError
+from compressor.model.architecture import discover
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.statistics import statistics as collecting
@@ -21,6 +22,7 @@ from compressor.statistics.statistics import (
     ALL,
     STATISTICS,
     WEIGHTS,
+    Collector,
     LayerStatistics,
     check_needs,
 )
@@ -224,6 +226,23 @@ def test_a_pass_leaves_the_stock_modules_as_they_were(name: str, abandoned: bool
         assert not module._forward_hooks and not module._forward_pre_hooks
         assert "forward" not in vars(module)
     assert all(value.device.type == "meta" for value in model.partial.model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "zaya"])
+@torch.no_grad()
+def test_a_batch_asks_the_device_for_no_number(name: str) -> None:
+    """Tensors on meta have shapes alone: `.item()`, `.cpu()`, masks as indices, `nonzero` and the like all raise."""
+    model: Any = zoo.build(name).to("meta", torch.bfloat16)
+    model.set_experts_implementation("eager")
+    layer = discover(model.config).layers[-1]
+    collector = Collector(layer, model, DATA, SEED)
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    hidden = torch.empty(*ids.shape, model.config.hidden_size, dtype=torch.bfloat16, device="meta")
+    collector.observe(ids, torch.arange(3))
+    model.get_submodule(layer.block)(hidden)
+    collector.on_layer_output(hidden)
+    collector.detach()
+    assert collector.tokens.tolist() == [24]
 
 
 def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
