@@ -34,5 +34,5 @@ def test_a_run_reads_each_tensor_once_and_a_second_time_to_correct(
     reads = {tensor: READ_BYTES[base, tensor] / info.nbytes for tensor, info in infos.items()}
     assert {tensor: count for tensor, count in reads.items() if not 1 <= count <= most} == {}
     if method == "none":
-        compressor.apply(out, tmp_path / "again", model=str(base), device="cpu")
+        compressor.apply(outcome.plan, tmp_path / "again", model=str(base), device="cpu")
         assert tensors(tmp_path / "again") == tensors(out)
