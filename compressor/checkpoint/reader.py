@@ -9,12 +9,14 @@ import mmap
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import safetensors.torch
 import torch
@@ -155,6 +157,7 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
+READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it
 
 
 def read_weight_map(index_path: Path) -> dict[str, Any]:
@@ -295,6 +298,7 @@ class Checkpoint:
         self.quantization = quantization_of(folder, self.raw_config)
         located = _locate_tensors(folder, self.raw_config) if tensors is None else tensors
         self.tensors = counted(located, self.quantization) if self.quantization else located
+        self._views = WeakValueDictionary[str, Tensor]()
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -325,18 +329,27 @@ class Checkpoint:
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors as read-only views of their files; neighbours share a mapping, which ends with the last one.
 
-        Only the bytes of these tensors are mapped.
+        Only the bytes of these tensors are mapped. A tensor whose view is still in use is not read again.
         """
-        infos = sorted((self.tensors[name] for name in names), key=lambda info: (info.file, info.begin))
+        views = dict[str, Tensor]()
+        infos = list[TensorInfo]()
+        for name in names:
+            view = self._views.get(name)
+            if view is None:
+                infos.append(self.tensors[name])
+            else:
+                views[name] = view
+        infos.sort(key=lambda info: (info.file, info.begin))
         extents = list[list[TensorInfo]]()
         for info in infos:
             last = extents[-1][-1] if extents else None
             if last is None or info.file != last.file or info.begin > last.end + GAP_BYTES:
                 extents.append([])
             extents[-1].append(info)
-        views = dict[str, Tensor]()
         for extent in extents:
-            views |= self._map(extent)
+            mapped = self._map(extent)
+            self._views.update(mapped)
+            views |= mapped
         return views
 
     def _map(self, extent: list[TensorInfo]) -> dict[str, Tensor]:
@@ -348,6 +361,7 @@ class Checkpoint:
         for info in extent:
             dtype = TORCH_DTYPES.get(info.dtype, torch.uint8)
             count = info.nbytes
+            READ_BYTES[self.folder, info.name] += count
             if count == 0:
                 views[info.name] = torch.empty(info.shape, dtype=dtype)
                 continue

@@ -177,12 +177,17 @@ def require_head(model: Any) -> nn.Module:
 class Evaluator:
     """A base model and held-out text, on which any number of variants are compared with it.
 
-    `stop_tokens` are sets of tokens, such as those that end a text, whose probabilities are measured, too. Each of
+    `stop_tokens` are sets of tokens, such as those that end a text, whose probabilities are measured, too. If it
+    `waits` for its variants, what it keeps of the base is on disk. Each of
     several ranks keeps and runs its share of the batches; figures are those of all.
     """
 
     def __init__(
-        self, base: OpenModel, sets: Sequence[EvaluationSet], stop_tokens: Sequence[Sequence[int]] = ()
+        self,
+        base: OpenModel,
+        sets: Sequence[EvaluationSet],
+        stop_tokens: Sequence[Sequence[int]] = (),
+        waits: bool = False,
     ) -> None:
         model = base.partial.model
         self.stop_tokens = tuple(map(tuple, stop_tokens))
@@ -205,7 +210,7 @@ class Evaluator:
                 self.counted += mask[:, 1:].split(rows)
                 self.domains += [domain] * (len(self.batches) - len(self.domains))
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
-        self.held = 0  # bytes of these, on disk past the budget of memory
+        self.held = BUDGET if waits else 0  # bytes of these, on disk past the budget of memory
 
     @classmethod
     def of(cls, base: OpenModel, batches: Sequence[Tensor]) -> "Evaluator":
@@ -226,12 +231,14 @@ class Evaluator:
         return self._probe(self.base.partial.model, entries, first)
 
     @contextmanager
-    def measuring(self, model: nn.Module) -> Iterator["HeldoutProbe"]:
-        """Measure a variant in another pass, or `model` whole in memory; the base is kept already.
+    def measuring(self, model: nn.Module, variants: int = 1) -> Iterator["HeldoutProbe"]:
+        """Measure variants in another pass, or `model` whole in memory; the probe has the figures in the end.
 
-        The probe has the figures when the block has ended.
+        The base's own batches come first, if its answers are not kept yet.
         """
-        entries: list[_Entry] = [(0, number) for number in range(len(self.batches))]
+        entries: list[_Entry] = [(None, number) for number in self.missing()]
+        for variant in range(variants):
+            entries += [(variant, number) for number in range(len(self.batches))]
         with self._probe(model, entries) as probe:
             yield probe
         probe.add_up()
@@ -328,6 +335,12 @@ class HeldoutProbe(LayerVisitor):
     @property
     def batches(self) -> list[Tensor]:
         return [self.evaluator.batches[number] for _, number in self.entries]
+
+    def numbers_of(self, wanted: int | None) -> list[int]:
+        """Return the numbers in the pass of this rank's batches of a variant, or of the base (None)."""
+        share = ranks().share(self.evaluator.batches)
+        entries = enumerate(self.entries, self.first)
+        return [number for number, (variant, batch) in entries if variant == wanted and batch in share]
 
     def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""

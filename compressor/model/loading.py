@@ -95,6 +95,7 @@ class ReadAhead:
         streams = device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
         self.copier: Any = Copier(device) if streams else None
         self.checked = set[str]()
+        self.views = dict[str, Tensor]()  # of the tensors being read ahead
         self._pool: ThreadPoolExecutor | None = None  # of one thread, for one task
         self._task = Future[tuple[dict[str, Tensor], Any]]()
         self._names = set[str]()
@@ -134,6 +135,7 @@ class ReadAhead:
             self._pool.shutdown()
             self._pool = None
             self._task = Future()
+            self.views = {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `CompressionError` naming a tensor that holds a NaN."""
@@ -147,7 +149,8 @@ class ReadAhead:
         try:
             with self.copier.copying():
                 computed.synchronize()  # until then, the memory of earlier work is not free
-                for name, tensor in self.checkpoint.read_all(self._names).items():
+                self.views = self.checkpoint.read_all(self._names)
+                for name, tensor in self.views.items():
                     self.check({name: tensor})
                     tensors[name] = self.copier.copy(tensor)
                 return tensors, self.copier.mark()
@@ -288,6 +291,7 @@ class PartialModel:
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
         self._loaded = set[str]()
+        self._views = dict[str, Tensor]()  # of loaded tensors, so that whoever writes them need not read them again
         self.kept = dict[str, Tensor]()
         self.ahead = ReadAhead(checkpoint, device)
         self._fill_constant_buffers()
@@ -390,6 +394,7 @@ class PartialModel:
     def _convert(self, names: list[str]) -> None:
         """Load these stored tensors into the model by the stock loader."""
         tensors = self.ahead.take(names)
+        self._views |= self.checkpoint.read_all(names)
         targets = {name: self.keys.targets[name] for name in names}
         plan = self.model._get_dtype_plan(self.dtype)
         more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
@@ -435,6 +440,8 @@ class PartialModel:
         if not module_name:
             self.ahead.stop()
         for key in self.keys_under(module_name):
+            for name in self._sources.get(key, ()):
+                self._views.pop(name, None)
             if key in self._loaded:
                 for entry in {key, self.tied.get(key, key)}:
                     set_tensor(self.model, entry, self.empty[entry])

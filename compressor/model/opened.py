@@ -83,11 +83,10 @@ class OpenModel:
         """SHA-256 over each stored tensor's name, dtype and shape, and over the bytes of all routers."""
         stored = sorted((info.name, info.dtype, info.shape) for info in self.checkpoint.tensors.values())
         digest = hashlib.sha256(json.dumps(stored).encode())
-        for name in sorted(name for name, role in self.layout.roles.items() if role.is_router):
-            info = self.checkpoint.tensors[name]
-            with self.checkpoint.path(name).open("rb") as stream:
-                stream.seek(info.begin)
-                digest.update(stream.read(info.nbytes))
+        routers = self.checkpoint.read_all(name for name, role in self.layout.roles.items() if role.is_router)
+        self.cached["routers"] = routers  # in use, so not read again
+        for name in sorted(routers):
+            digest.update(routers[name].reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     @property

@@ -135,7 +135,7 @@ _REPLAY = "replay"
 _SILENT = Silent()
 
 Forward = Callable[..., Any]
-Replay = Callable[[Iterable[int]], None]
+Replay = Callable[..., None]  # (numbers of batches, maybe a forward in place of the layer's own)
 
 
 @dataclass(slots=True)
@@ -169,7 +169,8 @@ class LayerVisitor:
     def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         """Act when all visitors have seen the layer loaded, before any batch passes it.
 
-        `replay(numbers)` runs these batches through the layer without moving them on.
+        `replay(numbers)` runs these batches through the layer without moving them on; `replay(numbers, forward)` calls
+        another forward in its place.
         """
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
@@ -303,10 +304,10 @@ class _Lockstep:
         passed = set[str]()
         idle = iter(() if ranks().is_alone or standing else self.decoder_layers)  # ranks keep in step
 
-        def replay(numbers: Iterable[int]) -> None:
+        def replay(numbers: Iterable[int], layer_forward: Forward | None = None) -> None:
             for number in numbers:
                 if number in self.runs:
-                    self._resume(number, _REPLAY)
+                    self._resume(number, layer_forward or _REPLAY)
 
         while True:
             decoder_layer = standing[0] if standing else next(idle, None)
@@ -403,10 +404,14 @@ class _Lockstep:
     def _pass_layer(self, decoder_layer: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a decoder layer when it is loaded: for each replay, and then for the batch's own output."""
         self._offload(args, kwargs)
-        while self.driver.switch(decoder_layer) == _REPLAY:
+        while True:
+            replayed = self.driver.switch(decoder_layer)
+            if not replayed:
+                break
             # copied because the layer may change its arguments in place
             copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
-            self._show_output(layer_forward(*copies, **kwargs))
+            replay_forward = layer_forward if replayed == _REPLAY else replayed
+            self._show_output(replay_forward(*copies, **kwargs))
         for visitor in self.visitors:
             layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
         return self._show_output(layer_forward(*args, **kwargs))

@@ -373,6 +373,9 @@ def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None
         for note in () if needed.notes_are_described else needed.notes:
             logger.info("%s", note)
     logger.info("%s", how_resident(resolved.model))
+    roles = resolved.model.layout.roles.items()
+    outside = [name for name, role in roles if not role.decoder_layer]
+    resolved.model.cached["outside"] = resolved.model.checkpoint.read_all(outside)  # in use from the first pass on
     return State(
         resolved.model,
         resolved.base,

@@ -63,9 +63,11 @@ from compressor.steps.constants.step import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
 from compressor.steps.job import check_plan, left_out_of, make_job
+from compressor.steps.stage_files import stage_files
 from compressor.steps.state import State
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import (
+    LayerWriter,
     Workdir,
     assemble,
     check_space,
@@ -162,6 +164,10 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
             state = first_state(resolved, session, work)
+            if resolved.recipe.output.evaluate and state.texts:
+                text = next(iter(state.texts.values()))
+                with suppress(CompressionError):  # without a head, of which a warning is due in the end
+                    state.evaluator = Evaluator(base, text.evaluation, waits=True)
             checkpoint = run_stages(state)
             ranks().barrier()
             outcome = _finish(resolved, state, checkpoint, delivery, session.peak, request)
@@ -325,7 +331,7 @@ def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) ->
             text = evaluation_text(resolved, state.texts)
         if text is None:
             return None
-        evaluator = Evaluator(state.base, text.evaluation)
+        evaluator = state.evaluator or Evaluator(state.base, text.evaluation)
         if evaluator.sequences < FEWEST:
             message = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
             raise CompressionError(f"{message}; give more text, or lower --samples or --sequence-length")
@@ -385,11 +391,13 @@ def _layerwise_stage(
             work.drop(previous.previous.folder)
         state.model = previous.opened(state.base)
         previous.model = None
-    decide(state, numbers)
     steps = [state.step_at(number) for number in numbers]
-    if not is_written(work.stage(numbers[0])):
+    with LayerWriter() as writer:
+        is_open = not is_written(work.stage(numbers[0]))
+        state.stage_files = stage_files(state, writer) if is_open else None
+        decide(state, numbers)
         for number, step in zip(numbers, steps, strict=True):
-            if type(step).refit is Step.refit:
+            if type(step).refit is Step.refit or not is_open:
                 continue
             state.number = number
             with state.clock.phase(step.name):
@@ -445,7 +453,7 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         cut = state.cut() if state.refits else None
         job = make_job(state.model, plan, cut, partial(_changed_tensors, state, changing) if changing else None)
     if not is_written(folder):
-        labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
+        labels = state.stage_label if steps else []
         state.progress.start("write", len(job.decoder_layers))
         with state.clock.phase("write"):
             write_stage(job, folder, labels, state.progress.advance)

@@ -364,11 +364,13 @@ def collect(
     progress: Progress,
     seed: int = 0,
     end: LayerVisitor | None = None,
+    along: Sequence[LayerVisitor] = (),
+    finishing: Sequence[Tensor] = (),
 ) -> Iterator[LayerStatistics]:
     """Yield the statistics of every MoE layer in order, valid until the next one; one layer is in memory at a time.
 
     Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the batches go on to the
-    model's output.
+    model's output; others go `along`. This rank's `finishing` batches follow the calibration's and reach the output.
     """
     routers = smaller_routers(model.architecture)
     if calibration is None:
@@ -377,9 +379,19 @@ def collect(
         yield from _from_weights(model, needs, routers, progress, seed)
         return
     watching = _Watching(lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed))
-    visitors = [watching] if end is None else [watching, end]
-    batches = calibration.batches
-    run = Pass(model, batches, progress, "calibrate and plan", seed, to_end=end is not None, shared=True)
+    visitors = [watching, *along] if end is None else [watching, end, *along]
+    batches = (*calibration.batches, *finishing)
+    more = range(len(calibration.batches), len(batches))
+    run = Pass(
+        model,
+        batches,
+        progress,
+        "calibrate and plan",
+        seed,
+        to_end=end is not None,
+        finishing=more,
+        share={*ranks().share(calibration.batches), *more},
+    )
     with closing(run.layers(*visitors)) as passed:
         try:
             for _ in passed:

@@ -9,13 +9,14 @@ arXiv:2209.04836, as MC-SMoE (Li et al. 2024, arXiv:2310.01334) uses it. An expe
 another order computes the same, a mean over unlike orders does not.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
@@ -23,13 +24,14 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.model.layout import Layout
-from compressor.model.loading import PartialModel, saved_names
+from compressor.model.loading import PartialModel, load_converted, saved_names, set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.steps.tensors import (
     Named,
     OutputTensor,
+    Piece,
     distinct_rows,
     mix,
     mixed_rows,
@@ -169,7 +171,7 @@ def cut_keys(layer: MoeLayer) -> list[str]:
     return [*(tensor.key for tensor in layer.tensors), *layer.tables]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CutFiles:
     """Cut and corrected tensors of finished layers, a file each, so that an interrupted run need not repeat them.
 
@@ -189,6 +191,9 @@ class CutFiles:
         """Write a layer's tensors with its plan atomically."""
         save_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
+    def flush(self) -> None:
+        """Wait until everything saved is on the disk."""
+
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """Return the plan of a finished layer; None if it is not there."""
         facts = read_metadata(self._path(layer))
@@ -205,18 +210,24 @@ def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
     return not stored_as_is or (layout.quantized and not plan.is_drop)
 
 
-def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
-    """Return a loaded layer's cut tensors by state-dict key; from `files` if it was cut already."""
+def cut_or_kept(partial: PartialModel, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
+    """Return a layer's cut tensors by state-dict key; from `files` if it was cut already, and else it is loaded."""
     if files is None:
-        return cut_layers(model, [layer], plan.by_module)
+        partial.load([*partial.keys_under(layer.name), *cut_keys(layer)])
+        return cut_layers(partial.model, [layer], plan.by_module)
     kept = files.tensors(layer)
     if not kept:
         raise CompressionError(
             f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
         )
     for key, value in kept.items():  # in float32, and refitted
-        refuse_overflow(key, value.to(model.state_dict()[key].dtype))
+        refuse_overflow(key, value.to(wanted_dtype(partial.model, key)))
     return kept
+
+
+def _checked_bytes(name: str, tensor: Tensor) -> Iterator[Piece]:
+    refuse_nan(name, "the converted model", tensor)
+    yield tensor_bytes_view(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,30 +246,45 @@ class Conversion:
         keys = self.partial.keys_under(decoder_layer)
         return [key for key in keys if not key.startswith(others) and key not in self.partial.tied]
 
-    def outputs(self) -> list[OutputTensor]:
-        """Return every tensor of the output."""
+    def outputs(self, decoder_layers: Sequence[str]) -> list[OutputTensor]:
+        """Return the tensors of these decoder layers in the output."""
         state = self.small.state_dict()
-        state = {key: value.to(wanted_dtype(self.small, key)) for key, value in state.items()}
         outputs = list[OutputTensor]()
-        for decoder_layer in ("", *self.architecture.decoder_layers):
-            tensors = {key: state[key] for key in self._keys_of(decoder_layer) if key in state}
+        for decoder_layer in decoder_layers:
+            keys = [key for key in self._keys_of(decoder_layer) if key in state]
+            tensors = {key: state[key].to(wanted_dtype(self.small, key)) for key in keys}
             outputs += [tensor_output(name, tensor, decoder_layer) for name, tensor in saved_names(self.small, tensors)]
         return outputs
 
+    def read(self, path: Path, keys: Iterable[str]) -> Parameters:
+        """Return tensors by state-dict key from a file that `produce` has filled."""
+        load_converted(self.small, load_tensors(path), "cpu", get_model_conversion_mapping(self.small))
+        state = self.small.state_dict()
+        tensors = {key: state[key].detach() for key in keys}
+        for key, value in state.items():
+            if not value.is_meta:
+                set_tensor(self.small, key, value.to("meta"))
+        return tensors
+
     def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, decoder_layer: str) -> Named:
-        """Load a decoder layer, apply `cut` to its MoE layers and then `change` to all of it, and yield the result."""
+        """Apply `cut` to a decoder layer's MoE layers, load the rest, apply `change` to all, and yield the result.
+
+        Tensors that were loaded before stay so.
+        """
         keys = self._keys_of(decoder_layer)
-        self.partial.load(keys)
         state = self.partial.model.state_dict()
-        tensors = {key: state[key] for key in keys}
+        fresh = [key for key in keys if state[key].is_meta]
+        tensors = Parameters()
         for layer in self.architecture.layers:
             for key, value in cut(layer).items() if layer.decoder_layer == decoder_layer else ():
-                tensors[key] = value.to(state[key].dtype)
+                tensors[key] = value.to(wanted_dtype(self.partial.model, key))
+        self.partial.load(key for key in keys if key not in tensors)
+        state = self.partial.model.state_dict()
+        tensors = {key: state[key] for key in keys if key not in tensors} | tensors
         if change is not None and decoder_layer:
             for key, value in change(decoder_layer, tensors).items():
                 tensors[key] = refuse_overflow(key, value.to(state[key].dtype))
         for name, tensor in saved_names(self.small, tensors):
-            refuse_nan(name, "the converted model", tensor)
-            yield name, iter([tensor_bytes_view(tensor)])
-        for key in keys:
+            yield name, _checked_bytes(name, tensor)
+        for key in fresh:
             self.partial.release(key.rpartition(".")[0])

@@ -97,7 +97,8 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
     if not model.is_split and not changed:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
-    return Size.of(Conversion(model.partial, model.architecture, small).outputs())
+    conversion = Conversion(model.partial, model.architecture, small)
+    return Size.of(conversion.outputs(("", *model.architecture.decoder_layers)))
 
 
 def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
@@ -146,13 +147,17 @@ def _cut(
     """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial` model by layer."""
     architecture = model.architecture
     if partial is None:
-        return plan_outputs(model.checkpoint, model.layout, plan, architecture.decoder_layers), {}
-    small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
-    conversion = Conversion(partial, architecture, small)
-    produce = bind(conversion.produce, bind(cut_or_kept, partial.model, plan, files), change)
-    return conversion.outputs(), {
-        decoder_layer: bind(produce, decoder_layer) for decoder_layer in ("", *architecture.decoder_layers)
-    }
+        return plan_outputs(model.checkpoint, model.layout.roles, plan, architecture.decoder_layers), {}
+    conversion = conversion_of(model, partial, plan.experts)
+    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files), change)
+    all_layers = ("", *architecture.decoder_layers)
+    return conversion.outputs(all_layers), {decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers}
+
+
+def conversion_of(model: OpenModel, partial: PartialModel, experts: int) -> Conversion:
+    """Return how output with this number of experts is made through a model."""
+    small = build_meta(model.architecture.with_experts(experts), partial.dtype)
+    return Conversion(partial, model.architecture, small)
 
 
 def _cut_head(

@@ -41,6 +41,8 @@ class State:
     first: int = 0  # number of the first of these steps in the plan: earlier ones were done by earlier runs
     parts: int = 1  # sub-experts of each of the source's experts
     shared: dict[str, Any] = field(default_factory=dict)  # values that steps compute once
+    evaluator: Evaluator | None = None  # of the output; a pass over the base lets it keep the base's answers
+    stage_files: CutFiles | None = None  # that write this stage's layers while they are loaded, where that is possible
 
     @property
     def text(self) -> TextBatches | None:
@@ -73,6 +75,11 @@ class State:
         return next((option for option in options if isinstance(option, kind)), None)
 
     @property
+    def stage_label(self) -> list[str]:
+        """Names of this stage's steps, as its files' headers have them."""
+        return [f"{number}-{self.step_at(number).name}" for number in self.stage]
+
+    @property
     def deciding(self) -> int | None:
         """The number of the step that decides in this stage which experts stay; None if there is none."""
         numbers = [number for number in self.stage if {EXPERTS, CONSTANTS} & self.step_at(number).options.changes]
@@ -93,8 +100,10 @@ class State:
         return None if self.work is None else self.work.kept(self.number, name)
 
     def cut(self) -> CutFiles:
-        """Return the files of this stage's refitted layers, which wait to be written."""
+        """Return the files of this stage's refitted layers, which are written at once or wait to be."""
         assert self.work is not None
+        if self.stage_files is not None and self.refits:
+            return self.stage_files
         return CutFiles(self.work.kept(self.stage[0], "layers"))
 
     def teacher_outputs(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
-from compressor.model.layout import Layout, Role
+from compressor.model.layout import Role
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 
 STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the precision of bfloat16
@@ -134,16 +134,16 @@ def in_order_of(layer_names: Sequence[str], outputs: Iterable[OutputTensor]) -> 
 
 
 def plan_outputs(
-    checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, layer_names: tuple[str, ...]
+    checkpoint: Checkpoint, roles: Mapping[str, Role], plan: ExpertPlan, layer_names: tuple[str, ...]
 ) -> list[OutputTensor]:
-    """Return every tensor of the output in the order of the layers, stored as the base stores it."""
+    """Return the output's tensors with these roles in the order of the layers, stored as the base stores them."""
     plans = plan.by_module
     families: dict[str, dict[int, str]] = {}
-    for name, role in layout.roles.items():
+    for name, role in roles.items():
         if role.kind == "expert":
             families.setdefault(role.family, {})[role.expert] = name
     outputs = list[OutputTensor]()
-    for name, role in layout.roles.items():
+    for name, role in roles.items():
         layer_plan = plans.get(role.layer)
         info = checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:

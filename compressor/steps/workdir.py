@@ -3,7 +3,7 @@
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
     lock            held by the run
     journal.json    the run's key, and the decision and result of each finished step
-    kept/           tensors that steps keep for a run that resumes after a kill
+    kept/           tensors and plans that steps keep for a run that resumes after a kill
     stage-N/        the checkpoint after the layerwise steps from step N on: one file per decoder layer
     output/         the finished checkpoint, verified, gated and then renamed to OUT
 
@@ -317,15 +317,38 @@ class LayerWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self._flushed is not None and kind is None:
-                self._flushed.result()
+            if kind is None:
+                self.flush()
         finally:
             self._flusher.shutdown(cancel_futures=True)
 
+    def flush(self) -> None:
+        """Wait until the last file is on the disk."""
+        if self._flushed is not None:
+            self._flushed.result()
+
     def write(
-        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], produced: Named, steps: Sequence[str]
+        self,
+        path: Path,
+        outputs: Sequence[TensorInfo | OutputTensor],
+        produced: Named,
+        steps: Sequence[str],
+        behind: bool = False,
     ) -> None:
-        """Write exactly these `outputs` from the tensors `produced`."""
+        """Write exactly these `outputs` from the tensors `produced`, whose bytes a thread takes if `behind`."""
+        before = self._flushed
+        if behind:
+            tensors = list(produced)
+            self._flushed = self._flusher.submit(lambda: self._fill(path, outputs, iter(tensors), steps)())
+        else:
+            self._flushed = self._flusher.submit(self._fill(path, outputs, produced, steps))
+        if before is not None:  # at most one file waits for the disk
+            before.result()
+
+    def _fill(
+        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], produced: Named, steps: Sequence[str]
+    ) -> Callable[[], None]:
+        """Write a file beside its place, and return what flushes it and puts it there."""
         header, offsets = header_of(outputs, steps)
         sizes = {output.name: output.nbytes for output in outputs}
         fresh = path.with_name(f"{path.name}.new")
@@ -355,10 +378,7 @@ class LayerWriter:
             os.close(file)
             fresh.unlink(missing_ok=True)
             raise
-        before = self._flushed
-        self._flushed = self._flusher.submit(flush)
-        if before is not None:  # at most one file waits for the disk
-            before.result()
+        return flush
 
 
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:

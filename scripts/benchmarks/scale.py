@@ -34,7 +34,18 @@ COLUMNS = (
     "memory over the largest layer",
     "over the model",
     "mapped pages over the largest layer",
+    "read of the base over its bytes",
+    "written over the output's bytes",
 )
+COUNTED = """import sys, pathlib
+from compressor.checkpoint.reader import READ_BYTES
+from compressor.cli.main import main
+try:
+    main()
+finally:
+    base = pathlib.Path(sys.argv[2])
+    read = sum(count for (folder, _), count in READ_BYTES.items() if folder == base)
+    print("\\n", read, pathlib.Path("/proc/self/io").read_text().split()[3])"""
 LENGTH = 512
 SIZES = Sizes(vocabulary=512)  # so small that a checkpoint is its layers, and twice the bytes are twice the layers
 KEPT = SIZES.experts // 2
@@ -50,12 +61,13 @@ class Measured:
     largest: int  # bytes of the largest layer
     copy: float  # seconds
     steps: dict[str, Child]
+    written: dict[str, float]  # bytes written over those of the output
 
 
 def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
     """Return the command that compresses to half of the experts in a process of its own."""
     flags = ["--experts", str(KEPT), "--strategy", strategy, "--resident", "no", "--json"]
-    return [*COMMAND, "compress", str(folder), "-o", str(out), *flags]
+    return [sys.executable, "-c", COUNTED, "compress", str(folder), "-o", str(out), *flags]
 
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
@@ -113,7 +125,7 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
     ready = drop_pages if cold else warm
     report, samples = inspect(str(folder)), str(max(1, tokens // LENGTH))
     ready(folder)
-    measured = Measured(report.bytes, report.largest_layer_bytes, copy_seconds(folder, scratch / "copy"), {})
+    measured = Measured(report.bytes, report.largest_layer_bytes, copy_seconds(folder, scratch / "copy"), {}, {})
     bare = min((run_child(BARE) for _ in range(2)), key=lambda seen: seen.seconds)
     for name in steps:
         strategy = "model-centric" if name == "model-centric" else "reap"
@@ -125,6 +137,9 @@ def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], 
             command = [*COMMAND, "export", str(scratch / "kept"), "-o", str(out), "--dtype", "fp16", "--json"]
         ready(folder)
         measured.steps[name] = watched(command, bare)
+        if name != "export":
+            nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+            measured.written[name] = int(measured.steps[name].output.split()[-1]) / nbytes
         row(*cells(name, measured))
         if name == "model-centric":
             out.rename(scratch / "kept")
@@ -137,7 +152,8 @@ def cells(name: str, found: Measured) -> tuple[str | float, ...]:
     """A line of the table."""
     step = found.steps[name]
     memory = (step.anonymous / found.largest, step.anonymous / found.bytes, step.mapped / found.largest)
-    return f"{found.bytes / 1e9:.1f}", name, step.seconds / found.copy, step.cpu / found.copy, *memory
+    moved = (int(step.output.split()[-2]) / found.bytes, found.written[name]) if name in found.written else ()
+    return f"{found.bytes / 1e9:.1f}", name, step.seconds / found.copy, step.cpu / found.copy, *memory, *moved
 
 
 def slopes(measured: Sequence[Measured]) -> str:

@@ -100,5 +100,9 @@ class Watched(LayerVisitor):
     first: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
 
+    def numbers_of(self, variant: int | None) -> list[int]:
+        """Batches that pass the corrected layers are of variant 0."""
+        return [self.first + number for number in range(len(self.batches)) if variant == 0]
+
     def on_batch_end(self, batch: int, output: Any) -> None:
         self.logits[batch - self.first] = output.logits.clone()

@@ -13,6 +13,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, mtp_stages, names_of
 from compressor.model.opened import OpenModel, open_alike
+from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
@@ -107,14 +108,16 @@ def statistics_with_heads(
     progress: Progress,
     seed: int,
     accepted: dict[str, Any],
+    along: Sequence[LayerVisitor] = (),
+    finishing: Sequence[torch.Tensor] = (),
 ) -> Iterator[LayerStatistics]:
     """Yield the statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
 
-    The text goes through the model and then its heads. Each head's acceptance is put into `accepted`, by experts
-    module, once its statistics have been taken.
+    The text goes through the model, where visitors go `along` (`collect`), and then its heads. Each head's acceptance
+    is put into `accepted`, by experts module, once its statistics have been taken.
     """
     if calibration is None or not heads:
-        yield from collect(model, needs, calibration, progress, seed)
+        yield from collect(model, needs, calibration, progress, seed, None, along, finishing)
         for head in heads:
             for stats in collect(head.model, needs, None, progress, seed):
                 yield _named(stats, head)
@@ -122,8 +125,9 @@ def statistics_with_heads(
     stages = mtp_stages(model, heads, calibration.batches, evaluated_batches(calibration))
     for mtp_stage in stages:
         passing = replace(calibration, batches=mtp_stage.batches)
+        visitors = along if mtp_stage.head is None else ()
         with mtp_stage.hooked():
-            for stats in collect(mtp_stage.model, needs, passing, progress, seed, mtp_stage):
+            for stats in collect(mtp_stage.model, needs, passing, progress, seed, mtp_stage, visitors):
                 yield stats if mtp_stage.head is None else _named(stats, mtp_stage.head)
         if mtp_stage.head is not None:
             every_rank = ranks().all_reduce(agreement(stages[0], mtp_stage))

@@ -9,7 +9,8 @@ undoing them must be a gain.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -45,13 +46,15 @@ from compressor.statistics.statistics import CalibrationCollector, LayerStatisti
 from compressor.steps.correct.cut_layer import Recording, RefittedConstants
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.streams import BaseStream
+from compressor.steps.correct.streams import BaseStream, EarlyBatches
 from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
 TensorsOf = Callable[[Sequence[MoeLayer]], Tensors]
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
+HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
+CORRECTED, UNDONE = range(2)  # variants of a comparison
 EVALUATED = "evaluated.json"  # beside the cut layers: the measurement, for a run that resumes this one
 
 
@@ -89,6 +92,9 @@ class _InOrder(LayerVisitor):
     work: LayerWork
     files: CutFiles | None
     base_stream: BaseStream | None = None
+    base_batches: Sequence[int] = ()  # held-out ones that pass the base's own layers
+    cut_batches: Sequence[int] = ()  # held-out ones that pass layers as they are cut, without correction
+    early: EarlyBatches = field(default_factory=lambda: EarlyBatches(ActivationOffload(HELDOUT_BUDGET)))
     plans: dict[str, LayerPlan] = field(default_factory=dict)
     active: list[CalibrationCollector | Recording] = field(default_factory=list)  # while batches are replayed
     smaller: SmallerModel = field(init=False)
@@ -120,10 +126,14 @@ class _InOrder(LayerVisitor):
             return
         if self.base_stream is not None:
             self.base_stream.pass_layer(replay)
+        self.early.pass_early(replay, self.base_batches)
         tensors = self._finished(layers)
         if tensors is None:
             tensors = self._compress(decoder_layer, layers, replay)
         else:
+            if self.cut_batches:
+                cut = cut_layers(self.model.partial.model, layers, self.plans)
+                self.early.pass_early(replay, self.cut_batches, self.smaller.fill(decoder_layer, cut))
             self._fill(decoder_layer, layers, tensors)
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
@@ -155,11 +165,12 @@ class _InOrder(LayerVisitor):
         if self.work.constants is not None:  # routers stay whole
             experts = tuple(f"{layer.name}." for layer in layers)
             tensors = {key: value for key, value in tensors.items() if key.startswith(experts)}
-        self._fill(decoder_layer, layers, tensors)
+        layer_forward = self._fill(decoder_layer, layers, tensors)
+        self.early.pass_early(replay, self.cut_batches, layer_forward)
         constants = dict[str, Tensor]()
-        for layer, recording in zip(layers, recordings, strict=False):
+        for layer in layers[: len(recordings)]:
             give_back()
-            constants |= self._correct(layer, recording)
+            constants |= self._correct(layer, recordings.pop(0))  # freed before the layer is written
         give_back()
         state = {**self.smaller.model.state_dict(), **constants}
         if self.files is not None and ranks().is_first:
@@ -215,10 +226,11 @@ class _InOrder(LayerVisitor):
         self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         return {} if constants is None else {constants_key(layer): constants.best}
 
-    def _fill(self, decoder_layer: str, layers: Sequence[MoeLayer], tensors: Tensors) -> None:
-        self.smaller.fill(decoder_layer, tensors)
+    def _fill(self, decoder_layer: str, layers: Sequence[MoeLayer], tensors: Tensors) -> Forward:
+        layer_forward = self.smaller.fill(decoder_layer, tensors)
         for layer in layers:
             self.model.partial.release(layer.name)
+        return layer_forward
 
 
 def constants_key(layer: MoeLayer) -> str:
@@ -281,20 +293,25 @@ def _compress_model(
     batches = calibration.batches
     evaluation = [] if probe is None else probe.batches
     state = _InOrder(model, calibration, work, files)
-    share = ranks().share(batches, evaluation)
+    share = ranks().share(batches)
     budget = DEFAULT_ACTIVATION_BUDGET
     visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
         state.base_stream = BaseStream(model, len(batches), ActivationOffload(budget), work.correction.toward)
-        share = ranks().share(batches, batches, evaluation)
+        share = ranks().share(batches, batches)
         batches = (*batches, *batches)
         visitors.append(state.base_stream)
     if probe is not None:
         probe.first = len(batches)
-        visitors.append(probe)
+        state.base_batches = probe.numbers_of(None)
+        state.cut_batches = probe.numbers_of(UNDONE)
+        share |= {*state.base_batches, *probe.numbers_of(CORRECTED), *state.cut_batches}
+        visitors += [state.early, probe]
     if mtp_stage is not None:
         visitors.append(mtp_stage)
+    if isinstance(files, LayerVisitor):
+        visitors.append(files)
     batches = (*batches, *evaluation)
     text_pass = Pass(
         model,
@@ -308,6 +325,8 @@ def _compress_model(
         activation_budget=budget,
     )
     text_pass.run(*visitors)
+    if files is not None:
+        files.flush()
     ranks().barrier()  # until all layers are saved
     return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
 
@@ -371,28 +390,34 @@ def correct(
     if len(layers) < len(stored):
         by_module = plan.by_module
         work = LayerWork(plan.experts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
-        layers = compress_sequentially(model, work, calibration, progress, files, heads=heads)
+        texts = () if heads else calibration.heldout_batches
+        with comparing(model, files, texts) as probe:
+            layers = compress_sequentially(model, work, calibration, progress, files, probe, heads=heads)
     kept = tuple(layers)
     if not heads:
         kept = keep_the_better(model, kept, files, calibration.heldout_batches, progress)
     return replace(plan, layers=kept)
 
 
-def compare_corrections(
-    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, evaluator: Evaluator, progress: Progress
-) -> Difference:
-    """Return what undoing the corrected tensors of all layers in `files` does to the distance from the base.
+@contextmanager
+def comparing(model: OpenModel, files: CutFiles, texts: Sequence[Tensor]) -> Iterator[HeldoutProbe | None]:
+    """Measure in a pass that corrects layers what undoing all corrections does to the distance from the base.
 
-    One streamed pass, in which the base runs along unless the evaluator knows it.
+    It is kept beside the files, for a run that resumes this one. There is no probe where that has been done, or where
+    fewer than eight sequences, or a model without a language-model head, make undoing no gain.
     """
-    by_module = {plan.module: plan for plan in plans}
-    corrected = partial(_tensors_in, files, model.partial.device)
-    variants = list[Substitution]()
-    for tensors in (corrected, lambda layers: cut_layers(model.partial.model, layers, by_module)):
-        by_decoder_layer = _by_decoder_layer(model.architecture.layers, tensors)
-        variants.append(Substitution(by_decoder_layer, len(plans[0].groups)))
-    before, after = evaluator.measure(model, variants, progress=progress, phase="compare the corrections")
-    return Difference.of(before.kl, after.kl)
+    undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
+    if ranks().broadcast(lambda: read_difference(files)) is not None:
+        yield None
+        return
+    if undoing.sequences < FEWEST or head_of(model.partial.model) is None:
+        yield None
+    else:
+        with Evaluator.of(model, texts).measuring(model.partial.model, variants=2) as probe:
+            yield probe
+        undoing = Difference.of(probe.figures[CORRECTED].kl, probe.figures[UNDONE].kl)
+    if ranks().is_first:
+        write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
 
 
 def keep_the_better(
@@ -403,14 +428,13 @@ def keep_the_better(
     The measurement on `texts`, token ids [B, L], is kept beside the files for a run that resumes this one. With fewer
     than eight sequences, or without a language-model head, nothing is measured and the corrections stay.
     """
+    by_module = {plan.module: plan for plan in plans}
+    work = LayerWork(len(plans[0].groups), lambda stats: by_module[stats.layer.name])
+    with comparing(model, files, texts) as probe:
+        if probe is not None:  # the pass that made the layers did not measure
+            compress_sequentially(model, work, None, progress, files, probe, "compare the corrections")
     undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
-    if undoing is None:
-        undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
-        if undoing.sequences >= FEWEST and head_of(model.partial.model) is not None:
-            undoing = compare_corrections(model, plans, files, Evaluator.of(model, texts), progress)
-        if ranks().is_first:
-            write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
-    if not undoing.accepted:
+    if undoing is None or not undoing.accepted:
         return tuple(plans)
     reason = (
         f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
@@ -430,6 +454,7 @@ def keep_the_better(
             for layer in layers:
                 files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
             model.partial.release(decoder_layer)
+    files.flush()
     ranks().barrier()  # until all layers are saved
     return tuple(undone[plan.module] for plan in plans)
 

@@ -3,8 +3,7 @@
 B sequences, L tokens, H hidden.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,31 +21,21 @@ TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
 
 
-@dataclass(slots=True)
-class BaseStream(LayerVisitor):
-    """Batches that pass the base's own layers, numbered behind `count` others of the same text in the same order.
+class EarlyBatches(LayerVisitor):
+    """Batches that pass a layer before it has its final form, in a replay, and wait behind it for the others."""
 
-    They pass each MoE layer before it is cut, in a replay, and wait behind it until the others have passed.
-    """
+    def __init__(self, offload: ActivationOffload) -> None:
+        self.offload = offload
+        self.outputs: dict[int, Any] = {}  # of the loaded layer, by batch
+        self.passing = False
 
-    model: OpenModel
-    count: int
-    offload: ActivationOffload
-    toward: float | None  # requested share of the way to them; None: the default, if it is defined
-    outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
-    passing: bool = False
-    last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
-    factor: float = 1.0  # of an expert's output, where it joins the hidden states
-    share: float = 0.0  # of the way that the loaded layer goes
-
-    def pass_layer(self, replay: Replay) -> None:
-        """Have all batches pass the loaded layer as it is."""
+    def pass_early(self, replay: Replay, numbers: Iterable[int], layer_forward: Forward | None = None) -> None:
+        """Have these batches pass the loaded layer as it is, or another forward."""
         self.passing = True
-        replay(range(self.count, 2 * self.count))
+        replay(numbers, layer_forward)
         self.passing = False
 
     def on_layer_output(self, output: Any) -> None:
-        self.last = hidden_of(output)
         if self.passing:
             self.outputs[self.at.batch] = output
             self.offload.keep(self.at.batch, hidden_of(output))
@@ -58,6 +47,27 @@ class BaseStream(LayerVisitor):
         self.offload.forget(self.at.batch)
         output = self.outputs.pop(self.at.batch)
         return lambda *args, **kwargs: output
+
+
+class BaseStream(EarlyBatches):
+    """Batches that pass the base's own layers, numbered behind `count` others of the same text in the same order."""
+
+    def __init__(self, model: OpenModel, count: int, offload: ActivationOffload, toward: float | None) -> None:
+        super().__init__(offload)
+        self.model = model
+        self.count = count
+        self.toward = toward  # requested share of the way to them; None: the default, if it is defined
+        self.last = torch.zeros(0)  # hidden states that came out of a layer
+        self.factor = 1.0  # of an expert's output, where it joins the hidden states
+        self.share = 0.0  # of the way that the loaded layer goes
+
+    def pass_layer(self, replay: Replay) -> None:
+        """Have all batches pass the loaded layer as it is."""
+        self.pass_early(replay, range(self.count, 2 * self.count))
+
+    def on_layer_output(self, output: Any) -> None:
+        self.last = hidden_of(output)
+        super().on_layer_output(output)
 
     def shift(self, batch: int, hidden: Tensor) -> Tensor | None:
         """Return how far experts' outputs move toward the base's hidden states, [B, L, H] alike; None if not at all."""

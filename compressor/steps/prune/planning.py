@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,17 +14,19 @@ from torch import Tensor
 from compressor import entry_points
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
+from compressor.divergence.evaluator import HeldoutProbe
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, mtp_choice, statistics_with_heads
 from compressor.steps.correct.options import Correct
-from compressor.steps.correct.sequential import COMPRESSED, UNCORRECTED, LayerWork, compress_sequentially
+from compressor.steps.correct.sequential import COMPRESSED, UNCORRECTED, LayerWork, comparing, compress_sequentially
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.protection import Protected, given_protected, listed, strongest_that_fit
@@ -91,11 +94,18 @@ class Planner:
             ) from error
         return ranks().broadcast(lambda: changes)
 
-    def plans(self, specs: Sequence[PruneSpec], protected: Protected | None = None) -> list[Planned]:
-        """Return a plan for each spec from one pass over the layers; nothing is written.
+    def plans(
+        self,
+        specs: Sequence[PruneSpec],
+        protected: Protected | None = None,
+        files: CutFiles | None = None,
+        probe: HeldoutProbe | None = None,
+    ) -> list[Planned]:
+        """Return a plan for each spec from one pass over the layers.
 
         `protected` experts, by layer name, stay as they are. The specs' heads, which are the same in all, are planned
-        after the model's own layers.
+        after the model's own layers. With `files`, each layer is written there by the first plan. A `probe`, not
+        beside heads, keeps the base's answers on its batches.
         """
         rank_changes = self.rank_changes([spec.strategy for spec in specs])
         needs = self._modalities.union(*(spec.strategy.needs for spec in specs))
@@ -109,12 +119,18 @@ class Planner:
                 begin = time.perf_counter()
                 decided.append(_layer_plan(stats, spec, protected, rank_changes))
                 seconds[number] += time.perf_counter() - begin
+            if files is not None and stats.layer in self.model.architecture.layers:
+                files.save(decided[0], stats.layer, {})
             return decided
 
-        run = (self.calibration, self.progress, self.seed, accepted)
+        along = [visitor for visitor in (files, probe) if isinstance(visitor, LayerVisitor)]
+        finishing = () if probe is None else probe.batches
+        run = (self.calibration, self.progress, self.seed, accepted, along, finishing)
         for stats in statistics_with_heads(self.model, specs[0].heads, needs, *run):
             by_layer.append(ranks().broadcast(partial(decide, stats)))
             del stats  # free the samples with the layer
+        if files is not None:
+            files.flush()
         planned = list[Planned]()
         for number, spec in enumerate(specs):
             layers = list[LayerPlan]()
@@ -146,9 +162,12 @@ class Planner:
 
         needs = spec.strategy.needs | self._modalities
         work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
-        layers = compress_sequentially(
-            self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=spec.heads
-        )
+        run = (self.model, work, self.calibration, self.progress, files)
+        with ExitStack() as stack:
+            probe = None
+            if files is not None and correction is not None and not spec.heads:
+                probe = stack.enter_context(comparing(self.model, files, self.calibration.heldout_batches))
+            layers = compress_sequentially(*run, probe, "plan in order", spec.heads)
         return self._plan(spec, layers, protected)
 
     @property

@@ -77,7 +77,13 @@ class PruneStep(Step[Prune]):
             return planner.plan_sequentially(spec, correct, protected, files)
         if not reads:
             planner = replace(planner, calibration=None)
-        return planner.plans([spec], protected)[0].plan
+        files = None if state.refits else state.stage_files
+        calibration = planner.calibration
+        evaluator = state.evaluator
+        if calibration is None or spec.heads or evaluator is None or evaluator.base is not state.model:
+            return planner.plans([spec], protected, files)[0].plan
+        with evaluator.keeping(len(calibration.batches)) as probe:
+            return planner.plans([spec], protected, files, probe)[0].plan
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         return protected_blocks_of((entry.get("plan") or {}).get("protected") or {})
