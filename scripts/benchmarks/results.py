@@ -205,6 +205,7 @@ def measure_points(args: argparse.Namespace) -> dict[str, Any]:
         increase = float(losses(output, *sizes).mean() - base)
         spent = {"seconds": round(child.seconds, 1), "cpu": round(child.cpu, 1)}
         rows.append({"name": name, **spent, "increase": round(increase, 5)})
+        print(rows[-1], flush=True)
     words = ["moe-compress", "compress", shown_model(args), "-o", "out", "--best", *shown]
     command = " ".join(Path(word).name if word == args.text else word for word in words)
     return {"command": command, "date": datetime.date.today().isoformat(), "rows": rows}
@@ -311,8 +312,8 @@ def points_table(subjects: Sequence[Subject]) -> str:
     for subject in (subject for subject in subjects if POINTS in subject.experiments):
         columns += [f"{subject.title}, CPU seconds", "increase"]
         for cells in rows:
-            (point,) = subject.rows(POINTS, name=cells[0])
-            cells += [f"{point['cpu']:.0f}", f"{point['increase']:.3f}"]
+            points = subject.rows(POINTS, name=cells[0])
+            cells += [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
     return table(columns, rows)
 
 
