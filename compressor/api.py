@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -20,7 +20,6 @@ from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.files import default_folder
-from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.serving import Advice
 from compressor.options import validated
@@ -39,12 +38,10 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.report.comparison import candidates_of, compare_strategies
-from compressor.report.comparison_report import Comparison
-from compressor.report.grid import Grid
-from compressor.report.sizes import compare_formats
-from compressor.report.task_scores import TaskRun
 from compressor.run_record import PACKAGES, versions
+
+if TYPE_CHECKING:  # loaded only where models are compared
+    from compressor.report.comparison_report import Comparison
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +113,14 @@ def compress(
             output={"max_shard_bytes": max_shard_bytes, "evaluate": evaluate},
         )
     require(*recipe.packages)
-    publishes = recipe.output.push_to_hub is not None and ranks().is_first
-    if publishes:
-        check_access(str(recipe.output.push_to_hub), recipe.output.private)  # now rather than after hours of work
     delivery = Delivery(Path(out), overwrite, device, progress, command)
+    if recipe.output.push_to_hub is None or not ranks().is_first:
+        return carry_out(recipe, delivery, announce)
+    from compressor.hub.push import check_access, push_output
+
+    check_access(recipe.output.push_to_hub, recipe.output.private)  # now rather than after hours of work
     outcome = carry_out(recipe, delivery, announce)
-    return replace(outcome, pushed=push_output(outcome, recipe.output)) if publishes else outcome
+    return replace(outcome, pushed=push_output(outcome, recipe.output))
 
 
 def make_recipe(
@@ -212,7 +211,7 @@ def compare(
     cache: Path | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> Comparison:
+) -> "Comparison":
     """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
 
     `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or `nbytes=16_000,
@@ -220,6 +219,11 @@ def compare(
     Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees. With
     `tasks` every model answers them; results are kept in the folder `cache`.
     """
+    from compressor.report.comparison import candidates_of, compare_strategies
+    from compressor.report.grid import Grid
+    from compressor.report.sizes import compare_formats
+    from compressor.report.task_scores import TaskRun
+
     task_options = {name: options.pop(name) for name in TaskOptions.model_fields if name in options}
     grid = validated(Grid, options, "compare")
     text = text_options(calibration)

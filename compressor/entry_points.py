@@ -3,10 +3,13 @@
 import inspect
 import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, field, fields, is_dataclass
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
@@ -37,23 +40,36 @@ KINDS = {
 }
 
 
+def _entries(group: str) -> EntryPoints:
+    """Return the entry points of a group; the installed packages are read once, unless a folder with some changes."""
+    folders = [path or "." for path in sys.path if os.path.isdir(path or ".")]
+    stamps = tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders)
+    entries: EntryPoints = _installed(stamps).select(group=group)
+    return entries
+
+
+@lru_cache(maxsize=1)
+def _installed(stamps: tuple[tuple[str, int], ...]) -> Any:
+    return entry_points()
+
+
 def names(group: str) -> list[str]:
     """Return the names of all plugins of a group."""
-    return sorted({entry.name for entry in entry_points(group=group)})
+    return sorted({entry.name for entry in _entries(group)})
 
 
 def packages() -> list[str]:
     """Top-level packages of all installed plugins, the built-in ones included."""
     top_level = set[str]()
     for group in KINDS:
-        top_level.update(re.split(r"[.:]", entry.value)[0] for entry in entry_points(group=group))
+        top_level.update(re.split(r"[.:]", entry.value)[0] for entry in _entries(group))
     return sorted(top_level)
 
 
 def load(group: str, name: str, place: str = "") -> Any:
     """Return the object that an entry point names; refuses an unknown, ambiguous or broken one."""
     kind = KINDS[group]
-    offers = {entry.value: entry for entry in entry_points(group=group) if entry.name == name}
+    offers = {entry.value: entry for entry in _entries(group) if entry.name == name}
     if not offers:
         where = f" at {place}" if place else ""
         raise CompressionError(f"there is no {kind} {name!r}{where}; {known_names(name, names(group))}")

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from compressor import entry_points
 from compressor.errors import CompressionError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -376,7 +376,7 @@ def _strays(folder: Path) -> list[str]:
     known = {*RECORDS}
     for record in records:
         known.update(record.get("files", ()))
-    subfolders = {TEMPLATES, *entry_points(group="moe_compressor.exporters").names}  # that compress makes
+    subfolders = {TEMPLATES, *entry_points.names(entry_points.EXPORTERS)}  # that compress makes
     for path in sorted(_content(folder)):
         name = path.name
         if path.is_symlink() or not path.is_dir():

@@ -24,7 +24,7 @@ from compressor.cli.options import (
     options_of,
 )
 from compressor.cli.outputs import show_hub_bars
-from compressor.cli.settings import Settings, recipe_of, recipe_options
+from compressor.cli.settings import Best, Fast, Settings, preset, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.distributed import held, ranks
@@ -115,6 +115,8 @@ def compress(
     model: Source,
     flags: Annotated[dict[str, Any], OPTIONS],
     running: Making,
+    fast: Fast = False,
+    best: Best = False,
     settings: Settings = None,
     output: Annotated[Path | None, flag("Where to write.")] = None,
     imatrix: Imatrix = None,
@@ -129,7 +131,7 @@ def compress(
     if package is not None:
         package.compress(model, output, flags, imatrix, running)
         return
-    recipe = recipe_of(model, flags, settings)
+    recipe = recipe_of(model, {**preset(fast, best), **flags}, settings)
     require(*recipe.packages)
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")

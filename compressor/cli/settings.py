@@ -38,6 +38,8 @@ SHOWN = (  # by `compress --help`, others by `--help-all`
     "strategy",
     "correct",
     "distill",
+    "fast",
+    "best",
     "calibration",
     "samples",
     "sequence_length",
@@ -51,6 +53,18 @@ SHOWN = (  # by `compress --help`, others by `--help-all`
     "help_all",
 )
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
+PRESETS: Mapping[str, Mapping[str, Any]] = {  # each short for values of other options, which win when they are given
+    "fast": {"prune.strategy": "energy", "prune.sequential": True, "correct.method": "ridge", "correct.toward": 0.0},
+    "best": {"calibration.samples": 1024, "correct.method": "tune", "distill.train": "experts"},
+}
+Fast = Annotated[
+    bool,
+    flag("One pass, energy, ridge. Short for --strategy energy --sequential --correct ridge --set correct.toward=0."),
+]
+Best = Annotated[
+    bool,
+    flag("More text, tune and distill. Short for --samples 1024 --correct tune --distill experts."),
+]
 MONE = "mone"  # the format in which constants stand for experts
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 Settings = Annotated[
@@ -96,6 +110,13 @@ def recipe_options() -> Choices:
         named = options_of(model, without=("calibration", "options", *shared), names=names)
         options += [(f"{prefix}{field}", option) for field, option in named]
     return options
+
+
+def preset(fast: bool, best: bool) -> Mapping[str, Any]:
+    """Return the values that --fast or --best stands for, by path; none without them."""
+    if fast and best:
+        raise CompressionError("--fast and --best are two ends of one choice; give one of them")
+    return PRESETS["fast"] if fast else PRESETS["best"] if best else {}
 
 
 def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:

@@ -382,7 +382,9 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
             *(text.name, available, needed),
         )
     behind = min(needed, available)
-    text.sequences[BEHIND] = text.rest[behind : behind + tail].view(count, length).split(1)
+    text.sequences[BEHIND] = (
+        text.rest[behind : behind + tail].view(count, length).split(1)[:count]
+    )  # one that is empty, of none
     fit = [row[0] for row in text.rows(FIT)]
     stream = torch.cat([*fit, text.rest[:available]])
     total = len(stream)

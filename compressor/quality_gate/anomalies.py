@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import binom
-from scipy.stats import t as student_t
+import scipy
 
 from compressor.answers.scores import ItemScores
 from compressor.quality_gate.options import Expectation
@@ -64,12 +63,12 @@ def expected_p(row: TaskGate, scores: ItemScores, expected: Expectation) -> floa
         # a metric of which less is better is negated
         distance = abs(abs(row.base) - abs(expected.value)) - (SURE * error if tolerance is None else tolerance)
         with np.errstate(divide="ignore", invalid="ignore"):
-            tail = student_t.sf(np.nan_to_num(distance / error), max(row.items - 1, 1))
+            tail = scipy.special.stdtr(max(row.items - 1, 1), -np.nan_to_num(distance / error))
     else:
         right = values.sum()
         tolerance = SURE * 0.5 / row.items**0.5 if tolerance is None else tolerance
         low, high = np.clip([expected.value - tolerance, expected.value + tolerance], 0, 1)
-        tail = min(binom.cdf(right, row.items, low), binom.sf(right - 1, row.items, high))
+        tail = min(scipy.stats.binom.cdf(right, row.items, low), scipy.stats.binom.sf(right - 1, row.items, high))
     return min(2 * float(tail), 1.0)
 
 
@@ -77,6 +76,6 @@ def chance_p(scores: ItemScores, chance: float) -> float:
     """Return the p of so few right answers if many more than by guessing are due; 1 if there are noticeably more."""
     right = sum(scores.values)
     items = len(scores.items)
-    if binom.sf(right - 1, items, chance) < NOTICEABLE:
+    if scipy.stats.binom.sf(right - 1, items, chance) < NOTICEABLE:
         return 1.0
-    return float(binom.cdf(right, items, min(chance + ABOVE_CHANCE, 1.0)))
+    return float(scipy.stats.binom.cdf(right, items, min(chance + ABOVE_CHANCE, 1.0)))

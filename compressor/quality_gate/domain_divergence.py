@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import scipy
+
 from compressor.document.blocks import Block, Strong, Table, Text, Words
 
 CONFIDENCE = 0.95
@@ -125,10 +127,7 @@ def heldout_blocks(divergence: DomainDivergence) -> tuple[Block, ...]:
 
 def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     """Return both losses, their difference, KL and flips, with 95% intervals by Student's t over sequences."""
-    # which takes a while
-    from scipy.stats import t
-
-    width = float(t.isf(0.025, row.sequences - 1))
+    width = -float(scipy.special.stdtrit(row.sequences - 1, 0.025))
     loss, kl, flips = row.loss, row.kl, row.flips
     return (
         f"{loss.base:.4f} → {loss.compressed:.4f}",

@@ -39,10 +39,8 @@ from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import scipy  # whose subpackages are loaded when they are first used
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.stats import binom, binomtest
-from scipy.stats import t as student_t
 
 from compressor.answers.scores import ItemScores
 from compressor.errors import CompressionError
@@ -123,12 +121,13 @@ def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: flo
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         distance = np.clip(np.nan_to_num((estimate - margin) / error, nan=0.0), -FAR, FAR)
         distance = distance * (1 + skew * distance / 3 + np.square(skew * distance) / 27) + skew / 6
-    quantile = student_t.isf(alpha, freedom) * np.array([1.0, -1.0]) - skew[..., None] / 6
+    quantile = scipy.special.stdtrit(freedom, alpha) * np.array([-1.0, 1.0]) - skew[..., None] / 6
     straight = (abs(skew) < 1e-6)[..., None]
     divisor = np.where(straight, 1.0, skew[..., None])
     bent = np.where(straight, quantile, 3 * (np.cbrt(1 + divisor * quantile) - 1) / divisor)
     lower, upper = (estimate - error * bent[..., side] for side in (0, 1))
-    return Evidence(lower, upper, student_t.cdf(distance, freedom), student_t.sf(distance, freedom))
+    tail = scipy.special.stdtr
+    return Evidence(lower, upper, tail(freedom, distance), tail(freedom, -distance))
 
 
 def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha: float) -> Evidence:
@@ -187,7 +186,7 @@ def at_most(lost: float, gained: float, items: int, drop: float) -> float:
     fewest = max(0, math.floor(items * flip - width))
     most = min(items, math.ceil(items * flip + width))
     flips = np.arange(fewest, most + 1)
-    tail = binom.pmf(flips, items, flip) * binom.cdf((flips + lost - gained) // 2, flips, share)
+    tail = scipy.stats.binom.pmf(flips, items, flip) * scipy.stats.binom.cdf((flips + lost - gained) // 2, flips, share)
     return min(float(tail.sum()), 1.0)
 
 
@@ -200,7 +199,7 @@ def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
     """Return the drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
     if lost == items:
         return 1.0
-    return float(brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
+    return float(scipy.optimize.brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
 
 
 def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
@@ -313,7 +312,7 @@ def detectable(half: float, freedom: float, alpha: float) -> float:
     It is also the smallest margin that a model which lost nothing passes that often.
     """
     freedom = max(freedom, 1)
-    return half * float(1 + student_t.ppf(POWER, freedom) / student_t.isf(alpha, freedom))
+    return half * float(1 + scipy.special.stdtrit(freedom, POWER) / -scipy.special.stdtrit(freedom, alpha))
 
 
 def shown_by(items: int, flips: float, alpha: float) -> float:
@@ -346,7 +345,7 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
     gained = int((drops < 0).sum())
     mcnemar = None
     if pairs.binary:
-        mcnemar = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+        mcnemar = float(scipy.stats.binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
     return TaskGate(
         task=pairs.task,
         metric=pairs.metric,

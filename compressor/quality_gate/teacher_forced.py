@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.answers.generation import Answer, StockGenerator
@@ -293,7 +293,7 @@ def divergence_conditions(
     conditions = []
     for domain, source, row in rows:
         freedom = max(row.sequences - 1, 1)
-        widening = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
+        widening = float(stdtrit(freedom, alpha / tests) / stdtrit(freedom, alpha))
         for name, (option, limit) in limits.items():
             figure: Paired = getattr(row, name)
             verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"

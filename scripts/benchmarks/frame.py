@@ -131,15 +131,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def measured(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Seconds, peak bytes of anonymous memory above the start, and the result."""
-    from compressor.memory import PeakMemory
-
-    with PeakMemory() as peak:
-        seconds, result = timed(work)
-    return seconds, peak.anonymous - peak.start, result
-
-
 @dataclass(frozen=True, slots=True)
 class Child:
     """What a process took, its children's included where the system counts so."""

@@ -8,7 +8,8 @@ layer), and there with `ridge`. Each figure is a difference between runs with ot
 layers, so what is done once does not count. Operators are calls that reach the dispatcher; views launch nothing.
 
 A synchronisation is a call for which the host waits. On a GPU only tensors that lie there count. On the CPU, where
-nothing tells them apart, every such call counts, so the figures are upper bounds; --places prints where they are.
+nothing tells them apart, every such call counts, so the figures are upper bounds; --places prints where they are. Last
+is what starting `compress` costs beside a stock load.
 """
 
 import sys
@@ -16,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,8 +35,9 @@ from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.statistics.statistics import collect
 from compressor.steps.correct.options import Correct
-from compressor.steps.correct.sequential import UNCORRECTED, LayerWork, compress_sequentially
-from scripts.benchmarks.frame import head, options, qwen3_moe, row, write_layers
+from compressor.steps.correct.sequential import LayerWork, compress_sequentially
+from scripts.benchmarks.frame import BARE, COMMAND, Child, head, options, qwen3_moe, row, run_child, write_layers
+from scripts.benchmarks.scale import random_text
 
 ROOT = f"{Path(__file__).resolve().parents[2]}/"
 MOST_OPERATORS, MOST_IN_STEP, MOST_IN_BATCH = 150, 0, 2
@@ -82,21 +85,19 @@ class Operators(TorchDispatchMode):
         self.counts["operators"] += 1
         returned = [value.alias_info for value in func._schema.returns]
         self.counts["views"] += any(alias is not None and not alias.is_write for alias in returned)
-        if not self.reading:
-            self._wait(func.overloadpacket.__name__, args, kwargs, result)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        name = func.overloadpacket.__name__
+        if self.reading:
+            return result
+        if any(self.holds(value) for value in tensors) and synchronises(name, args, kwargs):
+            self.counts[place()] += 1
+        if name in ("_to_copy", "copy_") and tensors[-1].device.type != result.device.type:
+            self.counts["bytes"] += tensors[-1].nbytes
+            self.counts[place()] += not (kwargs.get("non_blocking") or args[2:] == (True,))
         return result
 
-    def _wait(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        on_device = any(value.device.type == self.device.type for value in tensors)
-        if on_device and synchronises(name, args, kwargs):
-            self.counts[place()] += 1
-        if name in ("_to_copy", "copy_"):
-            source = tensors[-1]
-            if source.device.type != result.device.type:
-                self.counts["bytes"] += source.nbytes
-                blocking = not (kwargs.get("non_blocking") or args[2:] == (True,))
-                self.counts[place()] += blocking
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self.device.type
 
 
 class Reads(TorchFunctionMode):
@@ -109,13 +110,13 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        subject = args[0] if args else None
+        device = self.operators.device
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
-        counts = False
-        if isinstance(subject, Tensor) and subject.device.type == self.operators.device.type:
-            counts = name in READING or (name == "to" and str(target) == "cpu" and self._leaves(target))
-        if func in (torch.tensor, torch.as_tensor) and not isinstance(subject, Tensor):
-            counts = kwargs.get("device") is not None and self._is_device(kwargs["device"])
+        # on the CPU the device has the host's name, so there only a name that is spelled out is the host's
+        to_host = name == "to" and str(target) == "cpu" and (isinstance(target, str) or device.type != "cpu")
+        counts = (name in READING or to_host) and self.operators.holds(args[0])
+        if name in ("tensor", "as_tensor") and not isinstance(args[0], Tensor) and kwargs.get("device") is not None:
+            counts = torch.device(kwargs["device"]).type == device.type
         if not counts:
             return func(*args, **kwargs)
         self.operators.reading = True
@@ -123,17 +124,9 @@ class Reads(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             self.operators.reading = False
-        moved = result if subject is None or not isinstance(subject, Tensor) else subject
         self.operators.counts[place()] += 1
-        self.operators.counts["bytes"] += moved.nbytes
+        self.operators.counts["bytes"] += (args[0] if isinstance(args[0], Tensor) else result).nbytes
         return result
-
-    def _leaves(self, target: Any) -> bool:
-        """True for a move to the host: on the CPU, where the device has the same name, one that is spelled out."""
-        return self.operators.device.type != "cpu" or isinstance(target, str)
-
-    def _is_device(self, target: Any) -> bool:
-        return torch.device(target).type == self.operators.device.type
 
 
 def counted(device: torch.device, work: Callable[[], object]) -> Counts:
@@ -198,10 +191,28 @@ class Synthetic:
         """Each thing, what one of it took, and the most operators and synchronisations that it may take."""
         yield "step of tune", self.step(), MOST_OPERATORS, MOST_IN_STEP
         yield "batch, statistics", self.batch(self.plan), None, MOST_IN_BATCH
-        recorded = self.batch(lambda *sizes: self.correct(UNCORRECTED, *sizes))
-        yield "batch, recorded and passed on", recorded, None, MOST_IN_BATCH
-        ridge = self.batch(lambda *sizes: self.correct(Correct(method="ridge"), *sizes))
-        yield "batch, with ridge", ridge, None, None
+        for name, method, limit in (("recorded and passed on", "none", MOST_IN_BATCH), ("with ridge", "ridge", None)):
+            correction = Correct(method=method)
+            yield f"batch, {name}", self.batch(lambda *sizes, to=correction: self.correct(to, *sizes)), None, limit
+
+
+def start_up(folder: Path) -> str:
+    """Wall and CPU seconds of `compress` of a small model over those of the imports and a stock load, medians of 3."""
+    text = folder / "text.txt"
+    text.write_text(random_text(4096))
+    model = next(folder.glob("*-1"))
+    given = ["--ratio", "0.25", "--correct", "none", "--calibration", str(text), "--samples", "4", "--device", "cpu"]
+    ours = [*COMMAND, "compress", str(model), "-o", str(folder / "out"), *given, "--sequence-length", "64"]
+    stock = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(model)!r})"
+    runs: dict[str, list[Child]] = {"stock": [], "ours": []}
+    for _ in range(3):
+        runs["stock"].append(run_child([BARE[0], "-c", f"{BARE[2]}\n{stock}"]))
+        runs["ours"].append(run_child([*ours, "--overwrite"]))
+    shares = []
+    for field in ("seconds", "cpu"):
+        took = {name: median(getattr(child, field) for child in children) for name, children in runs.items()}
+        shares.append(f"{took['ours'] / took['stock']:.2f} of its {field}")
+    return f"over a stock load with its imports, compress of a small model takes {' and '.join(shares)}"
 
 
 def difference(more: Counts, less: Counts, count: int) -> Counts:
@@ -235,6 +246,7 @@ def main() -> None:
             for key in sorted(found[-1]) if args.places else ():
                 if key.startswith("sync") and any(counts[key] for counts in found):
                     print(f"    {shown(found, lambda other, key=key: other == key)} {key}")
+        print(start_up(Path(scratch)))
 
 
 if __name__ == "__main__":

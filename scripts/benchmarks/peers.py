@@ -1,16 +1,15 @@
 """Run other projects' pruning and merging and ours on the same work, each in a process of its own, and print ratios.
 
     python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL [--reap FOLDER] \\
-        [--hc-smoe FOLDER] [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
+        [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
-The folders are checkouts of CerebrasResearch/reap, wazenmai/HC-SMoE, nick7nlp/Razor and awslabs/HOPE, whose code is
-theirs; `scripts.peers` lets it run with today's transformers. REAP and HC-SMoE know Mixtral, RAZOR and HOPE take any
-model of stock experts. Everybody reads
-the same float32 checkpoint, calibrates with the same token batches, keeps as many experts, computes in float32 on the
-CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the processor, go from opening the
-checkpoint to the written output, without imports; memory is the highest resident one of the process above that of the
-imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats per token, with intervals of
-95%.
+The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE, whose code is theirs;
+`scripts.peers` lets it run with today's transformers. REAP knows Mixtral, RAZOR and HOPE take any model of stock
+experts. Everybody reads the same float32 checkpoint, calibrates with the same token batches, keeps as many experts,
+computes in float32 on the CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the
+processor, go from opening the checkpoint to the written output, without imports; memory is the highest resident one of
+the process above that of the imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats
+per token, with intervals of 95%.
 """
 
 import argparse
@@ -31,7 +30,6 @@ from scripts.peers.job import Job, Told, read, write
 
 THEIRS = {
     "reap": ("reap, theirs", "reap, theirs, weights as used"),
-    "hc-smoe": ("hc-smoe, theirs",),
     "razor": ("razor, theirs",),
     "hope": ("hope, theirs",),
 }
@@ -55,10 +53,7 @@ def methods(checkouts: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def copy_in_float32(model: Path, folder: Path) -> None:
-    """The checkpoint in float32, so that nobody's output is rounded where another's is not.
-
-    REAP and HC-SMoE need a Mixtral, HC-SMoE one of two experts a token.
-    """
+    """The checkpoint in float32, so that nobody's output is rounded where another's is not."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +153,7 @@ def compare(model: Path, runs: Mapping[str, str | None], args: argparse.Namespac
 def main() -> None:
     """Make the checkpoints and print the table."""
     parser = options(
-        __doc__, reap=None, hc_smoe=None, razor=None, hope=None, keep=0.5, samples=32, length=256, heldout_samples=32,
+        __doc__, reap=None, razor=None, hope=None, keep=0.5, samples=32, length=256, heldout_samples=32,
         threads=1,
     )  # fmt: skip
     parser.add_argument("--data", required=True, help="text to calibrate with")

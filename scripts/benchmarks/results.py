@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import CompressionError
-from scripts.benchmarks.frame import COMMAND, run_child
+from scripts.benchmarks.frame import COMMAND, losses, run_child
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA = DOCS / "assets" / "results"
 PAGE = DOCS / "results.md"
+DEMO_HELDOUT = str(DOCS.parent / "compressor" / "demo" / "data" / "heldout.jsonl")
 PLOT = DOCS / "assets" / "loss-over-bytes.svg"
 CRITERIA = (
     "auto",
@@ -55,7 +56,8 @@ EXPERIMENTS: Mapping[str, str] = {
     "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge --random-seeds 1",
     "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge --random-seeds 1",
 }
-DEMO = "demo"
+DEMO, POINTS = "demo", "points"
+PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
 PLOTTED = {  # published criteria, and the colours of their lines
     "reap": "#CC6677",
     "reap (saliency=frequency)": "#AA4499",
@@ -186,9 +188,32 @@ def measure_demo(args: argparse.Namespace) -> dict[str, Any]:
     return {"command": "make demo", "date": date, "rows": json.loads(result.read_text(encoding="utf-8"))}
 
 
+def measure_points(args: argparse.Namespace) -> dict[str, Any]:
+    """Compress to half of the experts at each point between seconds and loss, one after the other."""
+    heldout = DEMO_HELDOUT if args.heldout == DEMO else args.heldout
+    sizes = heldout, args.evaluation_samples, args.length
+    base = losses(args.model, *sizes).mean()
+    rows = list[dict[str, Any]]()
+    shown = ["--ratio", "0.5", "--calibration", args.text, "--sequence-length", str(args.length)]
+    for name, flags in PRESETS.items():
+        output = args.work / args.name / f"points{len(rows)}"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        command = ["compress", args.model, "-o", str(output), *flags, *shown, "--device", args.device, "--overwrite"]
+        child = run_child([*COMMAND, *command])
+        if child.status:
+            raise CompressionError(f"moe-compress {shlex.join(command)} ended with status {child.status}")
+        increase = float(losses(output, *sizes).mean() - base)
+        spent = {"seconds": round(child.seconds, 1), "cpu": round(child.cpu, 1)}
+        rows.append({"name": name, **spent, "increase": round(increase, 5)})
+        print(rows[-1], flush=True)
+    words = ["moe-compress", "compress", shown_model(args), "-o", "out", "--best", *shown]
+    command = " ".join(Path(word).name if word == args.text else word for word in words)
+    return {"command": command, "date": datetime.date.today().isoformat(), "rows": rows}
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measure what was asked for and keep it, beside what was measured before."""
-    known = [*EXPERIMENTS, DEMO] if args.name == DEMO else [*EXPERIMENTS]
+    known = [*EXPERIMENTS, POINTS, *[DEMO] * (args.name == DEMO)]
     unknown = sorted(set(args.only or known) - set(known))
     if unknown:
         raise CompressionError(f"--only {' '.join(unknown)}: {args.name} has {', '.join(known)}")
@@ -197,6 +222,8 @@ def measure(args: argparse.Namespace) -> None:
     for experiment in args.only or known:
         if experiment == DEMO:
             experiments[experiment] = measure_demo(args)
+        elif experiment == POINTS:
+            experiments[experiment] = measure_points(args)
         else:
             experiments[experiment] = measure_comparison(args, experiment)
         Subject(args.name, args.title, experiments).write()
@@ -279,35 +306,14 @@ def size_frontier(subject: Subject) -> set[tuple[float, str]]:
     return frontier
 
 
-def corrections_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each strategy, at half of the experts."""
-    corrections = ("none", "ridge")
-    columns = ["strategy", *(f"{subject.title}, {method}" for subject in subjects for method in corrections)]
-    names = list(dict.fromkeys(row["name"] for subject in subjects for row in subject.rows("corrections")))
-    names.remove("random")
-    rows = list[list[str]]()
-    for name in names:
-        cells = [name]
-        for subject in subjects:
-            cells += [subject.increase("corrections", name=name, correction=method) for method in corrections]
-        rows.append(cells)
-    return table(columns, rows)
-
-
-def sub_experts_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each share and correction, a column for each number of parts."""
-    splits = {1: "whole", 2: "two parts", 4: "four parts"}
-    columns = ["kept", "correction"]
-    columns += [f"{subject.title}, {parts}" for subject in subjects for parts in splits.values()]
-    rows = list[list[str]]()
-    for share in (0.75, 0.5):
-        for correction in ("none", "ridge"):
-            cells = [shown_share(share), correction]
-            for subject in subjects:
-                for split in splits:
-                    wanted = {"share": share, "correction": correction, "split": split}
-                    cells.append(subject.increase("sub-experts", **wanted))
-            rows.append(cells)
+def points_table(subjects: Sequence[Subject]) -> str:
+    """Return a row for each point between seconds of the processor and loss."""
+    columns, rows = ["half of the experts"], [[name] for name in PRESETS]
+    for subject in (subject for subject in subjects if POINTS in subject.experiments):
+        columns += [f"{subject.title}, CPU seconds", "increase"]
+        for cells in rows:
+            points = subject.rows(POINTS, name=cells[0])
+            cells += [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
     return table(columns, rows)
 
 
@@ -331,8 +337,7 @@ def demo_table(subjects: Sequence[Subject]) -> str:
 TABLES = {
     "strategies": strategies_table,
     "sizes": sizes_table,
-    "corrections": corrections_table,
-    "sub-experts": sub_experts_table,
+    POINTS: points_table,
     DEMO: demo_table,
 }
 
@@ -441,7 +446,10 @@ def main() -> None:
     measuring.add_argument("--samples", type=int, default=256, help="calibration sequences")
     measuring.add_argument("--evaluation-samples", type=int, default=64, help="sequences to measure on")
     measuring.add_argument("--seeds", type=int, nargs="+", default=[0], help="draws of the calibration text")
-    measuring.add_argument("--only", nargs="+", help=f"some of {', '.join(EXPERIMENTS)}, and {DEMO} for --name {DEMO}")
+    measuring.add_argument(
+        "--only", nargs="+", help=f"some of {', '.join(EXPERIMENTS)}, {POINTS}, and {DEMO} for --name {DEMO}"
+    )
+    measuring.add_argument("--device", default="auto", help="where the points are computed")
     writing = commands.add_parser("write", help="write the page and the plot")
     writing.set_defaults(function=write)
     args = parser.parse_args()

@@ -85,26 +85,19 @@ def prepare(checkout: str, below: str) -> None:
     sys.path.append(str(Path(checkout) / below))
 
 
-def prepare_with_old_mixtral(checkout: str, below: str) -> None:
-    """Make a checkout's package importable, with the Mixtral that it was written for."""
-    from scripts.peers import old_mixtral
-
-    prepare(checkout, below)
-    old_mixtral.put_back()
-
-
 def run_reap(job: Job, as_used: bool) -> Told:
     """REAP's `record_activations` and `prune`, pruning metrics only.
 
     Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`, which Mixtral's does not
     say although its block does so; `as_used` says it.
     """
-    prepare_with_old_mixtral(job.peer or "", "src")
+    from scripts.peers import old_mixtral
+
+    prepare(job.peer or "", "src")
+    old_mixtral.put_back()  # which it was written for
     from reap import main as recording  # type: ignore[import-not-found]
     from reap import prune as pruning
     from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs  # type: ignore[import-not-found]
-
-    from scripts.peers import old_mixtral
 
     batches, out, phases = torch.load(job.tokens), Path(job.out), Phases()
     recording.load_category_batches = lambda **_: {CATEGORY: [{"input_ids": batch} for batch in batches]}
@@ -119,54 +112,6 @@ def run_reap(job: Job, as_used: bool) -> Told:
     with phases.phase("write"):
         pruning.prune(seen, model, PruneArgs(prune_method="reap"), model.config.num_local_experts - job.keep, out)
     return Told(phases.seconds, phases.cpu, resident(), size(out, ".safetensors"), pruned(job))
-
-
-def run_hc_smoe(job: Job) -> Told:
-    """HC-SMoE's grouping by expert outputs (average linkage) and its merging by frequency, as its script calls them.
-
-    Its experts stay as many names for fewer weights, which `torch.save` stores once; a checkpoint that stock loaders
-    read, with the weights repeated, is written for the judging afterwards and counts for nothing.
-    """
-    prepare_with_old_mixtral(job.peer or "", "")
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    from hcsmoe.merging import grouping_mixtral as merging  # type: ignore[import-not-found]
-
-    from scripts.peers import old_mixtral
-
-    batches, out, phases = torch.load(job.tokens), Path(job.out), Phases()
-    loader = [{"input_ids": batch} for batch in batches]
-    out.mkdir()
-    with phases.phase("open"):
-        model = old_mixtral.load(Path(job.model))
-    grouper = merging.ExpertsGrouperForMixtral(
-        config=model.config, similarity_base="expert-output", cluster="hierarchical", linkage="average"
-    )
-    with phases.phase("calibrate"):
-        grouper.compute_all_usages(model, loader)
-        grouper.cluster_experts(model=model, dataloader=loader, num_groups=job.keep)
-    layers = list(range(model.config.num_hidden_layers))
-    with phases.phase("write"):
-        model = merging.merge_by_groups_with_usage_weighted(model, grouper=grouper, merging_layers=layers)
-        torch.save(model.state_dict(), out / "model.pth")
-    stored, held = size(out, ".pth"), resident()
-    labels = [label.tolist() for label in grouper.group_state_dict().values()]
-    write_repeated(model, out)
-    return Told(phases.seconds, phases.cpu, held, stored, [by_label(label) for label in labels])
-
-
-def by_label(labels: list[int]) -> list[list[int]]:
-    """Groups of positions with the same label, in the order of their lowest."""
-    return [[place for place, own in enumerate(labels) if own == label] for label in dict.fromkeys(labels)]
-
-
-def write_repeated(model: Any, out: Path) -> None:
-    """A checkpoint of as many experts as before, where weights that share their memory are written each time."""
-    from safetensors.torch import save_file
-
-    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
-    state = {name: value.clone() for name, value in model.state_dict().items() if name not in tied}
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    model.config.save_pretrained(out)
 
 
 def run_razor(job: Job) -> Told:
@@ -273,8 +218,6 @@ METHODS: dict[str, Callable[[Job], Told]] = {
     "reap, ours": lambda job: run_ours(job, "reap"),
     "reap, theirs": lambda job: run_reap(job, as_used=False),
     "reap, theirs, weights as used": lambda job: run_reap(job, as_used=True),
-    "hc-smoe, ours": lambda job: run_ours(job, "hc-smoe"),
-    "hc-smoe, theirs": run_hc_smoe,
     "razor, ours": lambda job: run_ours(job, "razor"),
     "razor, theirs": run_razor,
     "hope, ours": lambda job: run_ours(job, "hope", interaction="norms"),

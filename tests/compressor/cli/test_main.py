@@ -25,8 +25,8 @@ COMMANDS = (
 )  # fmt: skip
 SHOWN = {
     "--output", "--ratio", "--experts", "--strategy", "--correct", "--distill", "--calibration", "--samples",
-    "--sequence-length", "--gate", "--format", "--push-to-hub", "--device", "--set", "--overwrite", "--help-all",
-    "--help",
+    "--fast", "--best", "--sequence-length", "--gate", "--format", "--push-to-hub", "--device", "--set", "--overwrite",
+    "--help-all", "--help",
 }  # fmt: skip
 HIDDEN = shlex.split("""
     --split 2 --protect auto --sequential --top-k 2 --mtp drop --budget even --experts-total 5

@@ -36,6 +36,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("short", "spelled"),
+    [
+        ("--fast", "--strategy energy --sequential --correct ridge --set correct.toward=0"),
+        ("--best", "--correct tune --distill experts"),
+    ],
+)
+def test_a_shorthand_stands_for_options_and_gives_way_to_them(short: str, spelled: str, made: Path, run: Run) -> None:
+    def steps(*options: str) -> Any:
+        text = ("--experts", 4, "--calibration", made / "calibration.txt", *SIZES)
+        return json.loads(run("compress", made / "model", *text, *options, "--dry-run", "--json").out)["steps"]
+
+    assert steps(short) == steps(*spelled.split()) != steps()
+    assert steps(short, "--correct", "none") == steps(*spelled.split(), "--correct", "none")
+    refused(run("compress", made / "model", "-o", "out", "--fast", "--best"), "--fast and --best")
+
+
 def written(folder: Path) -> Any:
     return yaml.safe_load((folder / "recipe.yaml").read_text())
 

@@ -50,7 +50,7 @@ sources_of = st.lists(st.sampled_from([0.2, 1.0, 4.0]), min_size=1, max_size=3)
 
 
 @given(
-    weights=sources_of, samples=st.integers(3, 20), share=st.sampled_from([0.0, 0.25, 0.9]),
+    weights=sources_of, samples=st.integers(3, 20) | st.just(80), share=st.sampled_from([0.0, 0.25, 0.9]),
     reserve=st.sampled_from([0, 3, 7]), first=st.integers(1, 40), second=st.integers(1, 40),
 )  # fmt: skip
 def test_parts_follow_each_other_where_the_text_suffices(
@@ -62,6 +62,7 @@ def test_parts_follow_each_other_where_the_text_suffices(
     parts = {"a": TextPart(first, 4, rows=3), "b": TextPart(second, 6)}
     made = read(sources, samples=samples, heldout=share, reserve=reserve, parts=parts)
     held, count = heldout_batches(made), len(sources)
+    assert all(map(len, held))
     for number, entry in enumerate(sources):
         fit = flat((made.fit.batches[place] for place in made.fit.fit), number)
         own = flat(made.fit.heldout_batches, number)
