@@ -25,7 +25,7 @@ from compressor.progress import Progress
 from compressor.steps.correct.cut_layer import Rows
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrix
-from compressor.steps.quantize.writing import Writer, checksum, largest_weights
+from compressor.steps.quantize.writing import Writer, digest_of, largest_weights, pack_checked
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
@@ -95,7 +95,7 @@ class Quantizing(LayerVisitor):
         """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
-        self.sums = dict[str, int]()
+        self.digests = dict[str, int]()
         self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:
@@ -113,7 +113,7 @@ class Quantizing(LayerVisitor):
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
             self._quantize_experts(layer, routed[layer.name], layer_matrices)
         if ranks().is_first:
-            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.sums)
+            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.digests)
         ranks().barrier()
         self.tensors.clear()
 
@@ -166,12 +166,12 @@ class Quantizing(LayerVisitor):
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)
         codes = gptq(scheme, weight, scales, upper)
         values = scheme.values(codes, scales).to(dtype)
-        for name, stored in scheme.pack(codes, scales, dtype).items():
-            for matrix, tensor in zip(batch, stored, strict=True):
-                self.tensors[f"{matrix.module}.{name}"] = tensor
-        for matrix, value in zip(batch, values, strict=True):
-            matrix.of(self.at.model).copy_(value)
-            self.sums[matrix.module] = checksum(value)
+        stored = {name: value.cpu() for name, value in pack_checked(scheme, codes, scales, dtype).items()}
+        for number, matrix in enumerate(batch):
+            matrix.of(self.at.model).copy_(values[number])
+            tensors = {f"{matrix.module}.{name}": value[number] for name, value in stored.items()}
+            self.tensors |= tensors
+            self.digests[matrix.module] = digest_of(tensors.values())
 
 
 def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:
