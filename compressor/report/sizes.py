@@ -127,9 +127,10 @@ class PlannedShare:
             set_tensor(smaller, key, value)
         largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(smaller))
         for matrix in matrices:
-            weight = matrix.of(smaller)
-            pieces = rounded(scheme, weight.to(self.stored), self.stored, largest.get(matrix.together))
-            weight.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
+            value = matrix.of(smaller)
+            weight = value.to(self.stored)[None]
+            pieces = rounded(scheme, weight, scheme.ranges(weight), self.stored, largest.get(matrix.together))
+            value.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
         for key, value in empty.items():
             set_tensor(smaller, key, value)
         return {**tensors, **copies}

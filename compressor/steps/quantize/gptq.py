@@ -40,18 +40,21 @@ def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tenso
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """Upper Cholesky factors U [B, I, I] of the damped Hessians' inverses: H^-1 = U^T U; more damping where needed."""
-    diagonal = hessian.diagonal(dim1=1, dim2=2)
+    """Upper Cholesky factors U [B, I, I] of the damped Hessians' inverses: H^-1 = U^T U; more damping where needed.
+
+    With rows and columns in reverse H has a lower factor, which in reverse is upper: H = R R^T, so that U = R^-1.
+    """
+    reverse = hessian.flip(1, 2)
+    diagonal = reverse.diagonal(dim1=1, dim2=2)
     unused = diagonal == 0
+    mean = diagonal.mean(1, keepdim=True)
+    identity = torch.eye(hessian.shape[1], dtype=hessian.dtype, device=hessian.device).expand_as(hessian)
     damping = DAMPING
     while True:
-        damped = hessian.clone()
-        mean = diagonal.mean(1, keepdim=True)
+        damped = reverse.clone()
         damped.diagonal(dim1=1, dim2=2).add_(damping * mean).masked_fill_(unused, 1.0)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed.any()):
-            upper: Tensor
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not bool(failed.any()):
-                return upper
+            upper: Tensor = torch.linalg.solve_triangular(lower.flip(1, 2), identity, upper=True)
+            return upper
         damping *= 10

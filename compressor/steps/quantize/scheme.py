@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compressor.checkpoint.reader import DTYPE_NAMES, tensor_bytes
 from compressor.errors import CompressionError
@@ -21,10 +22,12 @@ from compressor.extras import require
 ROW = -1  # group size of one scale for each row, as others write it
 GROUPS = (128, 64, 32)  # tried in this order where none is named
 SHRINK = [1 - 0.025 * step for step in range(27)]  # by which clip search scales the range
-SEARCHED = 2**17  # weights whose scales are searched at once: few enough to stay in the cache
+AT_ONCE = 2**18  # weights that are computed with at once on a CPU: few enough to stay in the cache
 FP4_MAX = 6.0
 FP8_MAX = 448.0
 FP4 = ("mxfp4", "nvfp4")
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +136,27 @@ class Scheme:
         return sum(tensor_bytes(*stored) for stored in self.stored(rows, columns, dtype).values())
 
     def nearest(self, value: Tensor) -> Tensor:
-        """Return the nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
+        """Return the nearest representable number of each, in units of its scale; ties to even, as hardware rounds.
+
+        What is given is changed.
+        """
         if self.name == "fp8":
-            return _nearest_float(value.clamp(-FP8_MAX, FP8_MAX), 3, -6)
+            return _nearest_float(value.clamp_(-FP8_MAX, FP8_MAX), 3, -6)
         if self.name in FP4:
-            return _nearest_float(value.clamp(-FP4_MAX, FP4_MAX), 1, 0)
+            return _nearest_float(value.clamp_(-FP4_MAX, FP4_MAX), 1, 0)
         most = 2 ** (self.bits - 1)
-        return value.round().clamp_(-most, most - 1)
+        return value.round_().clamp_(-most, most - 1)
 
     def codes(self, weight: Tensor, scales: Scales) -> Tensor:
         """Return the numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
-        return self.nearest(self._grouped(weight) / scales.effective[..., None]).flatten(-2)
+        value = (self._grouped(weight) / scales.effective[..., None]).flatten(-2)
+        if self.name == "fp8":  # torch rounds alike
+            return value.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        return self.nearest(value)
 
     def values(self, codes: Tensor, scales: Scales) -> Tensor:
         """Return the values that are loaded of stored numbers [B, O, I], in float32."""
-        value = (self._grouped(codes) * scales.effective[..., None]).flatten(-2)
+        value = (self._grouped(codes.float()) * scales.effective[..., None]).flatten(-2)
         return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
 
     def scales(self, weight: Tensor, dtype: torch.dtype, clip: bool = False, largest: Tensor | None = None) -> Scales:
@@ -156,24 +165,42 @@ class Scheme:
         Clip search shrinks each group's range by the factor that minimises sum |error|^2.5 over the group. NVFP4's
         global scale is that of the `largest` [B] weight, if given.
         """
-        grouped = self._grouped(weight)
-        most = grouped.abs().amax(-1)
-        overall: Tensor | None = None
-        if self.name == "nvfp4":
-            if largest is None:
-                largest = most.amax((1, 2))
-            overall = (FP8_MAX * FP4_MAX / largest)[:, None, None]
-            overall = torch.where(overall.isfinite(), overall, 1.0)
+        most = self.ranges(weight)
+        unclipped = self.scales_of(most, dtype, largest)
         if not clip or not self.number_format.clipped:
-            return Scales(self._stored_scales(most, overall, dtype), overall)
+            return unclipped
+        overall = unclipped.overall
+        grouped = self._grouped(weight)
         scales = torch.empty_like(most)
-        size = max(1, SEARCHED // weight.shape[-1])
+        size = max(1, AT_ONCE // weight.shape[-1])
         for number in range(len(weight)):
             shared = None if overall is None else overall[number]
             for begin in range(0, weight.shape[1], size):
                 rows = slice(begin, begin + size)
                 scales[number, rows] = self._clipped(grouped[number, rows], most[number, rows], shared, dtype)
         return Scales(scales, overall)
+
+    def ranges(self, weight: Tensor) -> Tensor:
+        """Return the largest absolute weight of each group [B, O, n] of weights [B, O, I] of any dtype; NaN for a NaN.
+
+        Without their signs, floating-point numbers are in the order of their bits, which as integers are compared fast.
+        """
+        bits = INTEGERS[weight.dtype.itemsize]
+        ranges = list[Tensor]()
+        for rows in row_chunks(weight):
+            magnitude = rows.contiguous().view(bits) & torch.iinfo(bits).max
+            ranges.append(self._grouped(magnitude).amax(-1).view(weight.dtype).float())
+        return torch.cat(ranges, dim=1)
+
+    def scales_of(self, most: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> Scales:
+        """Scales for `ranges` [B, O, n], and for NVFP4's `largest` [B] weights, if given; stored in `dtype`."""
+        overall: Tensor | None = None
+        if self.name == "nvfp4":
+            if largest is None:
+                largest = most.amax((1, 2))
+            overall = (FP8_MAX * FP4_MAX / largest)[:, None, None]
+            overall = torch.where(overall.isfinite(), overall, 1.0)
+        return Scales(self._stored_scales(most, overall, dtype), overall)
 
     def _clipped(self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Scales of least error [R, n] of rows' groups [R, n, g] with these largest weights."""
@@ -219,14 +246,30 @@ class Scheme:
                 "weight_scale": scales.groups.to(torch.float8_e4m3fn),
                 "weight_global_scale": scales.overall.flatten(1),
             }
-        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-        packed = [pack_to_int32(matrix, self.bits) for matrix in codes.to(torch.int8)]
+        columns = codes.shape[-1]
+        unsigned = codes.to(torch.int8).view(torch.uint8).add_(2 ** (self.bits - 1))
+        padded = pad(unsigned, (0, -columns % 32)) if columns % 32 else unsigned
+        packed = _join(padded, self.bits).view(torch.int32)
         return {
-            "weight_packed": torch.stack(packed),
+            "weight_packed": packed[..., : -(-columns * self.bits // 32)].contiguous(),
             "weight_scale": scales.groups.to(dtype),
-            "weight_shape": torch.tensor(codes.shape[1:]).repeat(len(codes), 1),
+            "weight_shape": torch.tensor([codes.shape[1:]] * len(codes)),
         }
+
+    def holds(self, stored: Mapping[str, Tensor], codes: Tensor) -> bool:
+        """Return True if what `pack` made holds these numbers [B, O, I] in units of their scales."""
+        if self.name == "fp8":  # which torch itself stores
+            return True
+        separate = _separate(stored["weight_packed"].view(torch.uint8), self.bits, codes.shape[-1])
+        if self.name in FP4:
+            positive = torch.tensor(FP4_NUMBERS, device=codes.device)
+            numbers = torch.cat([positive, -positive]).index_select(0, separate.flatten().int())
+        else:
+            numbers = separate.sub(2 ** (self.bits - 1)).view(torch.int8).flatten()
+        expected = codes.to(numbers.dtype).flatten()
+        if codes.shape[-1] % 8 == 0:  # compares eight bytes at once
+            return torch.equal(numbers.view(torch.int64), expected.view(torch.int64))
+        return torch.equal(numbers, expected)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return one stored matrix [O, I] as it is loaded."""
@@ -235,6 +278,15 @@ class Scheme:
         compressor = BaseCompressor.get_value_from_registry(self.format)
         weight: Tensor = compressor.decompress(dict(tensors), self.described)["weight"]
         return weight
+
+
+def row_chunks(weight: Tensor) -> tuple[Tensor, ...]:
+    """Split matrices [B, O, I] by rows, on a CPU into pieces that stay in its cache."""
+    rows = weight.shape[1]
+    if weight.device.type == "cpu":
+        rows = max(1, AT_ONCE // (len(weight) * weight.shape[2]))
+    chunks: tuple[Tensor, ...] = weight.split(rows, dim=1)
+    return chunks
 
 
 def _nearest_float(value: Tensor, mantissa: int, lowest: int) -> Tensor:
@@ -255,10 +307,47 @@ def _pack_fp4(codes: Tensor) -> Tensor:
     doubled = (codes * 2).to(torch.int8).abs_()  # 0, 1, 2, 3, 4, 6, 8, 12
     beyond_two = (doubled - 4).clamp_(min=0).bitwise_right_shift_(1)
     beyond_four = (doubled - 8).clamp_(min=0).bitwise_right_shift_(2)
-    code = doubled.sub_(beyond_two).sub_(beyond_four)
-    code.add_((codes.view(torch.int32) < 0).view(torch.int8), alpha=8)
-    pairs = code.view(torch.int16)
-    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
+    sign = (codes.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8)
+    return _join(doubled.sub_(beyond_two).sub_(beyond_four).add_(sign), 4)
+
+
+def _fields(width: int, bits: int) -> int:
+    """Return a mask of 64 bits: the low `bits` of each field of this width."""
+    return sum((1 << start + bits) - (1 << start) for start in range(0, 64, width))
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """Return bytes [..., I * bits / 8] of codes [..., I] of so many bits, a byte each, the first lowest; eight at once.
+
+    compressed-tensors does the same, several times as slowly.
+    """
+    if bits == 8:
+        return codes
+    lanes = codes.view(torch.int64)
+    for width in (8, 16, 32):
+        used = width * bits // 8
+        lanes = (lanes >> width - used).bitwise_or_(lanes).bitwise_and_(_fields(2 * width, 2 * used))
+    if bits in INTEGERS:
+        return lanes.to(INTEGERS[bits]).view(torch.uint8)
+    joined: Tensor = lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
+    return joined
+
+
+def _separate(stored: Tensor, bits: int, columns: int) -> Tensor:
+    """Return the codes [..., I] of what `_join` returns, a byte each."""
+    if bits == 8:
+        return stored[..., :columns]
+    missing = -(-columns // 8) * bits - stored.shape[-1]
+    if missing:
+        stored = pad(stored, (0, missing))
+    if bits in INTEGERS:
+        lanes = stored.view(INTEGERS[bits]).long().bitwise_and_(_fields(64, 8 * bits))
+    else:
+        lanes = pad(stored.unflatten(-1, (-1, bits)), (0, 8 - bits)).view(torch.int64)[..., 0]
+    for width in (32, 16, 8):
+        used = width * bits // 8
+        lanes = (lanes << width - used).bitwise_or_(lanes).bitwise_and_(_fields(width, used))
+    return lanes.view(torch.uint8)[..., :columns]
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:

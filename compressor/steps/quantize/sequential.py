@@ -1,11 +1,11 @@
 """Layers in order, each quantised by GPTQ on the quantised earlier layers' outputs for the calibration text.
 
-Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, one after the other, on
-the tokens that are routed to them: gate and up, and then down on what the rounded gate and up give it. Tokens wait as
-they are, so that one expert's Hessians exist at a time.
+Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, some at a time, on the
+tokens that are routed to them: gate and up together, and then down on what the rounded gate and up give it. Tokens wait
+as they are, so that few experts' Hessians exist at a time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,12 @@ from compressor.progress import Progress
 from compressor.steps.correct.cut_layer import Rows
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrix
-from compressor.steps.quantize.writing import Writer, checksum, largest_weights
+from compressor.steps.quantize.scheme import Scales
+from compressor.steps.quantize.writing import Writer, digest_of, largest_weights, pack_checked
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
+ON_DEVICE = 2**31  # of those on an accelerator, where a column of many matrices takes as long as that of one
 CHUNK = 4096  # tokens whose outer products are added up at once
 
 
@@ -44,10 +46,15 @@ class RoutedTokens:
         self.hidden.append(hidden)
         self.index.append(index.masked_fill(weights == 0, -1))
 
-    def to(self, expert: int) -> Sequence[Tensor]:
-        """Hidden states of an expert's tokens, in chunks [n, H] in float32."""
-        rows = (self.index.value == expert).any(1).nonzero().flatten()
-        return self.hidden.value.index_select(0, rows).float().split(CHUNK) if len(rows) else ()
+    def by_expert(self, experts: int) -> Sequence[Tensor]:
+        """Return the rows [n] of each expert's tokens, which count once even if a token chose it twice."""
+        index = self.index.value.long()
+        tokens = max(1, len(index))
+        pairs = index * tokens + torch.arange(len(index), device=index.device)[:, None]
+        pairs = pairs[index >= 0].unique()
+        counts = (pairs // tokens).bincount(minlength=experts)
+        rows: Sequence[Tensor] = (pairs % tokens).split(counts.tolist())
+        return rows
 
 
 def _add_products(total: Tensor, inputs: Tensor) -> None:
@@ -56,14 +63,16 @@ def _add_products(total: Tensor, inputs: Tensor) -> None:
         total.addmm_(chunk.T, chunk)
 
 
-def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
-    """Return the sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
-    total = ranks().all_reduce(hessian)
-    if not bool(total.isfinite().all()):
+def summed(hessians: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+    """Return the sums of all processes' Hessians [B, I, I]; raises `CompressionError` if one is not finite."""
+    totals = ranks().all_reduce(hessians)
+    finite = totals.isfinite().flatten(1).all(1).tolist()
+    if not all(finite):
         raise CompressionError(
-            f"{matrix.module}: its inputs are not finite on the calibration text; try --dtype float32"
+            f"{matrices[finite.index(False)].module}: its inputs are not finite on the calibration text; try --dtype "
+            "float32"
         )
-    return total
+    return totals
 
 
 class Quantizing(LayerVisitor):
@@ -95,7 +104,7 @@ class Quantizing(LayerVisitor):
         """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
-        self.sums = dict[str, int]()
+        self.digests = dict[str, int]()
         self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:
@@ -113,7 +122,7 @@ class Quantizing(LayerVisitor):
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
             self._quantize_experts(layer, routed[layer.name], layer_matrices)
         if ranks().is_first:
-            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.sums)
+            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.digests)
         ranks().barrier()
         self.tensors.clear()
 
@@ -130,48 +139,61 @@ class Quantizing(LayerVisitor):
                 stack.enter_context(module.register_forward_pre_hook(partial(called, name)))
             run()
         for matrix in dense:
-            hessian = summed(totals[matrix.owner], matrix)
-            self._round([matrix], inverse_factor(hessian[None]))
+            hessian = summed(totals[matrix.owner][None], [matrix])
+            self._round([[matrix]], inverse_factor(hessian))
 
     def _quantize_experts(self, layer: MoeLayer, routed: RoutedTokens, matrices: Sequence[Matrix]) -> None:
         experts = self.at.model.get_submodule(layer.name)
         device = self.writer.model.partial.device
         by_part = {(matrix.expert, matrix.part): matrix for matrix in matrices}
         most = max(matrix.columns for matrix in matrices)
-        at_once = max(1, HESSIANS // (4 * most**2))
+        at_once = max(1, (HESSIANS if device.type == "cpu" else ON_DEVICE) // (4 * most**2))
+        rows = routed.by_expert(layer.experts)
+        hidden = routed.hidden.value
         inner = ("gate", "up") if experts.has_gate else ("up",)
         for numbers in torch.arange(layer.experts).split(at_once):
             batch = numbers.tolist()
             for parts in (inner, ("down",)):
-                hessians = list[Tensor]()
-                for expert in batch:  # whose inputs are taken one expert's at a time
-                    inputs: Iterable[Tensor] = routed.to(expert)
-                    if parts == ("down",):
-                        inputs = map(partial(_inner, experts, expert_parameters(experts, expert)), inputs)
-                    matrix = by_part[expert, parts[-1]]
-                    total = torch.zeros(matrix.columns, matrix.columns, device=device)
-                    for value in inputs:
-                        _add_products(total, value)
-                    hessians.append(summed(total, matrix))
-                upper = inverse_factor(torch.stack(hessians))
-                for part in parts:
-                    self._round([by_part[expert, part] for expert in batch], upper)
+                groups = [[by_part[expert, part] for part in parts] for expert in batch]
+                columns = groups[0][0].columns
+                hessians = torch.zeros(len(batch), columns, columns, device=device)
+                for total, expert in zip(hessians, batch, strict=True):
+                    for chunk in rows[expert].split(CHUNK):
+                        inputs = hidden.index_select(0, chunk)
+                        if parts == ("down",):
+                            inputs = _inner(experts, expert_parameters(experts, expert), inputs)
+                        _add_products(total, inputs)
+                last = [group[-1] for group in groups]
+                self._round(groups, inverse_factor(summed(hessians, last)))
 
-    def _round(self, batch: Sequence[Matrix], upper: Tensor) -> None:
-        """Round matrices, put their values into the live model, and keep them as they are stored."""
+    def _round(self, groups: Sequence[Sequence[Matrix]], upper: Tensor) -> None:
+        """Round matrices, put their values into the live model, and keep them as they are stored.
+
+        Those of a group have the same inputs, and `upper` [B, I, I] one factor for each group.
+        """
         scheme = self.writer.scheme
         dtype = self.writer.dtype
-        weight = torch.stack([matrix.of(self.at.model).float() for matrix in batch])
-        shared = torch.cat([self.largest[matrix.together] for matrix in batch]) if self.largest else None
+        live = self.at.model
+        weight = torch.stack([torch.cat([matrix.of(live).float() for matrix in group]) for group in groups])
+        shared = torch.cat([self.largest[group[0].together] for group in groups]) if self.largest else None
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)
         codes = gptq(scheme, weight, scales, upper)
+        sizes = [matrix.rows for matrix in groups[0]]
+        parts = zip(zip(*groups, strict=True), codes.split(sizes, 1), scales.groups.split(sizes, 1), strict=True)
+        for matrices, part_codes, part_scales in parts:
+            self._keep(matrices, part_codes.contiguous(), Scales(part_scales, scales.overall))
+
+    def _keep(self, matrices: Sequence[Matrix], codes: Tensor, scales: Scales) -> None:
+        """Put values [B, O, I] of rounded matrices into the live model, and keep them as they are stored."""
+        scheme = self.writer.scheme
+        dtype = self.writer.dtype
         values = scheme.values(codes, scales).to(dtype)
-        for name, stored in scheme.pack(codes, scales, dtype).items():
-            for matrix, tensor in zip(batch, stored, strict=True):
-                self.tensors[f"{matrix.module}.{name}"] = tensor
-        for matrix, value in zip(batch, values, strict=True):
-            matrix.of(self.at.model).copy_(value)
-            self.sums[matrix.module] = checksum(value)
+        stored = {name: value.cpu() for name, value in pack_checked(scheme, codes, scales, dtype).items()}
+        for number, matrix in enumerate(matrices):
+            matrix.of(self.at.model).copy_(values[number])
+            tensors = {f"{matrix.module}.{name}": value[number] for name, value in stored.items()}
+            self.tensors |= tensors
+            self.digests[matrix.module] = digest_of(tensors.values())
 
 
 def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """The output of the step: a compressed-tensors checkpoint, written a decoder layer at a time and read once more.
 
-Before the output is put in place every matrix is loaded as a reader will load it, and compared with what it was rounded
-to: by a checksum of its values, which waits in the work folder.
+What is packed is unpacked at once and compared with what a matrix was rounded to. Before the output is put in place,
+the files' bytes are compared by digests, which wait in the work folder, and one layer of each kind is loaded as a
+reader will load it.
 """
 
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -28,52 +29,65 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.steps.cutting import Tensors
 from compressor.steps.job import files_with, make_job, output_size, stored_partial
 from compressor.steps.quantize.matrices import Matrices, Matrix
-from compressor.steps.quantize.scheme import Scales, Scheme
+from compressor.steps.quantize.scheme import Scales, Scheme, row_chunks
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
-AT_ONCE = 2**19  # weights that are rounded at once: few enough to stay in the cache
+ON_DEVICE = 2**25  # weights that a thread rounds at once on an accelerator, where they are in float32
+ROWS = 8  # of a matrix, that are compared as a reader loads them
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
 
 
-def checksum(value: Tensor, before: int = 0) -> int:
-    """CRC-32 of a matrix's bytes, with both zeros alike, after that of the rows `before`."""
-    return zlib.crc32(tensor_bytes_view(value + 0), before)
+def digest_of(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of the bytes of tensors, one after the other."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor_bytes_view(tensor), total)
+    return total
 
 
 def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> Tensors:
     """Largest absolute weight among those that servers fuse, by `Matrix.together`; none but for NVFP4."""
     largest = dict[str, Tensor]()
-    for matrix in matrices if scheme.name == "nvfp4" else ():
-        weight = read(matrix).abs().amax().float()[None]
-        largest[matrix.together] = torch.maximum(largest.get(matrix.together, weight), weight)
+    if scheme.name == "nvfp4":
+        with one_thread_each() as pool:
+            weights = pool.map(lambda matrix: scheme.ranges(read(matrix)[None]).amax()[None], matrices)
+            for matrix, weight in zip(matrices, weights, strict=True):
+                largest[matrix.together] = torch.maximum(largest.get(matrix.together, weight), weight)
     return largest
 
 
+def pack_checked(scheme: Scheme, codes: Tensor, scales: Scales, dtype: torch.dtype) -> Tensors:
+    """Stored tensors of B matrices' codes [B, O, I]; raises `CompressionError` if they hold other numbers."""
+    stored = scheme.pack(codes, scales, dtype)
+    if not scheme.holds(stored, codes):
+        raise CompressionError(f"{scheme.name}: a weight is not packed as it was rounded; please report this")
+    return stored
+
+
 def rounded(
-    scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
+    scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Scales]]:
-    """Codes [1, n, I] of a matrix [O, I] and scales, stored in `dtype`: n rows at a time, rounded to nearest."""
-    for rows in weight.split(max(1, AT_ONCE // weight.shape[1])):
-        part = rows.float()[None].contiguous()
-        scales = scheme.scales(part, dtype, largest=largest)
-        yield scheme.codes(part, scales), scales
+    """Codes [B, n, I] and scales, stored in `dtype`, of matrices [B, O, I] with these ranges: n rows at a time."""
+    chunks = row_chunks(weight)
+    scales = scheme.scales_of(most, dtype, largest)
+    for rows, groups in zip(chunks, scales.groups.split(chunks[0].shape[1], dim=1), strict=True):
+        own = Scales(groups, scales.overall)
+        yield scheme.codes(rows.float().contiguous(), own), own
 
 
 def round_to_nearest(
-    scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
-) -> tuple[Tensors, int]:
-    """Stored tensors of a matrix [O, I], by the last part of their names, and the checksum of its values."""
+    scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None = None
+) -> Tensors:
+    """Stored tensors of matrices [B, O, I] with these ranges, by the last part of their names: [B, ...] each."""
     pieces = dict[str, list[Tensor]]()
-    total = 0
-    for codes, scales in rounded(scheme, weight, dtype, largest):
-        for name, value in scheme.pack(codes, scales, dtype).items():
-            pieces.setdefault(name, []).append(value[0])
-        total = checksum(scheme.values(codes, scales).to(dtype), total)
-    stored = {name: values[0] if name in WHOLE else torch.cat(values) for name, values in pieces.items()}
+    for codes, scales in rounded(scheme, weight, most, dtype, largest):
+        for name, value in pack_checked(scheme, codes, scales, dtype).items():
+            pieces.setdefault(name, []).append(value)
+    stored = {name: values[0] if name in WHOLE else torch.cat(values, dim=1) for name, values in pieces.items()}
     if "weight_shape" in stored:
-        stored["weight_shape"] = torch.tensor(weight.shape)
-    return stored, total
+        stored["weight_shape"] = torch.tensor([weight.shape[1:]] * len(weight))
+    return stored
 
 
 def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool) -> tuple[Size, int]:
@@ -99,8 +113,8 @@ def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: i
 class Writer:
     """Writes a model with these matrices quantised.
 
-    In the folder `kept` a layer that is finished has checksums of the values that its matrices were rounded to, by
-    module, and its packed tensors if it was quantised in the pass over text.
+    In the folder `kept` a layer that is finished has digests of its stored matrices, by module, and its packed tensors
+    if it was quantised in the pass over text.
     """
 
     model: OpenModel
@@ -153,61 +167,116 @@ class Writer:
         for name, value in tensors.items():
             yield name, iter([tensor_bytes_view(value)])
         if not tensors and self.matrices.of(decoder_layer):
-            sums = dict[str, int]()
-            for matrix, stored, total in self._rounded(decoder_layer):
-                sums[matrix.module] = total
+            digests = dict[str, int]()
+            for matrix, stored, digest in self._rounded(decoder_layer):
+                digests[matrix.module] = digest
                 for name, value in stored.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
-            save_tensors(file, {}, sums)
+            save_tensors(file, {}, digests)
         for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
                 yield name, pieces
 
     def _rounded(self, decoder_layer: str) -> Iterator[tuple[Matrix, Tensors, int]]:
-        """Yield a layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
+        """Yield a layer's matrices rounded to nearest: what is stored of each, and the digest of that."""
         if not self.matrices.stored:
             self.partial.load(self.partial.keys_under(decoder_layer))
         matrices = self.matrices.of(decoder_layer)
         largest = largest_weights(self.scheme, matrices, self._read)
-
-        def packed(matrix: Matrix) -> tuple[Tensors, int]:
-            return round_to_nearest(self.scheme, self._read(matrix), self.dtype, largest.get(matrix.together))
-
         with one_thread_each() as pool:
-            for matrix, (tensors, total) in zip(matrices, pool.map(packed, matrices), strict=True):
-                yield matrix, tensors, total
+            for batch in pool.map(bind(self._packed, largest), self._batches(matrices)):
+                yield from batch
+
+    def _batches(self, matrices: Sequence[Matrix]) -> list[list[Matrix]]:
+        """Return matrices that are rounded together: on an accelerator several of one shape, each alone on a CPU."""
+        most = 0 if self.model.partial.device.type == "cpu" else ON_DEVICE
+        batches = list[list[Matrix]]()
+        for matrix in matrices:
+            size = matrix.rows * matrix.columns
+            last = batches[-1] if batches else []
+            fits = (len(last) + 1) * size <= most
+            if fits and last and (last[0].rows, last[0].columns) == (matrix.rows, matrix.columns):
+                last.append(matrix)
+            else:
+                batches.append([matrix])
+        return batches
+
+    def _packed(self, largest: Tensors, batch: Sequence[Matrix]) -> list[tuple[Matrix, Tensors, int]]:
+        """Round matrices of one shape to nearest; raises `CompressionError` for one that holds NaN."""
+        device = self.model.partial.device
+        weights = [self._read(matrix).to(device, non_blocking=True) for matrix in batch]
+        weight = torch.stack(weights) if len(weights) > 1 else weights[0][None]
+        most = self.scheme.ranges(weight)
+        for number in most.isnan().flatten(1).any(1).nonzero().flatten().tolist():
+            name = self._stored_name(batch[number])
+            refuse_nan(name, self.model.checkpoint.tensors[name].file, most[number])
+        shared = torch.cat([largest[matrix.together] for matrix in batch]).to(device) if largest else None
+        stored = round_to_nearest(self.scheme, weight, most, self.dtype, shared)
+        on_cpu = {name: value.cpu() for name, value in stored.items()}
+        packed = list[tuple[Matrix, Tensors, int]]()
+        for number, matrix in enumerate(batch):
+            tensors = {name: value[number] for name, value in on_cpu.items()}
+            packed.append((matrix, tensors, digest_of(tensors.values())))
+        return packed
+
+    def _stored_name(self, matrix: Matrix) -> str:
+        """Return the stored tensor that is a matrix, or that it is a part of."""
+        name = f"{matrix.module}.weight"
+        return name if self.partial.plain_keys.targets.get(name) == matrix.key else self.matrices.names[matrix.key]
 
     def _read(self, matrix: Matrix) -> Tensor:
         """Return a matrix of the stage before: of its stored tensor, or of the loaded layer."""
         if not self.matrices.stored:
             return matrix.of(self.partial.model)
-        checkpoint = self.model.checkpoint
-        if self.partial.plain_keys.targets.get(f"{matrix.module}.weight") == matrix.key:
-            return checkpoint.read_checked(f"{matrix.module}.weight")
-        name = self.matrices.names[matrix.key]
-        weight = checkpoint.read(name)[matrix.expert]
-        refuse_nan(name, checkpoint.tensors[name].file, weight)  # this expert's alone
+        name = self._stored_name(matrix)
+        value = self.model.checkpoint.read(name)
+        if name == f"{matrix.module}.weight":
+            return value
         experts = self.partial.model.get_submodule(matrix.owner)
-        return matrix_of(experts, matrix.key.rpartition(".")[2], weight, matrix.part)
+        return matrix_of(experts, matrix.key.rpartition(".")[2], value[matrix.expert], matrix.part)
 
     def _verify(self, inner: OutputJob, folder: Path) -> None:
-        """Load the written folder layer by layer; raises `CompressionError` for a matrix that differs."""
+        """Compare the bytes in a written folder with those that were made, and of each kind of layer how it's loaded.
+
+        Raises `CompressionError` for a matrix that differs.
+        """
         inner.verify(folder)
         source = ModelSource(str(folder), None, folder)
         written = open_model(source, str(self.dtype).removeprefix("torch."), "cpu")
-        live = written.partial.model
+        kinds = set[frozenset[tuple[str, int, int]]]()
         for decoder_layer in self.model.architecture.decoder_layers:
             matrices = self.matrices.of(decoder_layer)
-            sums = read_metadata(self.kept_file(decoder_layer))
-            if sums is None:  # lost with power, before it was on disk like the layer
-                sums = {matrix.module: total for matrix, _, total in self._rounded(decoder_layer)}
-            written.partial.load({matrix.key for matrix in matrices})
+            digests = read_metadata(self.kept_file(decoder_layer))
+            if digests is None:  # lost with power, before it was on disk like the layer
+                digests = {matrix.module: digest for matrix, _, digest in self._rounded(decoder_layer)}
+            stored = {matrix: self._stored(written, matrix) for matrix in matrices}
             with one_thread_each() as pool:
-                totals = pool.map(lambda matrix: checksum(matrix.of(live).detach()), matrices)
-                for matrix, total in zip(matrices, totals, strict=True):
-                    if total != sums.get(matrix.module):
+                found = pool.map(digest_of, (tensors.values() for tensors in stored.values()))
+                for matrix, digest in zip(matrices, found, strict=True):
+                    if digest != digests.get(matrix.module):
                         raise CompressionError(
-                            f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report "
-                            "this"
+                            f"{matrix.module} has other bytes in {folder} than were written; check the disk, and run "
+                            "the command again"
                         )
-            written.partial.release(decoder_layer)
+            shapes = ((matrix.key.removeprefix(decoder_layer), matrix.rows, matrix.columns) for matrix in matrices)
+            kind = frozenset(shapes)
+            if kind and kind not in kinds:
+                kinds.add(kind)
+                written.partial.load({matrix.key for matrix in matrices})
+                for matrix, tensors in stored.items():
+                    self._verify_loaded(matrix, matrix.of(written.partial.model), tensors)
+                written.partial.release(decoder_layer)
+
+    def _stored(self, written: OpenModel, matrix: Matrix) -> Tensors:
+        names = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
+        return {name: written.checkpoint.read(f"{matrix.module}.{name}") for name in names}
+
+    def _verify_loaded(self, matrix: Matrix, value: Tensor, tensors: Tensors) -> None:
+        """Compare the first rows of a matrix as it was loaded with what is stored under its name."""
+        first = {name: stored if name in WHOLE else stored[:ROWS] for name, stored in tensors.items()}
+        if "weight_shape" in first:
+            first["weight_shape"] = torch.tensor([min(ROWS, matrix.rows), matrix.columns])
+        if not torch.equal(value[:ROWS], self.scheme.unpack(first).to(value.dtype)):
+            raise CompressionError(
+                f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report this"
+            )
