@@ -209,7 +209,7 @@ class Scheme:
         for factor in SHRINK:
             tried = self._stored_scales(most * factor, overall, dtype)
             effective = Scales(tried, overall).effective[..., None]
-            error = (self.nearest(grouped / effective) * effective).sub_(grouped).abs_()
+            error = self.nearest(grouped / effective).mul_(effective).sub_(grouped).abs_()
             total = error.sqrt().mul_(error).mul_(error).sum(-1)
             best = torch.where(total < least, tried, best)
             least = torch.minimum(least, total)

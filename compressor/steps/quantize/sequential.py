@@ -154,8 +154,10 @@ class Quantizing(LayerVisitor):
         for numbers in torch.arange(layer.experts).split(at_once):
             batch = numbers.tolist()
             for parts in (inner, ("down",)):
-                groups = [[by_part[expert, part] for part in parts] for expert in batch]
-                columns = groups[0][0].columns
+                same_inputs = list[list[Matrix]]()
+                for part in parts:
+                    same_inputs.append([by_part[expert, part] for expert in batch])
+                columns = same_inputs[0][0].columns
                 hessians = torch.zeros(len(batch), columns, columns, device=device)
                 for total, expert in zip(hessians, batch, strict=True):
                     for chunk in rows[expert].split(CHUNK):
@@ -163,37 +165,38 @@ class Quantizing(LayerVisitor):
                         if parts == ("down",):
                             inputs = _inner(experts, expert_parameters(experts, expert), inputs)
                         _add_products(total, inputs)
-                last = [group[-1] for group in groups]
-                self._round(groups, inverse_factor(summed(hessians, last)))
+                total = summed(hessians, same_inputs[-1])
+                self._round(same_inputs, inverse_factor(total))
 
-    def _round(self, groups: Sequence[Sequence[Matrix]], upper: Tensor) -> None:
+    def _round(self, parts: Sequence[Sequence[Matrix]], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored.
 
-        Those of a group have the same inputs, and `upper` [B, I, I] one factor for each group.
+        Each part has B matrices, of which the first, second and so on have the same inputs, with the factor `upper`
+        [B, I, I].
         """
         scheme = self.writer.scheme
         dtype = self.writer.dtype
-        live = self.at.model
-        weight = torch.stack([torch.cat([matrix.of(live).float() for matrix in group]) for group in groups])
-        shared = torch.cat([self.largest[group[0].together] for group in groups]) if self.largest else None
+        weights = list[Tensor]()
+        for matrices in parts:
+            weights.append(torch.stack([matrix.of(self.at.model).float() for matrix in matrices]))
+        weight = torch.cat(weights, dim=1)
+        shared = torch.cat([self.largest[matrix.together] for matrix in parts[0]]) if self.largest else None
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)
         codes = gptq(scheme, weight, scales, upper)
-        sizes = [matrix.rows for matrix in groups[0]]
-        parts = zip(zip(*groups, strict=True), codes.split(sizes, 1), scales.groups.split(sizes, 1), strict=True)
-        for matrices, part_codes, part_scales in parts:
-            self._keep(matrices, part_codes.contiguous(), Scales(part_scales, scales.overall))
-
-    def _keep(self, matrices: Sequence[Matrix], codes: Tensor, scales: Scales) -> None:
-        """Put values [B, O, I] of rounded matrices into the live model, and keep them as they are stored."""
-        scheme = self.writer.scheme
-        dtype = self.writer.dtype
-        values = scheme.values(codes, scales).to(dtype)
-        stored = {name: value.cpu() for name, value in pack_checked(scheme, codes, scales, dtype).items()}
-        for number, matrix in enumerate(matrices):
-            matrix.of(self.at.model).copy_(values[number])
-            tensors = {f"{matrix.module}.{name}": value[number] for name, value in stored.items()}
-            self.tensors |= tensors
-            self.digests[matrix.module] = digest_of(tensors.values())
+        begin = 0
+        for matrices in parts:
+            rows = slice(begin, begin + matrices[0].rows)
+            begin = rows.stop
+            own_codes = codes[:, rows].contiguous()
+            own_scales = Scales(scales.groups[:, rows], scales.overall)
+            values = scheme.values(own_codes, own_scales).to(dtype)
+            stored = pack_checked(scheme, own_codes, own_scales, dtype)
+            on_cpu = {name: value.cpu() for name, value in stored.items()}
+            for number, matrix in enumerate(matrices):
+                matrix.of(self.at.model).copy_(values[number])
+                tensors = {f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()}
+                self.tensors |= tensors
+                self.digests[matrix.module] = digest_of(tensors.values())
 
 
 def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:
