@@ -420,12 +420,10 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: Ex
     routed = trace.routed.setdefault(layer.name, [])
 
     def keep_outputs(choices: Choices, outputs: Tensor) -> None:
-        begin = 0
-        for expert, end in enumerate(choices.ends.tolist()):
-            rows = slice(begin, end)
-            if end > begin:
+        ends = [0, *choices.ends.tolist()]
+        for expert, rows in enumerate(map(slice, ends, ends[1:])):
+            if rows.start < rows.stop:
                 routed.append(RoutedOutputs(expert, choices.tokens[rows], choices.weights[rows], outputs[rows]))
-            begin = end
 
     stack.enter_context(moe_hooks(model, layer, on_router=keep, on_expert_output=keep_outputs))
 

@@ -22,6 +22,7 @@ from compressor.model.experts import (
     apply_expert,
     expert_parameters,
     intermediate,
+    observed_forward,
     split_choices,
     width_of,
 )
@@ -265,16 +266,14 @@ class SquaredNeuronSum(Sum):
 class TokenSum(Sum):
     """A sum that needs all outputs of a token at once."""
 
-    def __init__(self, observed: Observed, *width: int) -> None:
-        super().__init__(observed, *width)
-        self.top_k = observed.layer.top_k
+    top_k: int  # of the batch
 
     def experts_called(self, call: ExpertsCall) -> None:
         self.top_k = call.index.shape[1]
 
     def by_token(self, choices: Choices, values: Tensor) -> Tensor:
         """Return values [n K, ...] of choices by token and slot: [n, K, ...]."""
-        ordered = values[choices.places.argsort()]
+        ordered = values[choices.places.argsort().to(values.device)]
         return ordered.view(-1, self.top_k, *values.shape[1:])
 
 
@@ -307,12 +306,10 @@ class DeletionSum(TokenSum):
     factor. Where there is no next expert, g_r is 0.
     """
 
-    def __init__(self, observed: Observed) -> None:
-        super().__init__(observed)
-        self.routed: RouterCall | None = None
-        self.refill = torch.zeros(0)  # [T, H] of the batch: what each token's next expert adds
-        self.weight = torch.zeros(0)  # [T] of that expert
-        self.normalised = torch.zeros(0)  # []
+    routed: RouterCall | None = None
+    weight: Tensor  # [T] gate weights of the batch's next experts
+    refill: Tensor  # [T, H] their outputs times these
+    normalised: Tensor  # []
 
     def router_called(self, call: RouterCall) -> None:
         self.routed = call
@@ -322,11 +319,11 @@ class DeletionSum(TokenSum):
         super().experts_called(call)
         following, self.weight, self.normalised = self._next(call)
         self.refill = torch.zeros(call.hidden.shape, device=call.hidden.device)
-        experts = self.observed.experts
-        parameters = expert_parameters(experts)
-        for choices in split_choices(self.weight[:, None], following[:, None], len(self.total)):
-            outputs = apply_expert(experts, parameters, call.hidden[choices.tokens], choices)
+
+        def keep(choices: Choices, outputs: Tensor) -> None:
             self.refill[choices.tokens] = choices.weights[:, None] * outputs.float()
+
+        observed_forward(self.observed.experts, call.hidden, following[:, None], self.weight[:, None], keep)
 
     def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
         gates = self.by_token(choices, choices.weights.float())

@@ -211,7 +211,7 @@ class Collector:
             for name, entry in STATISTICS.items()
             if name in needs and entry.meter is not None
         }
-        self.are_finite = torch.ones((), dtype=torch.bool, device=experts.down_proj.device)  # inputs of all batches
+        self.infinite = torch.zeros((), dtype=torch.long, device=experts.down_proj.device)  # batches with such inputs
         watching = [meter for meter in self.meters.values() if type(meter).experts_ran is not Meter.experts_ran]
         self.watches_experts = bool(watching)  # which needs a slower forward
         self.hooks = ExitStack()
@@ -252,13 +252,13 @@ class Collector:
             else:
                 rows = torch.arange(0)
                 media = torch.zeros(tokens, dtype=torch.bool)
-        device = self.are_finite.device
+        device = self.infinite.device
         return batch, rows.to(device, non_blocking=True), media.to(device, non_blocking=True)
 
     def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
             return
-        self.are_finite &= torch.stack(hidden.aminmax()).isfinite().all()  # a NaN is both
+        self.infinite += ~torch.stack(hidden.aminmax()).isfinite().all()  # a NaN is both
         self.tokens[self.source] += len(hidden)
         batch, rows, media = self._seen(len(hidden))
         call = ExpertsCall(batch, rows, hidden, index, weights, media)
@@ -284,17 +284,13 @@ class Collector:
         for meter in self.meters.values():
             meter.on_layer_output(hidden)
 
-    def refuse_infinite_inputs(self) -> None:
-        """Raise `CompressionError` if an input of the experts was not finite in any batch."""
-        if not self.are_finite:
-            raise CompressionError(
-                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
-            )
-
     def finish(self) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
-        self.refuse_infinite_inputs()
+        if self.infinite:
+            raise CompressionError(
+                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
+            )
         by_source = self.tokens.tolist()
         tokens = sum(by_source)
         samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]
@@ -352,7 +348,7 @@ class CalibrationCollector(Collector):
         """Return the statistics of the layer: of all batches on the first rank, and without values on others."""
         self.detach()
         if not ranks().is_alone:
-            self.refuse_infinite_inputs()
+            self.infinite = ranks().all_reduce(self.infinite.cpu())
             self.tokens = ranks().all_reduce(self.tokens)
             for meter in self.meters.values():
                 meter.all_reduce()

@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.devices import as_float64
 from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, routed
+from compressor.model.experts import Parameters, apply_expert, expert_parameters, routed
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
@@ -177,11 +177,11 @@ def learn_coefficients(
     """
     if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
         return plan
-    wide = ExpertsView(stats.weights.experts, lambda name, expert, value: value.float())
     target = torch.zeros_like(stats.inputs)
     with torch.no_grad():
-        for expert, tokens, choices in routed(stats.top_k_weights, stats.top_k_index):  # one in float32 at a time
-            outputs = apply_expert(wide, expert_parameters(wide, expert), stats.inputs[tokens])
+        for expert, tokens, choices in routed(stats.top_k_weights, stats.top_k_index):
+            parameters = mixed_parameters(stats.weights.experts, [(expert, 1.0)])
+            outputs = apply_expert(stats.weights.experts, parameters, stats.inputs[tokens])
             target.index_add_(0, tokens, outputs * stats.top_k_weights[tokens, choices, None])
     size = float(target.square().sum()) or 1.0
     stats = stats.adding(weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups)))
