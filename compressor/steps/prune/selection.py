@@ -177,17 +177,12 @@ def learn_coefficients(
     """
     if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
         return plan
-<<<<<<< HEAD
-    base = _Merge(stats, LayerPlan.keep(stats.layer, range(stats.layer.experts)))
-    target, _ = base.forward(stats.top_k_weights, stats.top_k_index)
-=======
     target = torch.zeros_like(stats.inputs)
     with torch.no_grad():
         for expert, tokens, choices in routed(stats.top_k_weights, stats.top_k_index):
             parameters = mixed_parameters(stats.weights.experts, [(expert, 1.0)])
             outputs = apply_expert(stats.weights.experts, parameters, stats.inputs[tokens])
             target.index_add_(0, tokens, outputs * stats.top_k_weights[tokens, choices, None])
->>>>>>> w-statistics
     size = float(target.square().sum()) or 1.0
     stats = stats.adding(weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups)))
     merge = _Merge(stats, plan)
