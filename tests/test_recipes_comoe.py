@@ -23,7 +23,7 @@ def test_a_recipe_makes_its_table(path: Path, tmp_path: Path) -> None:
     assert all(row.count("|") == head.count("|") for row in rows)
     accuracy = json.loads((output / "accuracy.json").read_text())
     for (name, (by_task,)), line in zip(accuracy.items(), rows, strict=True):
-        assert set(by_task) == {"facts", "sorting"}
+        assert set(by_task) == {"arithmetic", "sorting"}
         assert line.startswith(f"| {name.replace(', ', ' | ')} |") and f"| {50 * sum(by_task.values()):.1f} |" in line
     pictures = 2 if path.stem == "figures4-7" else 0
     assert len([*output.glob("*-report/scatter.png")]) == pictures

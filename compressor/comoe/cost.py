@@ -11,7 +11,7 @@ import torch
 from compressor.answers.asking import pad_token, padded, with_rows
 from compressor.answers.items import Item
 from compressor.errors import wrap_faults
-from compressor.memory import PeakMemory
+from compressor.memory import PeakMemory, give_back
 
 REPEATS = 3  # after one that is not counted
 
@@ -34,6 +34,7 @@ def measured(device: torch.device) -> Iterator[list[Cost]]:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
+    give_back()  # else freed memory would count as held before
     begin = time.perf_counter()
     with PeakMemory() as process:
         yield costs

@@ -33,12 +33,14 @@ class OutputSample:
 
     def add(self, outputs: Tensor) -> None:
         """Add tokens' outputs, [T, E, D], at unit length."""
-        outputs = outputs.cpu()
-        ranks = torch.cat((self._ranks, torch.rand(len(outputs), generator=self._generator)))
-        self._ranks, chosen = ranks.sort(stable=True)
-        self._ranks = self._ranks[:TOKENS]
-        together = torch.cat((self.outputs, outputs)) if len(self.outputs) else outputs
-        self.outputs = together[chosen[:TOKENS]]
+        ranks = torch.rand(len(outputs), generator=self._generator)
+        ranks, chosen = ranks.topk(min(TOKENS, len(ranks)), largest=False)
+        together = outputs[chosen.to(outputs.device)].cpu()
+        if len(self._ranks):
+            together = torch.cat((self.outputs, together))
+            ranks = torch.cat((self._ranks, ranks))
+        self._ranks, kept = ranks.topk(min(TOKENS, len(ranks)), largest=False)
+        self.outputs = together[kept]
 
 
 def project(outputs: Tensor, projection: Projection) -> Representations | None:

@@ -5,7 +5,8 @@ Rows come from the standard input: a name, a colon and options of `moe-compress 
 `multi` on all tasks at once, `both` does either. A second one is the model. Environment:
 
 MODEL    checkpoint folder or Hub id (default: the demo model)
-TASKS    lm-eval tasks with training splits, separated by commas (default: skills of the demo's data)
+TASKS    lm-eval tasks with training splits, separated by commas (default: two skills of the demo, answered
+         backwards, which its model has to learn)
 SEEDS    separated by blanks; the median counts (default: 0; the paper: 0 1 2 3 4)
 OPTIONS  options of `comoe train` for all rows (default: those of the paper's table 5; 40 short steps for the demo)
 LIMIT    items of each task (default: all; 40 of the demo's)
@@ -35,7 +36,7 @@ from compressor.data.demo import load_documents, load_items
 DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
 MODEL = sys.argv[2] if len(sys.argv) > 2 else os.environ.get("MODEL", str(DEMO))
 IS_DEMO = str(DEMO) == MODEL
-TASKS = os.environ.get("TASKS", "facts,sorting").split(",")
+TASKS = os.environ.get("TASKS", "arithmetic,sorting").split(",")
 SEEDS = os.environ.get("SEEDS", "0").split()
 TABLE_5 = "--batch-size 2 --accumulation 8 --cutoff 512"
 OPTIONS = os.environ.get("OPTIONS", "--rank 8 --steps 40 --learning-rate 2e-3" if IS_DEMO else TABLE_5).split()
@@ -84,18 +85,21 @@ def read_value(name: str, word: str) -> Any:
 
 
 def demo_items(skill: str, heldout: bool) -> list[Item]:
-    """Return questions of one skill of the demo's data, with choices where they are held out."""
+    """Return questions of one skill of the demo's data, with choices where they are held out.
+
+    Answers are written backwards, so that there is something to learn.
+    """
     items = []
     if heldout:
         for entry in load_items():
             if entry.skill == skill:
-                choices = tuple(f" {choice}" for choice in entry.choices)
+                choices = tuple(f" {choice.strip()[::-1]}" for choice in entry.choices)
                 items.append(Item(f"<|end|>{entry.question}", choices[entry.answer], choices, skill))
         return items
     for text, of_skill in load_documents("calibration"):
         for line in text.splitlines() if of_skill == skill else ():
             prompt, _, answer = line.rpartition(" ")
-            items.append(Item(f"<|end|>{prompt}", f" {answer}", task=skill))
+            items.append(Item(f"<|end|>{prompt}", f" {answer[::-1]}", task=skill))
     return items
 
 

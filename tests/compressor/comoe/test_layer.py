@@ -128,7 +128,7 @@ def test_all_anchors_add_up_as_in_equation_12() -> None:
         for anchor in active:
             positive = sum(scores[anchor, other] for other in active if other != anchor)
             total -= math.log(positive / (positive + scores[anchor, inactive].sum() + 1e-3))
-    assert float(found) == pytest.approx(total / 4, rel=1e-4)
+    assert found.item() == pytest.approx(total / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("dora", [False, True])
