@@ -11,8 +11,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export OUT=${OUT:-comoe-table2}
 "${PYTHON:-python}" "$here/run.py" single "$@" <<'ROWS'
-LoRA: --peft lora --rank 80 --targets q_proj,k_proj,v_proj,o_proj
-DoRA: --peft dora --rank 80 --targets q_proj,k_proj,v_proj,o_proj
+LoRA: --peft lora --rank 80
+DoRA: --peft dora --rank 80
 8 experts: --experts 8 --contrastive 0
 CoMoE-LoRA: --experts 4
 CoMoE-DoRA: --experts 4 --dora

@@ -13,8 +13,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export OUT=${OUT:-comoe-table8}
 export TIMED_TOKENS=${TIMED_TOKENS:-32}
 "${PYTHON:-python}" "$here/run.py" multi "$@" <<'ROWS'
-LoRA: --peft lora --rank 80 --targets q_proj,k_proj,v_proj,o_proj
-DoRA: --peft dora --rank 80 --targets q_proj,k_proj,v_proj,o_proj
+LoRA: --peft lora --rank 80
+DoRA: --peft dora --rank 80
 8 experts: --experts 8 --contrastive 0
 CoMoE-LoRA: --experts 4
 ROWS
