@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from compressor.answers.items import Item, item_lines
 from compressor.answers.tasks import EvaluationOptions, task_items
-from tests.support import small
+from compressor.comoe.layer import inject_config, save_adapters
 from tests.support.command_line import Run, names, refused
 from tests.support.eval_tasks import own_tasks
-from tests.support.tuning_setups import questions, save
+from tests.support.tuning_setups import CONFIG, dense, questions, save, trained_files
 
 QUICK = ("--rank", "4", "--steps", "4", "--batch-size", "4", "--log-every", "2", "--save-every", "2")
 
@@ -35,15 +36,20 @@ def test_what_is_trained_can_be_asked(run: Run, tmp_path: Path, model: Path) -> 
     assert done.status == 0 and "12 items for 4 steps" in " ".join(done.out.split()), done
     assert "1 of 13 items" in done.err and "mixed.jsonl, line 1: answer is missing" in done.err
     refused(run("comoe", "train", model, "--calibration", mixed, "-o", tmp_path / "no", "--strict"), "line 1: answer")
-    assert names(out) == ["adapters.safetensors", "comoe.json", "log.jsonl"]
-    assert json.loads((out / "comoe.json").read_text())["config"]["rank"] == 4
-    done = run("comoe", "evaluate", model, "--adapters", out, "--heldout", items, "-o", report, "--with-base", "--json")
+    assert names(out) == ["adapters.safetensors", "comoe.json", "cost.json", "log.jsonl"]
+    facts = json.loads((out / "comoe.json").read_text())
+    own = sum(value.numel() for value in dense().parameters())
+    added = sum(value.numel() for value in load_file(out / "adapters.safetensors").values())
+    assert facts["config"]["rank"] == 4 and facts["training"]["share"] == added / own
+    done = run("comoe", "evaluate", model, "--adapters", out, "--heldout", items, "-o", report, "--with-base", "--json",
+               "--timed-tokens", 3, "--projection", "tsne")  # fmt: skip
     assert done.status == 0, done.err
     content = json.loads(done.out)
     assert [each["items"] for each in content["tasks"]] == [each["items"] for each in content["base"]] == [6, 6]
+    assert content["answering"]["seconds"] > 0 and (report / "scatter.png").is_file()
     assert content == json.loads((report / "evaluation.json").read_text()) and content["adapters"] == "out"
     again = run("comoe", "train", model, "--calibration", items, "-o", tmp_path / "again", *QUICK)
-    assert again.status == 0 and small.tree(tmp_path / "again") == small.tree(out)
+    assert again.status == 0 and trained_files(tmp_path / "again") == trained_files(out)
     assert names(tmp_path) == ["again", "items.jsonl", "mixed.jsonl", "out", "report"]
 
 
@@ -66,6 +72,11 @@ def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, mod
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--calibration", "items.jsonl", "--layers", "upper"), "--layers has 'upper'; write low, middle, high or num"),
+        (
+            ("--calibration", "items.jsonl", "--layers", "5-9"),
+            "in decoder layers 5-9 has a name that ends",
+        ),
         ((), "either --tasks with lm-eval tasks, or --calibration"),
         (("--calibration", "none.jsonl"), "cannot be read"),
         (("--calibration", "items.jsonl", "--top-k", "5"), "5 of 4 experts are to be activated"),
@@ -84,4 +95,7 @@ def test_refusals(
 def test_adapters_that_are_none_are_refused(run: Run, tmp_path: Path, model: Path) -> None:
     words = ("--heldout", data(tmp_path), "--adapters", tmp_path)
     refused(run("comoe", "evaluate", model, *words), r"holds no comoe\.json")
+    save_adapters(inject_config(dense(), CONFIG), tmp_path / "two")
+    words = ("--heldout", data(tmp_path), "--adapters", tmp_path / "two", "--scatter-layer", "lm_head")
+    refused(run("comoe", "evaluate", model, *words), "--scatter-layer lm_head has no experts; name one of model")
     refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "--batch-size.* greater than or equal to 1")

@@ -30,9 +30,14 @@ class TaskScore:
         return self.right / self.items
 
 
-def with_rows(items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False) -> list[Question]:
-    """Return items with their rows for a model; those without tokens are left out, or refused if `strict`."""
-    most = positions(model.config)
+def with_rows(
+    items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False, cutoff: int | None = None
+) -> list[Question]:
+    """Return items with their rows for a model, of `cutoff` tokens at the most.
+
+    Those without tokens are left out, or refused if `strict`.
+    """
+    most = min((limit for limit in (positions(model.config), cutoff) if limit), default=None)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # the last token of a row is an input, too, though no logits after it are needed
     return tokenised(items, tokenizer, vocabulary, most and most - 1, strict)

@@ -10,7 +10,7 @@ import compressor
 from compressor.cli.items import HeldoutItems, Items
 from compressor.cli.options import EXPERTS, TRAINING, Model, Out, Reading, flag, listed, options_of, spread
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting, written_line
-from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
+from compressor.comoe.options import TARGETS, ComoeConfig, Projection, TuningOptions
 from compressor.extras import require
 
 app = typer.Typer(
@@ -66,6 +66,11 @@ def evaluate(
     items: HeldoutItems,
     with_base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
     batch_size: Annotated[int, flag("Items of a batch.", min=1)] = 16,
+    timed_tokens: Annotated[
+        int, flag("Time a batch of answers of so many generated tokens, and take its memory (0: don't).", min=0)
+    ] = 0,
+    projection: Annotated[Projection, flag("How experts' outputs are drawn in two dimensions.")] = "pca",
+    scatter_layer: Annotated[str | None, flag("Layer whose experts' outputs are drawn (default: the last).")] = None,
     output: Annotated[Path | None, flag("Write a report with pictures into this new folder.")] = None,
 ) -> None:
     """Ask a model with LoRA experts, and show which experts work on which task.
@@ -85,6 +90,9 @@ def evaluate(
             **items.arguments("heldout"),
             with_base=with_base,
             batch_size=batch_size,
+            timed_tokens=timed_tokens,
+            projection=projection,
+            scatter_layer=scatter_layer,
             **running.reading(progress),
         )
         files = [] if output is None else write_evaluation(evaluation, output, running.overwrite)

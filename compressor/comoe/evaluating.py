@@ -20,8 +20,12 @@ from compressor.answers.tasks import items_of
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.comoe.contrastive import unit
+from compressor.comoe.cost import Cost, answering_cost
 from compressor.comoe.layer import LoraExperts, comoe_layers, load_adapters, read_facts, watching
+from compressor.comoe.options import Projection
+from compressor.comoe.representations import OutputSample, Representations, project
 from compressor.devices import pick_device
+from compressor.errors import CompressionError
 from compressor.formatting import label
 from compressor.model.architecture import load_config
 from compressor.model.opened import load_whole, pick_dtype
@@ -66,6 +70,7 @@ class TaskResult(TaskScore):
 
     workload: Matrix = ()  # [L, E], share of the activations that an expert of a layer has; each row adds up to 1
     similarity: Matrix = ()  # [E, E], mean cosine of two experts' outputs over tokens and layers
+    representations: Representations | None = None  # of one layer
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -81,9 +86,11 @@ class TaskResult(TaskScore):
 
 
 class ExpertUse:
-    """Sums over the tokens of one task, for workload and similarity."""
+    """Sums over the tokens of one task, for workload and similarity, and a sample of one layer's outputs."""
 
-    def __init__(self, layers: int, experts: int) -> None:
+    def __init__(self, layers: int, experts: int, sampled_layer: int) -> None:
+        self.sample = OutputSample()
+        self.sampled_layer = sampled_layer
         self.tokens = torch.zeros(layers, dtype=torch.float64)
         self.activations = torch.zeros(layers, experts, dtype=torch.float64)  # [L, E]
         self.cosines = torch.zeros(layers, experts, experts, dtype=torch.float64)
@@ -93,28 +100,47 @@ class ExpertUse:
         for number, layer in enumerate(layers):
             for call in layer.watched or ():
                 indices = call.counted(mask).to(call.inner.device)
-                outputs = unit(layer.outputs(call.inner[indices]))
+                outputs = unit(layer.outputs(call, indices))
                 chosen = call.chosen[indices].flatten().bincount(minlength=self.activations.shape[1])
                 self.cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).cpu().double()
                 self.activations[number] += chosen.cpu()
                 self.tokens[number] += len(indices)
+                if number == self.sampled_layer:
+                    self.sample.add(outputs)
 
-    def result(self, score: TaskScore) -> TaskResult:
+    def result(self, score: TaskScore, projection: Projection) -> TaskResult:
         """Return the score with the means over tokens, and of similarity over layers."""
         workload = self.activations / self.activations.sum(1, keepdim=True).clamp_min(1)
         similarity = (self.cosines / self.tokens.clamp_min(1).reshape(-1, 1, 1)).mean(0)
-        return TaskResult(**asdict(score), workload=_matrix(workload), similarity=_matrix(similarity))
+        return TaskResult(
+            **asdict(score),
+            workload=_matrix(workload),
+            similarity=_matrix(similarity),
+            representations=project(self.sample.outputs, projection),
+        )
 
 
 def _matrix(values: Tensor) -> Matrix:
     return tuple(map(tuple, values.tolist()))
 
 
-def evaluate(model: Any, tokenizer: Any, items: Sequence[Item], **options: Any) -> tuple[TaskResult, ...]:
-    """Ask items as `compressor.answers.asking.ask` does; a model without experts has no workload, no similarity."""
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Item],
+    *,
+    projection: Projection = "pca",
+    scatter_layer: str | None = None,
+    **options: Any,
+) -> tuple[TaskResult, ...]:
+    """Ask items as `compressor.answers.asking.ask` does; a model without experts has no workload, no similarity.
+
+    The outputs of the experts of one layer, the last by default, are projected.
+    """
     layers = comoe_layers(model)
     experts = max((len(layer.router) for layer in layers.values()), default=0)
-    uses = defaultdict[str, ExpertUse](partial(ExpertUse, len(layers), experts))
+    sampled_layer = len(layers) - 1 if scatter_layer is None else [*layers].index(scatter_layer)
+    uses = defaultdict[str, ExpertUse](partial(ExpertUse, len(layers), experts, sampled_layer))
 
     def run(task: str, tokens: Tensor, mask: Tensor, answered: Tensor) -> Tensor:
         with watching(layers):
@@ -122,7 +148,8 @@ def evaluate(model: Any, tokenizer: Any, items: Sequence[Item], **options: Any) 
             uses[task].add(layers.values(), answered)
         return logits
 
-    return tuple(uses[score.task].result(score) for score in ask(model, tokenizer, items, run=run, **options))
+    scores = ask(model, tokenizer, items, run=run, **options)
+    return tuple(uses[score.task].result(score, projection) for score in scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +163,10 @@ class ComoeEvaluation:
     layers: tuple[str, ...]  # with experts beside them
     tasks: tuple[TaskResult, ...]
     base: tuple[TaskResult, ...] = ()
+    scatter_layer: str = ""  # whose experts' outputs are projected
+    projection: Projection = "pca"
+    device: str = ""
+    answering: Cost | None = None  # of a batch of generated answers
     format: Literal["moe-compressor-comoe-evaluation/1"] = "moe-compressor-comoe-evaluation/1"
 
 
@@ -150,6 +181,9 @@ def evaluate_comoe(
     strict: bool = False,
     with_base: bool = False,
     batch_size: int = 16,
+    timed_tokens: int = 0,
+    projection: Projection = "pca",
+    scatter_layer: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     revision: str | None = None,
@@ -157,9 +191,12 @@ def evaluate_comoe(
 ) -> ComoeEvaluation:
     """Ask a model with adapters the items of lm-eval `tasks` or of the JSONL file `heldout`.
 
-    `with_base` asks the model without adapters, too. Raises `CompressionError` for adapters of another model.
+    `with_base` asks the model without adapters, too; `timed_tokens` measures how long a batch of answers of so many
+    tokens takes. Raises `CompressionError` for adapters of another model.
     """
     facts = read_facts(Path(adapters))
+    if scatter_layer is not None and scatter_layer not in facts.layers:
+        raise CompressionError(f"--scatter-layer {scatter_layer} has no experts; name one of {', '.join(facts.layers)}")
     items = items_of(tasks, heldout, limit, include_path, strict, "--heldout")
     source = locate(model, revision, progress)
     target = pick_device(device)
@@ -168,7 +205,8 @@ def evaluate_comoe(
         evaluate, tokenizer=tokenizer, items=items, batch_size=batch_size, strict=strict, progress=progress
     )
     base = asking(loaded.to(target)) if with_base else ()
-    results = asking(load_adapters(loaded, adapters).to(target))
+    tuned = load_adapters(loaded, adapters).to(target)
+    results = asking(tuned, projection=projection, scatter_layer=scatter_layer)
     return ComoeEvaluation(
         model=source.label,
         adapters=label(str(adapters)),
@@ -177,4 +215,8 @@ def evaluate_comoe(
         layers=tuple(facts.layers),
         tasks=results,
         base=base,
+        scatter_layer=scatter_layer or [*facts.layers][-1],
+        projection=projection,
+        device=str(target),
+        answering=answering_cost(tuned, tokenizer, items, batch_size, timed_tokens) if timed_tokens else None,
     )

@@ -25,6 +25,7 @@ from compressor.files import whole_folder
 from compressor.records import RESTORE, plain_json, read_as, read_json
 
 Model = TypeVar("Model", bound=nn.Module)
+SHORTEST = 1e-12  # length of a row of weights, all of which may be 0
 FACTS = "comoe.json"
 TENSORS = "adapters.safetensors"
 
@@ -35,6 +36,8 @@ class LayerCall:
 
     inner: Tensor  # [T, E, r], A_i x of every expert
     chosen: Tensor  # [T, K], the activated ones, the most important first
+    linear: Tensor | None = None  # [T, D_out], W x, for DoRA
+    stretch: Tensor | None = None  # [E, D_out], for DoRA
 
     def counted(self, mask: Tensor | None) -> Tensor:
         """Return the indices of the tokens in a batch's mask [B, S]; all for a layer that sees other tokens."""
@@ -44,9 +47,12 @@ class LayerCall:
 
 
 class LoraExperts(nn.Module):
-    """y = W x + scaling * sum_i g_i(x) B_i A_i x, with g renormalised over the K most important experts.
+    """y = W x + sum_i g_i(x) E_i(x), with E_i(x) = scaling * B_i A_i x and g renormalised over K experts.
 
     W stays as it is; the experts and the router compute in float32. B begins at 0, so y is W x exactly.
+
+    With `dora`, expert i has the weights W_i = W + scaling * B_i A_i, each row made as long as `magnitude` says, and
+    E_i(x) is what these answer less W x. The lengths of W_i get no gradient (DoRA, section 4.3).
     """
 
     def __init__(self, base: nn.Linear, config: ComoeConfig, generator: torch.Generator) -> None:
@@ -66,6 +72,8 @@ class LoraExperts(nn.Module):
         self.down = nn.Parameter(down.to(device))  # A, [E, r, D_in]
         up = torch.zeros(config.experts, base.out_features, config.rank, device=device)
         self.up = nn.Parameter(up)  # B, [E, D_out, r]
+        if config.dora:
+            self.magnitude = nn.Parameter(self.lengths())  # [E, D_out]
         self.watched: list[LayerCall] | None = None  # grows with each call inside `watching`
 
     @property
@@ -92,14 +100,34 @@ class LoraExperts(nn.Module):
         tokens = hidden.reshape(-1, hidden.shape[-1]).to(torch.float32)
         weights, chosen = self.gates(tokens)
         inner = torch.einsum("ti,eri->ter", self.dropout(tokens), self.down)
+        gated = inner * weights.unsqueeze(-1)
+        if self.config.dora:
+            linear = straight if self.bias is None else straight - self.bias
+            linear = linear.reshape(len(tokens), -1).float()
+            stretch = self.magnitude / self.lengths()
+            call = LayerCall(inner, chosen, linear, stretch)
+            added = torch.einsum("ter,eor->to", gated, self.up * stretch.unsqueeze(-1)) * self.scaling
+            added = added + linear * (weights @ (stretch - 1))
+        else:
+            call = LayerCall(inner, chosen)
+            added = torch.einsum("ter,eor->to", gated, self.up) * self.scaling
         if self.watched is not None:
-            self.watched.append(LayerCall(inner, chosen))
-        added = torch.einsum("ter,eor->to", inner * weights.unsqueeze(-1), self.up) * self.scaling
+            self.watched.append(call)
         return straight + added.to(straight.dtype).reshape(straight.shape)
 
-    def outputs(self, inner: Tensor) -> Tensor:
-        """Each expert's output, B_i A_i x: [T, E, r] -> [T, E, D_out]."""
-        return torch.einsum("ter,eor->teo", inner, self.up)
+    @torch.no_grad()
+    def lengths(self) -> Tensor:
+        """Return the length of each row of W + scaling * B_i A_i, [E, D_out]."""
+        weight = self.weight.float()
+        lengths = [(weight + self.scaling * up @ down).norm(dim=1) for up, down in zip(self.up, self.down, strict=True)]
+        return torch.stack(lengths).clamp_min(SHORTEST)
+
+    def outputs(self, call: LayerCall, indices: Tensor) -> Tensor:
+        """Return each expert's output for some of a call's tokens, [T, E, D_out]: E_i(x), or B_i A_i x without DoRA."""
+        outputs = torch.einsum("ter,eor->teo", call.inner[indices], self.up)
+        if call.linear is None or call.stretch is None:
+            return outputs
+        return self.scaling * outputs * call.stretch + call.linear[indices].unsqueeze(1) * (call.stretch - 1)
 
 
 def comoe_layers(model: nn.Module) -> dict[str, LoraExperts]:
@@ -125,12 +153,14 @@ def model_contrast(
     temperature: float,
     tokens: int,
     generator: torch.Generator,
+    anchors: Literal["one", "all"] = "one",
 ) -> Tensor:
     """The loss of the tokens that watched layers have just seen: the mean over layers, and over the tokens of each.
 
     `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens than the batch's
     (an expert's own layer) uses all of its own. In each layer at most `tokens` of them are drawn (0: all count).
-    For each token one of its activated experts is drawn as the anchor.
+    For each token one of its activated experts is drawn as the anchor (Algorithm 1), or each of them is one, and a
+    token's losses are added up (equation 12, whose positives are all other activated experts, as in Algorithm 1).
     """
     losses = []
     for layer in layers:
@@ -140,11 +170,17 @@ def model_contrast(
             indices = call.counted(mask)
             if tokens and len(indices) > tokens:
                 indices = indices[torch.randperm(len(indices), generator=generator)[:tokens].sort().values]
-            anchors = torch.randint(call.chosen.shape[1], (len(indices),), generator=generator)
+            if anchors == "all":
+                positions = [torch.full((len(indices),), position) for position in range(layer.top_k)]
+            else:
+                positions = [torch.randint(layer.top_k, (len(indices),), generator=generator)]
             indices = indices.to(call.chosen.device)
-            outputs = layer.outputs(call.inner[indices])  # [T, E, D_out]
-            parts = apart(outputs, call.chosen[indices], anchors.to(indices.device))
-            losses.append(contrastive_loss(*parts, temperature))
+            outputs = layer.outputs(call, indices)  # [T, E, D_out]
+            by_anchor = []
+            for position in positions:
+                parts = apart(outputs, call.chosen[indices], position.to(indices.device))
+                by_anchor.append(contrastive_loss(*parts, temperature))
+            losses.append(torch.stack(by_anchor).sum())
     return torch.stack(losses).mean()
 
 
@@ -169,13 +205,15 @@ def inject(
     alpha: float | None = None,
     dropout: float = 0.05,
     seed: int = 0,
+    layers: str | None = None,
+    dora: bool = False,
 ) -> Model:
     """Put LoRA experts with a router beside every `nn.Linear` whose name ends with a target; all else is frozen.
 
     The model is changed in place and returned; it computes the same until it is trained. `alpha` is 2 r by default.
     Raises `CompressionError` where a target names no layer, or the model has experts of this kind already.
     """
-    return inject_config(model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed))
+    return inject_config(model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed, layers, dora))
 
 
 def inject_config(model: Model, config: ComoeConfig) -> Model:
@@ -183,25 +221,40 @@ def inject_config(model: Model, config: ComoeConfig) -> Model:
     if comoe_layers(model):
         raise CompressionError("the model has LoRA experts already; load it anew before putting others in")
     for target in config.targets:
-        if not targeted(model, (target,)):
+        if not targeted(model, (target,), config):
             ends = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
             known = f"they end with {', '.join(sorted(ends))}" if ends else "it has none"
-            raise CompressionError(f"no linear layer of the model has a name that ends with {target!r}; {known}")
+            within = f"in decoder layers {config.layers} " if config.layers else ""
+            raise CompressionError(
+                f"no linear layer of the model {within}has a name that ends with {target!r}; {known}"
+            )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(config.seed)
-    for name, base in targeted(model, config.targets).items():
+    for name, base in targeted(model, config.targets, config).items():
         model.set_submodule(name, LoraExperts(base, config, generator).train(base.training))
     return model
 
 
-def targeted(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers whose name's last parts are one of the targets, by name."""
+def targeted(model: nn.Module, targets: Sequence[str], config: ComoeConfig | None = None) -> dict[str, nn.Linear]:
+    """The linear layers whose name's last parts are one of the targets, by name; those in a config's decoder layers."""
     endings = tuple(f".{target}" for target in targets)
     layers = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f".{name}".endswith(endings):
+        if isinstance(module, nn.Linear) and f".{name}".endswith(endings) and _is_within(model, name, config):
             layers[name] = module
     return layers
+
+
+def _is_within(model: nn.Module, name: str, config: ComoeConfig | None) -> bool:
+    """Return True if a module lies in one of a config's decoder layers: in that entry of the outermost list."""
+    if config is None or config.layers is None:
+        return True
+    parts = name.split(".")
+    for end, part in enumerate(parts):
+        outer = model.get_submodule(".".join(parts[:end]))
+        if isinstance(outer, nn.ModuleList):
+            return int(part) in config.decoder_layers(len(outer))
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +269,11 @@ class AdapterFacts:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Router, A and B of every layer with experts, by state-dict key: float32, on the CPU."""
+    """Router, A, B and, of DoRA, magnitude of every layer with experts, by state-dict key: float32, on the CPU."""
     tensors = {}
     for name, layer in comoe_layers(model).items():
-        for part in ("router", "down", "up"):
-            tensors[f"{name}.{part}"] = getattr(layer, part).detach().cpu().contiguous()
+        for part, value in layer.named_parameters(recurse=False):
+            tensors[f"{name}.{part}"] = value.detach().cpu().contiguous()
     return tensors
 
 
@@ -264,7 +317,7 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     facts = read_facts(Path(folder))
     config = facts.config
     trained_on = f" ({facts.model})" if facts.model else ""
-    linear = targeted(model, config.targets)
+    linear = targeted(model, config.targets, config)
     shapes = dict[str, tuple[int, ...]]()
     for name in dict.fromkeys((*facts.layers, *linear)):
         trained = "{} by {} features".format(*facts.layers[name]) if name in facts.layers else "missing"
@@ -278,6 +331,8 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
         shapes[f"{name}.router"] = (config.experts, into)
         shapes[f"{name}.down"] = (config.experts, config.rank, into)
         shapes[f"{name}.up"] = (config.experts, out, config.rank)
+        if config.dora:
+            shapes[f"{name}.magnitude"] = (config.experts, out)
     if {name: tuple(info.shape) for name, info in read_header(path).items()} != shapes:
         raise CompressionError(f"{path} does not fit the {FACTS} beside it; {RESTORE}")
     # strict would miss the model's own tensors

@@ -1,8 +1,9 @@
 """CoMoE's settings: of its layers, and of its training."""
 
 import math
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
@@ -11,8 +12,10 @@ from compressor.errors import CompressionError
 from compressor.records import check_fields
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+THIRDS = ("low", "middle", "high")
 
 Targets = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+Projection = Literal["pca", "tsne"]
 NotNegative = Annotated[FiniteFloat, Field(ge=0)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
@@ -30,9 +33,16 @@ class ComoeConfig:
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = option(0.05, "Dropout of the experts' inputs.")  # in training
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of how A and the router begin
+    layers: str | None = option(
+        None,
+        "Decoder layers with experts, separated by commas: low, middle, high (thirds), or numbers from 0 such as 0-9 "
+        "(default: all).",
+    )
+    dora: bool = option(False, "Make each expert a DoRA: it learns the length of each row of its weights, too.")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.decoder_layers(1)
         if self.top_k > self.experts:
             raise CompressionError(
                 f"{self.top_k} of {self.experts} experts are to be activated; activate no more than there are"
@@ -43,6 +53,31 @@ class ComoeConfig:
         """The factor of the experts' sum."""
         return 2.0 if self.alpha is None else self.alpha / self.rank
 
+    def decoder_layers(self, count: int) -> set[int]:
+        """Return the numbers of the layers with experts among `count` decoder layers.
+
+        Of the paper's 32 layers, the lower two thirds have 10 each and the highest has 12.
+        """
+        if self.layers is None:
+            return set(range(count))
+        third = max(1, count // 3)
+        bounds = (0, third, 2 * third, count)
+        numbers = set[int]()
+        for part in self.layers.split(","):
+            word = part.strip()
+            span = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+            if word in THIRDS:
+                place = THIRDS.index(word)
+                numbers.update(range(bounds[place], bounds[place + 1]))
+            elif span:
+                first = int(span[1])
+                numbers.update(range(first, min(int(span[2] or first) + 1, count)))
+            else:
+                raise CompressionError(
+                    f"--layers has {word!r}; write low, middle, high or numbers such as 0-9, separated by commas"
+                )
+        return numbers
+
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
@@ -51,6 +86,11 @@ class TuningOptions:
     config: ComoeConfig = ComoeConfig()
     contrastive: NotNegative = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
     temperature: Positive = option(0.07, "Temperature of the contrastive loss.")
+    anchors: Literal["one", "all"] = option(
+        "one",
+        "Activated experts of a token that are anchors: one that is drawn (Algorithm 1), or all, whose losses are "
+        "added (equation 12).",
+    )
     contrastive_tokens: Annotated[int, Field(ge=0)] = option(
         512, "Tokens of a batch on which each layer computes the contrastive loss; 0: all."
     )
@@ -58,6 +98,9 @@ class TuningOptions:
     epochs: Positive = option(2.0, "Times that all items are seen.")
     batch_size: PositiveInt = option(16, "Items of a batch.")
     accumulation: PositiveInt = option(1, "Batches of a step.")
+    cutoff: Annotated[int, Field(ge=2)] | None = option(
+        None, "Most tokens of an item; the first ones are cut (default: as many as the model takes)."
+    )
     learning_rate: NotNegative = option(2e-4, "Learning rate of AdamW; it falls linearly to 0.")
     warmup: Annotated[float, Field(ge=0, le=1)] = option(0.0, "Share of the steps in which the learning rate rises.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = option(0, "Seed of everything that is drawn.")

@@ -5,17 +5,18 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult
+from compressor.comoe.representations import Representations
 from compressor.comoe.training import Trained
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Strong, Table, Text, Words
-from compressor.document.drawing import draw_bars, draw_heat, ink_on
+from compressor.document.drawing import MARKERS, colour, draw_bars, draw_heat, draw_key, ink_on
 from compressor.document.markdown import markdown
 from compressor.document.picture import FONT, Drawing, png
 from compressor.files import whole_folder
-from compressor.formatting import counted, human_count, share
+from compressor.formatting import counted, human_bytes, human_count, share
 from compressor.records import plain_json
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ NAMES = (
     "evaluation.html",
     "workload.png",
     "similarity.png",
+    "scatter.png",
 )
 # inches
 BAR = 0.3
 CELL = 0.42
-MOST_NUMBERED = 12  # experts whose cosines are written into their cells
+MOST_NUMBERED = 12  # experts whose cosines are written into their cells, or that a key names
 DIVERGING = "RdBu_r"  # white at 0
 
 
@@ -42,9 +44,11 @@ def training_blocks(trained: Trained) -> tuple[Block, ...]:
     figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
     size = (
         f"{human_count(trained.parameters)} parameters of {counted(trained.config.experts, 'LoRA expert')} a layer "
-        f"were trained on {counted(trained.items, 'item')} for {counted(trained.steps, 'step')}."
+        f"({100 * trained.share:.2f}% of the model's) were trained on {counted(trained.items, 'item')} for "
+        f"{counted(trained.steps, 'step')}."
     )
-    return Text(size), Facts(figures)
+    cost = f"{trained.cost.seconds:.1f} s, {human_bytes(trained.cost.peak_memory)} beside the model"
+    return Text(size), Facts((*figures, ("time and memory", cost)))
 
 
 def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
@@ -53,13 +57,16 @@ def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
 
 
 def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool = False) -> list[Path]:
-    """Write JSON, Markdown, a page and both pictures into a new folder, all of it or, when anything fails, nothing."""
+    """Write JSON, Markdown, a page and the pictures into a new folder, all of it or, when anything fails, nothing."""
     tasks = evaluation.tasks
     workload = workload_figure(tasks)
-    similarity = similarity_figure(tasks)
+    figures = (workload, similarity_figure(tasks), *scatter_figures(evaluation))
     title = f"{evaluation.model} with {evaluation.adapters}"
     summary = _summary(evaluation)
-    cosines = tuple((result.task or "-", f"{result.mean_cosine:.3f}") for result in tasks)
+    rows = []
+    for result in tasks:
+        silhouette = "-" if result.representations is None else f"{result.representations.silhouette:.3f}"
+        rows.append((result.task or "-", f"{result.mean_cosine:.3f}", silhouette))
     items = sum(result.items for result in tasks)
     blocks: tuple[Block, ...] = (
         Heading("Scores", 2, "scores"),
@@ -69,8 +76,12 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
         workload,
         _workload(evaluation),
         Heading("Similarity", 2, "similarity"),
-        similarity,
-        Table("Mean cosine of the outputs of different experts", ("task", "mean cosine"), cosines),
+        *figures[1:],
+        Table(
+            "Mean cosine of the outputs of different experts, and silhouette of the outputs by expert",
+            ("task", "mean cosine", "silhouette"),
+            tuple(rows),
+        ),
     )
     tiles = (
         ("Answered right", share(sum(result.right for result in tasks), items)),
@@ -79,7 +90,7 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
         ("Layers with experts", str(len(evaluation.layers))),
     )
     footer = "Made by moe-compress comoe evaluate."
-    images = {figure.name: name for name, figure in zip(NAMES[3:], (workload, similarity), strict=True)}
+    images = {figure.name: f"{figure.name}.png" for figure in figures}
     texts = (
         json.dumps(plain_json(evaluation), indent=2) + "\n",
         markdown((Heading(title, 1), *blocks), images),
@@ -88,17 +99,22 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     with whole_folder(folder, NAMES, overwrite) as work_folder:
         for name, text in zip(NAMES, texts, strict=False):
             (work_folder / name).write_text(text, encoding="utf-8")
-        for figure in (workload, similarity):
+        for figure in figures:
             (work_folder / images[figure.name]).write_bytes(png(figure.title, figure.drawings))
-    return [folder / name for name in NAMES]
+    return [folder / name for name in (*NAMES[:3], *images.values())]
 
 
 def _summary(evaluation: ComoeEvaluation) -> str:
-    """Return a sentence on the experts, and the unit of losses."""
-    return (
+    """Return a sentence on the experts, the unit of losses, and how long answers take, if that was measured."""
+    summary = (
         f"{counted(len(evaluation.layers), 'linear layer')} with {counted(evaluation.experts, 'LoRA expert')} each, "
         f"of which {evaluation.top_k} are activated. Loss is in nats per token of the right answers."
     )
+    cost = evaluation.answering
+    if cost is None:
+        return summary
+    memory = human_bytes(cost.peak_memory)
+    return f"{summary} A batch of answers takes {1000 * cost.seconds:,.0f} ms, and {memory} beside the model."
 
 
 def _scores(evaluation: ComoeEvaluation) -> Table:
@@ -208,3 +224,38 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
         "1 where both always answer the same, 0 where they have nothing in common."
     )
     return Figure("similarity", "Similarity of the experts by task", caption, tuple(map(drawing, tasks)))
+
+
+def scatter_figures(evaluation: ComoeEvaluation) -> tuple[Figure, ...]:
+    """Outputs of each expert of one layer for a sample of a task's tokens, if there are any but zeros."""
+    looks = []
+    for expert in range(evaluation.experts):
+        look = {"color": colour(expert), "marker": MARKERS[expert % len(MARKERS)], "linestyle": "none", "markersize": 3}
+        looks.append((str(expert + 1), look))
+    drawings = []
+    for result in evaluation.tasks:
+        if result.representations is not None:
+            drawings.append(_scatter(result.task or "all items", result.representations, looks))
+    name = {"pca": "principal components", "tsne": "t-SNE"}[evaluation.projection]
+    caption = (
+        f"What the experts of {evaluation.scatter_layer} answer to the same tokens, at unit length, by {name}. The "
+        "silhouette says how far the experts are apart before they are projected: 1 at the most, about 0 where they "
+        "answer alike."
+    )
+    figure = Figure("scatter", "Outputs of the experts by task", caption, tuple(drawings))
+    return (figure,) if drawings else ()
+
+
+def _scatter(name: str, shown: Representations, looks: Sequence[tuple[str, dict[str, Any]]]) -> Drawing:
+    def draw(canvas: "FigureBase") -> None:
+        axes = canvas.add_subplot()
+        for points, (_, look) in zip(shown.points, looks, strict=True):
+            axes.plot(*zip(*points, strict=True), alpha=0.6, markeredgewidth=0, **look)
+        axes.set_title(name, loc="left", fontsize=FONT)
+        axes.set(xticks=[], yticks=[])
+        if len(looks) <= MOST_NUMBERED:
+            draw_key(canvas, looks, loc="outside right upper", title="expert")
+
+    count = len(shown.points[0])
+    alt = f"{count} tokens of {counted(len(looks), 'expert')}; silhouette {shown.silhouette:.3f}."
+    return Drawing(name, alt, (3.6, 2.8), draw)

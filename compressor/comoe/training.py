@@ -5,7 +5,7 @@ import json
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from compressor.answers.lm_eval_run import identity as identity_of
 from compressor.answers.tasks import items_of
 from compressor.checkpoint.source import locate
 from compressor.comoe.contrastive import information_gap
+from compressor.comoe.cost import Cost, measured
 from compressor.comoe.evaluating import Example, collate, examples, load
 from compressor.comoe.layer import (
     FACTS,
@@ -48,8 +49,38 @@ from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 
 LOG = "log.jsonl"
-NAMES = (FACTS, TENSORS, LOG)
+COST = "cost.json"  # which differs from run to run, as no other file does
+NAMES = (FACTS, TENSORS, LOG, COST)
 PRIME = 1_000_003  # spreads the seeds of a run's steps
+
+
+def training_arguments(options: TuningOptions, items: int, run: Path, use_cpu: bool) -> TrainingArguments:
+    """Return the arguments of transformers' Trainer, for one device."""
+    steps = options.total_steps(items)
+    arguments = TrainingArguments(
+        output_dir=str(run),
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(options.warmup * steps),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        logging_steps=options.log_every,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        seed=options.seed,
+        data_seed=options.seed,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=use_cpu,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        logging_nan_inf_filter=False,
+    )
+    arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
+    return arguments
 
 
 class ComoeTrainer(Trainer):
@@ -70,30 +101,7 @@ class ComoeTrainer(Trainer):
         use_cpu: bool,
         progress: Progress,
     ) -> None:
-        steps = options.total_steps(len(dataset))
-        arguments = TrainingArguments(
-            output_dir=str(run),
-            max_steps=steps,
-            per_device_train_batch_size=options.batch_size,
-            gradient_accumulation_steps=options.accumulation,
-            learning_rate=options.learning_rate,
-            lr_scheduler_type="linear",
-            warmup_steps=round(options.warmup * steps),
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            logging_steps=options.log_every,
-            save_steps=options.save_every,
-            save_total_limit=2,
-            seed=options.seed,
-            data_seed=options.seed,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=use_cpu,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-            logging_nan_inf_filter=False,
-        )
-        arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
+        arguments = training_arguments(options, len(dataset), run, use_cpu)
         collator: Any = partial(collate, pad=pad)
         callbacks: Any = [Reporting(progress)]
         super().__init__(model, arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
@@ -103,6 +111,7 @@ class ComoeTrainer(Trainer):
         self.experts_beside = comoe_layers(model)
         first = next(iter(self.experts_beside.values()))
         self.negatives = first.router.shape[0] - first.top_k
+        self.anchors = first.top_k if options.anchors == "all" else 1  # whose losses are added up
         self.measures = first.top_k > 1 and self.negatives > 0  # else no contrastive loss is defined
         self._parts = defaultdict[str, float](float)  # sums over the steps since the last log
         self._steps_since = 0
@@ -132,6 +141,7 @@ class ComoeTrainer(Trainer):
                         self.options.temperature,
                         self.options.contrastive_tokens,
                         self._generator,
+                        self.options.anchors,
                     )
         # a model that is told the step's number of answer tokens divides by it; else the Trainer divides by the batches
         batches = int(self.current_gradient_accumulation_steps)
@@ -153,7 +163,7 @@ class ComoeTrainer(Trainer):
         if "loss" in logs and self._steps_since:
             logs |= {name: total / self._steps_since for name, total in self._parts.items()}
             if "contrastive" in logs:
-                logs["information_gap"] = information_gap(logs["contrastive"], self.negatives)
+                logs["information_gap"] = information_gap(logs["contrastive"] / self.anchors, self.negatives)
             self._parts.clear()
             self._steps_since = 0
         super().log(logs, start_time)
@@ -186,14 +196,16 @@ class Reporting(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The outcome of a training run."""
+    """The outcome of a training run; `cost` is that of the steps since its last start."""
 
     config: ComoeConfig
     items: int
     steps: int
     parameters: int  # that were trained
+    share: float  # of the model's own parameters
     log: tuple[Mapping[str, float], ...]  # a line every so many steps
     files: tuple[Path, ...]
+    cost: Cost
 
 
 def train_comoe(
@@ -257,7 +269,7 @@ def train(
     the same: `identity` says what tells the model apart from others. Raises `CompressionError` for a loss that is no
     number.
     """
-    questions = with_rows(items, model, tokenizer, strict)
+    questions = with_rows(items, model, tokenizer, strict, options.cutoff)
     items = [item for item, _ in questions]
     dataset = examples(questions)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
@@ -268,30 +280,37 @@ def train(
         last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
         trainer = ComoeTrainer(model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
-        with quiet_transformers(), wrap_faults("the model could not be trained", *remedies):
+        first_step = json_object(last / TRAINER_STATE_NAME)["global_step"] if last else 0
+        device = trainer.args.device
+        with quiet_transformers(), wrap_faults("the model could not be trained", *remedies), measured(device) as costs:
             if last is None:
                 trainer.train()
-            elif json_object(last / TRAINER_STATE_NAME)["global_step"] < trainer.args.max_steps:
+            elif first_step < trainer.args.max_steps:
                 trainer.train(resume_from_checkpoint=str(last))
             else:  # all steps were taken, and the stock loop might take one more
                 trainer._load_from_checkpoint(str(last))
                 trainer.state = TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
+        trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+        share = trained / (sum(value.numel() for value in model.parameters()) - trained)
+        cost = {**asdict(costs[0]), "steps": trainer.state.global_step - first_step, "device": device}
         log = tuple(line for line in trainer.state.log_history if "loss" in line)
         training = {
             "items": len(items),
             "tasks": Counter(item.task for item in items),
             "data": digest,
             "steps": trainer.state.global_step,
+            "parameters": trained,
+            "share": share,
             "options": {name: value for name, value in plain_json(options).items() if name != "config"},
         }
         with whole_folder(output, NAMES, overwrite) as folder:
             write_adapters(model, folder, label, training)
             lines = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)  # as the Trainer keeps them
             (folder / LOG).write_text("".join(lines), encoding="utf-8")
+            (folder / COST).write_text(json.dumps(plain_json(cost)) + "\n", encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
-    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     files = tuple(output / name for name in NAMES)
-    return Trained(options.config, len(dataset), trainer.state.global_step, trained, log, files)
+    return Trained(options.config, len(dataset), trainer.state.global_step, trained, share, log, files, costs[0])
 
 
 def _last_checkpoint(run: Path, settings: str) -> Path | None:

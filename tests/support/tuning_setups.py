@@ -1,5 +1,6 @@
 """A tiny dense model and questions to tune it on; test support."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def save(folder: Path) -> Path:
     dense().save_pretrained(folder)
     small.tokenizer().save_pretrained(folder)
     return folder
+
+
+def trained_files(folder: Path) -> dict[str, str]:
+    """Digests of what a training has written, but for its cost."""
+    assert json.loads((folder / "cost.json").read_text())["seconds"] > 0
+    return {name: digest for name, digest in small.tree(folder).items() if name != "cost.json"}
 
 
 def questions(count: int = 12) -> list[Item]:

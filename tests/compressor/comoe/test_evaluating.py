@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -11,6 +12,7 @@ from compressor.comoe import comoe_layers
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, evaluate
 from compressor.comoe.layer import inject_config
 from compressor.comoe.report import NAMES, similarity_figure, workload_figure, write_evaluation
+from compressor.comoe.representations import TOKENS, OutputSample, Representations, project
 from tests.support import small
 from tests.support.command_line import names
 from tests.support.tuning_setups import CONFIG, dense, questions
@@ -90,8 +92,37 @@ def test_a_model_without_experts_has_scores_alone() -> None:
     assert all(each.workload == each.similarity == () for each in found)
 
 
+def test_a_sample_of_outputs_is_projected_and_grouped_by_expert() -> None:
+    outputs = functional.normalize(torch.randn(300, 3, 6, generator=torch.Generator().manual_seed(3)), dim=-1)
+    sample = OutputSample()
+    for part in outputs.split(50):
+        sample.add(part)
+    found = sample.outputs
+    places = [int((outputs == row).all(-1).all(-1).nonzero()) for row in found]
+    assert len(set(places)) == TOKENS == len(found) and min(places) < 50 and max(places) >= 250
+    shown = project(found, "pca")
+    assert shown is not None
+    rows = found.transpose(0, 1).reshape(-1, 6).double().numpy()
+    centred = rows - rows.mean(0)
+    expected = np.abs(centred @ np.linalg.svd(centred)[2][:2].T)
+    np.testing.assert_allclose(np.abs(np.reshape(shown.points, (-1, 2))), expected, atol=1e-8)
+    distances = np.linalg.norm(rows[:, None] - rows[None], axis=2).reshape(len(rows), 3, TOKENS)
+    widths = []
+    for row, by_expert in enumerate(distances):
+        own = row // TOKENS
+        inside = by_expert[own].sum() / (TOKENS - 1)
+        outside = min(by_expert[other].mean() for other in range(3) if other != own)
+        widths.append((outside - inside) / max(outside, inside))
+    assert shown.silhouette == pytest.approx(np.mean(widths))
+    assert np.shape(project(found, "tsne").points) == (3, TOKENS, 2)  # type: ignore[union-attr]
+    assert project(torch.zeros_like(found), "pca") is project(found[:1], "pca") is None
+
+
 def result(task: str) -> TaskResult:
-    return TaskResult(task, 8, 4, 0.5, ((0.5, 0.5, 0.0), (0.3, 0.3, 0.4)), ((1, 0.5, 0), (0.5, 1, -0.5), (0, -0.5, 1)))
+    points = (((0.0, 1.0), (2.0, 3.0)), ((4.0, 1.0), (2.0, 5.0)), ((6.0, 1.0), (2.0, 7.0)))
+    similarity = ((1, 0.5, 0), (0.5, 1, -0.5), (0, -0.5, 1))
+    workload = ((0.5, 0.5, 0.0), (0.3, 0.3, 0.4))
+    return TaskResult(task, 8, 4, 0.5, workload, similarity, Representations(points, 0.25))
 
 
 def test_pictures_say_their_figures() -> None:
@@ -109,7 +140,8 @@ def test_the_reports_are_whole_and_agree(tmp_path: Path) -> None:
     assert names(tmp_path / "out") == sorted(NAMES) == sorted(path.name for path in written)
     text, page = ((tmp_path / "out" / name).read_text() for name in NAMES[1:3])
     assert "50.0%" in text and "workload.png" in text and "similarity.png" in text
-    assert "&lt;two&gt;" in page and "<two>" not in page and page.count("<svg") == 4
+    assert "&lt;two&gt;" in page and "<two>" not in page and page.count("<svg") == 6
+    assert "2 tokens of 3 experts; silhouette 0.250." in text
     content = json.loads((tmp_path / "out" / NAMES[0]).read_text())
     assert content["tasks"][0]["workload"] == [[0.5, 0.5, 0.0], [0.3, 0.3, 0.4]]
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in NAMES[3:])

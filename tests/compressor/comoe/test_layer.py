@@ -1,8 +1,12 @@
 import json
 import math
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -107,6 +111,92 @@ def test_the_models_loss_is_algorithm_1_over_tokens_that_count() -> None:
     found = float(seen_contrast(made, hidden.reshape(2, 3, 7), mask, 0, seed=0))
     possible = [sum(pick) / 3 for pick in torch.cartesian_prod(*map(torch.tensor, losses)).tolist()]
     assert min(abs(found - each) for each in possible) < 1e-4
+
+
+def test_all_anchors_add_up_as_in_equation_12() -> None:
+    made, hidden = layer(6, 3), tokens(4)
+    with watching({"": made}):
+        made(hidden)
+        found = model_contrast([made], None, 0.07, 0, torch.Generator(), "all")
+    total = 0.0
+    for token in hidden:
+        outputs = np.stack([(made.up[expert] @ made.down[expert] @ token).detach().numpy() for expert in range(6)])
+        outputs = outputs.astype(float) / np.linalg.norm(outputs, axis=1, keepdims=True)
+        scores = np.exp(outputs @ outputs.T / 0.07)
+        active = made.gates(token[None])[1][0].tolist()
+        inactive = [expert for expert in range(6) if expert not in active]
+        for anchor in active:
+            positive = sum(scores[anchor, other] for other in active if other != anchor)
+            total -= math.log(positive / (positive + scores[anchor, inactive].sum() + 1e-3))
+    assert found.item() == pytest.approx(total / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_one_expert_is_lora_and_dora_of_peft(dora: bool, training: bool) -> None:
+    stock = zoo.build("qwen2_moe")  # whose q, k and v have biases
+    batch = zoo.tokens(stock, 2, 7, seed=3)
+    ours = inject(deepcopy(stock), r=4, experts=1, top_k=1, alpha=6, dropout=0.0, dora=dora)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], use_dora=dora)
+    theirs = peft.get_peft_model(stock, config)
+    generator = torch.Generator().manual_seed(2)
+    for name, made in comoe_layers(ours).items():
+        other = theirs.get_submodule(f"base_model.model.{name}")
+        made.up.data.normal_(0, 0.1, generator=generator)
+        other.lora_A["default"].weight.data = made.down[0].data.clone()
+        other.lora_B["default"].weight.data = made.up[0].data.clone()
+        if dora:
+            torch.testing.assert_close(made.magnitude[0], other.lora_magnitude_vector["default"].weight)
+            made.magnitude.data.mul_(1 + 0.1 * torch.rand(made.magnitude.shape, generator=generator))
+            other.lora_magnitude_vector["default"].weight.data = made.magnitude[0].data.clone()
+    found, expected = (model.train(training)(batch).logits for model in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for logits in (found, expected):
+        logits.square().mean().backward()
+    for name, made in comoe_layers(ours).items():
+        other = theirs.get_submodule(f"base_model.model.{name}")
+        torch.testing.assert_close(made.up.grad[0], other.lora_B["default"].weight.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_contrast_of_dora_experts_is_between_what_they_add() -> None:
+    made = layer()
+    made = LoraExperts(made.base, replace(made.config, dora=True), torch.Generator().manual_seed(0))
+    made.up.data.normal_(generator=torch.Generator().manual_seed(1))
+    made.magnitude.data.add_(0.5)
+    hidden = tokens(3)
+    with watching({"": made}):
+        whole = made(hidden)
+        (call,) = made.watched or ()
+    outputs = made.outputs(call, torch.arange(3))
+    gates, _ = made.gates(hidden)
+    torch.testing.assert_close(whole, made.base(hidden) + torch.einsum("te,teo->to", gates, outputs))
+    weights = made.base.weight + made.scaling * made.up @ made.down  # [E, D_out, D_in]
+    weights = weights / weights.norm(dim=2, keepdim=True) * made.magnitude.unsqueeze(2)
+    expected = torch.einsum("eoi,ti->teo", weights - made.base.weight, hidden)
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "numbers"),
+    [
+        (None, 3, [0, 1, 2]),
+        ("low", 32, [*range(10)]),
+        ("middle", 32, [*range(10, 20)]),
+        ("low,high", 32, [*range(10), *range(20, 32)]),
+        ("high", 2, []),
+        ("1-2, 4", 6, [1, 2, 4]),
+        ("3-99999999999", 5, [3, 4]),
+    ],
+)
+def test_ranges_of_layers(layers: str | None, count: int, numbers: list[int]) -> None:
+    assert sorted(ComoeConfig(layers=layers).decoder_layers(count)) == numbers
+
+
+def test_only_the_named_decoder_layers_get_experts(tmp_path: Path) -> None:
+    model = inject(zoo.build("mixtral"), r=4, layers="1", dora=True)
+    assert {name.split(".")[2] for name in comoe_layers(model)} == {"1"}
+    save_adapters(model, tmp_path / "out")
+    assert comoe_layers(load_adapters(zoo.build("mixtral"), tmp_path / "out")).keys() == comoe_layers(model).keys()
 
 
 def test_sampled_tokens_hang_on_the_seed_alone() -> None:

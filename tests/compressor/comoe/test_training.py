@@ -21,7 +21,7 @@ from compressor.progress import Silent
 from tests.support import small
 from tests.support.audit import Moment, happening, press_ctrl_c
 from tests.support.command_line import names
-from tests.support.tuning_setups import CONFIG, OPTIONS, dense, questions
+from tests.support.tuning_setups import CONFIG, OPTIONS, dense, questions, trained_files
 
 
 def tune(out: Path, options: TuningOptions = OPTIONS, config: ComoeConfig = CONFIG, **more: Any) -> tuple[Any, Trained]:
@@ -73,6 +73,14 @@ def test_the_log_tells_the_loss_by_its_parts_and_the_gap(tmp_path: Path) -> None
         assert line["information_gap"] == pytest.approx(math.log(2) - line["contrastive"])
 
 
+def test_the_gap_of_all_anchors_is_their_mean_and_items_are_cut_on_the_left(tmp_path: Path) -> None:
+    _, made = tune(tmp_path / "out", replace(OPTIONS, anchors="all", cutoff=6))
+    assert made.log[-1]["information_gap"] == pytest.approx(math.log(2) - made.log[-1]["contrastive"] / 2)
+    rows = [rows for _, rows in with_rows(questions(), dense(), small.tokenizer(), cutoff=6)]
+    whole = [rows for _, rows in with_rows(questions(), dense(), small.tokenizer())]
+    assert all(short[0].tokens == long[0].tokens[-6:] for short, long in zip(rows, whole, strict=True))
+
+
 def test_the_contrastive_loss_falls_where_it_counts(tmp_path: Path) -> None:
     options = replace(OPTIONS, steps=20, contrastive_tokens=0)
     _, without = tune(tmp_path / "without", replace(options, contrastive=0.0))
@@ -102,7 +110,7 @@ def test_a_run_that_breaks_off_goes_on_to_the_same_bytes(tmp_path: Path, contras
     tune(tmp_path / "broken", options, progress=seen)
     assert seen.left == 100 - 6  # which counts those that were done before
     assert names(tmp_path) == ["broken", "whole"]
-    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
+    assert trained_files(tmp_path / "broken") == trained_files(tmp_path / "whole")
 
 
 def test_another_run_does_not_go_on_from_it(tmp_path: Path) -> None:
@@ -110,7 +118,7 @@ def test_another_run_does_not_go_on_from_it(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         tune(tmp_path / "broken", progress=Broken(5))
     tune(tmp_path / "broken", replace(OPTIONS, learning_rate=1e-3))
-    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
+    assert trained_files(tmp_path / "broken") == trained_files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -147,4 +155,4 @@ def test_a_run_that_breaks_off_while_it_writes_trains_no_further(tmp_path: Path,
         tune(tmp_path / "broken", options)
     assert names(tmp_path) == [".broken.moe-compressor", "whole"]
     tune(tmp_path / "broken", options)
-    assert small.tree(tmp_path / "broken") == small.tree(tmp_path / "whole")
+    assert trained_files(tmp_path / "broken") == trained_files(tmp_path / "whole")
