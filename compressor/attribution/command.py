@@ -29,6 +29,9 @@ def attribute(
         str, flag("Targets of the graph's edges: routers, or experts (every later expert's score, too).")
     ] = "routers",
     edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
+    without: Annotated[
+        str, flag("Experts that no router may choose, such as L1E9,L4E14: figures with all experts, and without them.")
+    ] = "",
     seed: Seed = 0,
 ) -> None:
     """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
@@ -38,18 +41,23 @@ def attribute(
 
     if edges not in ("routers", "experts"):
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
+    blocked = [label.strip() for label in without.split(",")] if without else []
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        attribution = compressor.attribute(
-            model,
-            keys=keys,
-            top=top,
-            edges_kept=edges_kept if edges == "experts" else 0,
-            calibration=text,
-            seed=seed,
-            resident=running.resident,
-            **running.reading(progress),
-        )
-        results = findings(attribution, threshold, top)
+        attributions = [
+            compressor.attribute(
+                model,
+                keys=keys,
+                top=top,
+                edges_kept=edges_kept if edges == "experts" else 0,
+                without=labels,
+                calibration=text,
+                seed=seed,
+                resident=running.resident,
+                **running.reading(progress),
+            )
+            for labels in ([], blocked)[: 2 if blocked else 1]
+        ]
+        results = findings(attributions[-1], threshold, top, attributions[0] if blocked else None)
         written = list[Path]()
         if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)
