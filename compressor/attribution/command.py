@@ -1,6 +1,7 @@
 """The command `attribute`, which is announced by an entry point and loads torch only when it runs."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,23 +42,21 @@ def attribute(
 
     if edges not in ("routers", "experts"):
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
-    blocked = [label.strip() for label in without.split(",")] if without else []
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        attributions = [
-            compressor.attribute(
-                model,
-                keys=keys,
-                top=top,
-                edges_kept=edges_kept if edges == "experts" else 0,
-                without=labels,
-                calibration=text,
-                seed=seed,
-                resident=running.resident,
-                **running.reading(progress),
-            )
-            for labels in ([], blocked)[: 2 if blocked else 1]
-        ]
-        results = findings(attributions[-1], threshold, top, attributions[0] if blocked else None)
+        run = partial(
+            compressor.attribute,
+            model,
+            keys=keys,
+            top=top,
+            edges_kept=edges_kept if edges == "experts" else 0,
+            calibration=text,
+            seed=seed,
+            resident=running.resident,
+            **running.reading(progress),
+        )
+        before = run() if without else None
+        attribution = run(without=without.split(",")) if without else run()
+        results = findings(attribution, threshold, top, before)
         written = list[Path]()
         if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)

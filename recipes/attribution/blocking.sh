@@ -3,8 +3,8 @@
 #
 # The paper removes OLMoE's M1E9 or M4E14, and the other's influence drops from layer 5 on. Needs: the demo model, offline,
 # a CPU and two minutes; PAPER=yes EXPERTS="L1E9 L4E14" for OLMoE and C4 from the Hub.
-# EXPERTS: two experts (default: the strongest of two layers). OUT/without-*: each is blocked alone, and both together;
-# experts.png there draws the influence of the strongest others, with all experts and without the blocked ones.
+# EXPERTS: two experts (default: the strongest two of different layers, hubs first). OUT/without-*: each is blocked alone,
+# and both together; experts.png there draws the strongest others, with all experts and without the blocked ones.
 source "$(dirname "$0")/settings.sh"
 if [ -z "${EXPERTS:-}" ]; then
     attribute "$OUT/all"
@@ -12,11 +12,14 @@ if [ -z "${EXPERTS:-}" ]; then
 import json
 import sys
 
-senders = json.load(open(sys.argv[1], encoding="utf-8"))["senders"]
-strongest = {}
-for sender in sorted(senders, key=lambda sender: -sender["total_influence"]):
+content = json.load(open(sys.argv[1], encoding="utf-8"))
+experts = [(hub["layer"], hub["expert"]) for hub in content["hubs"]]
+for sender in sorted(content["senders"], key=lambda sender: -sender["total_influence"]):
     if sender["kind"] == "expert":
-        strongest.setdefault(sender["layer"], f"L{sender['layer']}E{sender['number']}")
+        experts.append((sender["layer"], sender["number"]))
+strongest = {}
+for layer, expert in experts:
+    strongest.setdefault(layer, f"L{layer}E{expert}")
 print(*[*strongest.values()][:2])
 PYTHON
     )

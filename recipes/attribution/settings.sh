@@ -16,6 +16,7 @@ OUT=${OUT:-$name}                                      # a new folder
 # attribute FOLDER [OPTION ...]
 attribute() {
     local folder=$1
+    mkdir -p "$(dirname "$folder")"
     shift
     moe-compress attribute "$MODEL" --calibration "$TEXT" --samples "$SAMPLES" --sequence-length "$LENGTH" -o "$folder" "$@"
 }
