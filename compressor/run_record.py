@@ -42,6 +42,7 @@ class RunRecord:
     finished: str = ""  # UTC, ISO 8601; set when the record is written
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
     base: str | None = None  # that was named, as `source`; None without one
+    speed: Mapping[str, Any] = field(default_factory=dict)  # of inference, if a report measured it
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -73,7 +74,7 @@ def digest_of(folder: Path) -> str | None:
 
 def record_run(folder: Path, record: RunRecord) -> None:
     """Store the record of this run without access tokens; a read-only home is no error."""
-    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    finished = record.finished or datetime.now(UTC).isoformat(timespec="seconds")
     key = digest_of(folder)
     if key is not None:
         kept = replace(record, finished=finished)

@@ -60,6 +60,9 @@ merging with surgery in memory, weight by weight.
 
 Differences are rounding errors and vary by processor, so each is given as a power of ten of at least twice the value
 found. Models with an indexer were exported with {heads} index heads, because with 2 many tokens tie at a score of 0.
+
+DeepSeek-MoE-16B (`deepseek`) has no class in transformers, and can't load as `deepseek_v2`, whose attention is latent.
+As `qwen2_moe` it computes the same: `python recipes/deepseek_moe.py MODEL FOLDER` writes that checkpoint.
 """
 
 

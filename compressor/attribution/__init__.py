@@ -7,6 +7,7 @@ In the order of the paper:
 
 - `tracing.py`: what a layer adds to the stream, traced through its own forward with frozen statistics of norms;
 - `routers.py`: the first pass keeps each router's logits, choices and rows on the stream before it;
+- `blocking.py`: routers that may not choose some experts;
 - `projecting.py`: the second pass projects each component onto all later routers: variance, APS, ANS, AARV, covariance;
 - `measure.py`: both passes as one function, and heads split by key token in a third;
 - `figures.py`: the results; `hubs.py`: outliers among them, and super experts; `graph.py`: the graph and centralities;

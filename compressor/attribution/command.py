@@ -1,6 +1,7 @@
 """The command `attribute`, which is announced by an entry point and loads torch only when it runs."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +30,9 @@ def attribute(
         str, flag("Targets of the graph's edges: routers, or experts (every later expert's score, too).")
     ] = "routers",
     edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
+    without: Annotated[
+        str, flag("Experts that no router may choose, such as L1E9,L4E14: figures with all experts, and without them.")
+    ] = "",
     seed: Seed = 0,
 ) -> None:
     """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
@@ -39,7 +43,8 @@ def attribute(
     if edges not in ("routers", "experts"):
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        attribution = compressor.attribute(
+        run = partial(
+            compressor.attribute,
             model,
             keys=keys,
             top=top,
@@ -49,7 +54,9 @@ def attribute(
             resident=running.resident,
             **running.reading(progress),
         )
-        results = findings(attribution, threshold, top)
+        before = run() if without else None
+        attribution = run(without=without.split(",")) if without else run()
+        results = findings(attribution, threshold, top, before)
         written = list[Path]()
         if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)

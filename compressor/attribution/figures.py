@@ -114,6 +114,7 @@ class KeyInfluence:
     first: float  # share of the sequence's first token
     own: float  # share of the query's own token
     previous: float  # share of the token before it
+    last: tuple[float, ...] = ()  # [L] of each key for the last query alone, summed over routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class Attribution:
     per_key: tuple[KeyInfluence, ...] = ()  # the strongest heads by key token, if requested
     score_edges: tuple[ScoreEdge, ...] = ()  # the strongest ones, if requested
     together: tuple[Together, ...] = ()
+    without: tuple[str, ...] = ()  # experts that no router was allowed to choose, such as L1E9
 
     def of_kind(self, *kinds: str) -> tuple[Sender, ...]:
         """The senders of these kinds, in model order."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from compressor.attribution.blocking import Blocked, read_blocked
 from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender, strongest
 from compressor.attribution.graph import routed_together
 from compressor.attribution.projecting import Projection
@@ -27,7 +28,7 @@ from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, shared_experts
-from compressor.model.streaming import Forward, Pass
+from compressor.model.streaming import Forward
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Clock, Progress
 from compressor.run_record import versions
@@ -48,11 +49,13 @@ def attribute(
     keys: int = 0,
     top: int = 10,
     edges_kept: int = 0,
+    without: Sequence[str] = (),
 ) -> Attribution:
     """Decompose every router's logits on the calibration tokens.
 
     On the first `keys` sequences the `top` most influential heads are split by key token, too. If `edges_kept` is not
     0, influence is measured on every expert's score, too, and so many of those edges are kept.
+    Routers choose none of the experts `without` names (L1E9); figures are over all experts as ever.
     Ranks share the batches, and all of them find the same, but for rounding what one process finds.
     Raises `CompressionError` naming the layer and the reason if the architecture's logits are no sum over the
     residual stream, or if sums miss the logits by more than rounding; at all ranks alike.
@@ -65,12 +68,13 @@ def attribute(
     batches = calibration.batches
     tokens = calibration.tokens
     architecture = model.architecture
+    blocked = read_blocked(architecture, without)
     clock = Clock()
     with clock.phase("routers"):
-        routers = observe_routers(model, batches, progress, seed)
+        routers = observe_routers(model, batches, progress, seed, blocked)
     with clock.phase("attribution"):
         projection = Projection(routers, tokens, edges_kept)
-        Pass(model, batches, progress, "attribution", seed, shared=True).run(projection)
+        routers.run_pass(projection, progress, "attribution", seed)
     layer_names = architecture.decoder_layers
     tallies = projection.tallies
     order = sorted(
@@ -89,7 +93,7 @@ def attribute(
     if keys:
         heads = [sender for sender in senders if sender.kind == "head"]
         sequences = [sequence for batch in batches for sequence in batch.split(1)]
-        per_key = key_influence(model, sequences[:keys], strongest(heads, top), progress) if heads else ()
+        per_key = key_influence(model, sequences[:keys], strongest(heads, top), progress, blocked) if heads else ()
         if not per_key:
             logger.warning("no head of %s can be split by key tokens", architecture.model_class)
     return Attribution(
@@ -104,6 +108,7 @@ def attribute(
         per_key=tuple(per_key),
         score_edges=tuple(projection.score_edges),
         together=routed_together(routers.chosen.values(), routers.valid, architecture.experts, tokens),
+        without=tuple(label.replace(" ", "") for label in without),
     )
 
 
@@ -184,6 +189,7 @@ class _ByKey(TracedPass):
                     tokens=tuple(tokens),
                     texts=tuple(texts),
                     influence=tuple((influence.sum(0) / len(influence)).tolist()),
+                    last=tuple(influence[-1].tolist()),
                     first=float(influence[:, 0].sum()) / total,
                     own=float(influence.diagonal().sum()) / total,
                     previous=float(influence.diagonal(-1).sum()) / total,
@@ -217,7 +223,7 @@ class _ByKey(TracedPass):
 
 
 def key_influence(
-    model: OpenModel, sequences: Sequence[Tensor], heads: Sequence[Sender], progress: Progress
+    model: OpenModel, sequences: Sequence[Tensor], heads: Sequence[Sender], progress: Progress, blocked: Blocked
 ) -> list[KeyInfluence]:
     """Split the heads' influence by key on sequences [1, L]; tokens have texts if the model has a tokenizer.
 
@@ -231,8 +237,9 @@ def key_influence(
     before = live.config._attn_implementation
     live.set_attn_implementation("eager")
     try:
-        by_key = _ByKey(observe_routers(model, sequences, progress), heads, sequences, tokenizer)
-        Pass(model, sequences, progress, "key tokens", 0, shared=True).run(by_key)
+        routers = observe_routers(model, sequences, progress, 0, blocked)
+        by_key = _ByKey(routers, heads, sequences, tokenizer)
+        routers.run_pass(by_key, progress, "key tokens")
     finally:
         live.set_attn_implementation(before)
     split = dict(ChainMap(*ranks().all_gather(by_key.split)))

@@ -65,12 +65,14 @@ PLACES = {
 Group = tuple[str, Sequence[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
 
 
-def pictures(attribution: Attribution, hubs: Sequence[Hub], top: int) -> tuple[Figure, ...]:
-    """The four figures by their `NAMES`."""
+def pictures(
+    attribution: Attribution, hubs: Sequence[Hub], top: int, compared: Sequence[tuple[Sender, Sender]] = ()
+) -> tuple[Figure, ...]:
+    """The four figures by their `NAMES`; `compared` are experts before others were blocked, and without those."""
     return (
         influence_figure(attribution),
         scores_figure(attribution),
-        experts_figure(attribution, hubs, top),
+        experts_figure(attribution, hubs, top, compared),
         causal_figure(attribution, hubs),
     )
 
@@ -139,8 +141,13 @@ def scores_figure(attribution: Attribution) -> Figure:
     return _heat("scores", title, alt, attribution, columns, scales)
 
 
-def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> Figure:
-    """A strip for each of the `top` strongest routed experts, hubs with a star, and of the strongest heads."""
+def experts_figure(
+    attribution: Attribution, hubs: Sequence[Hub], top: int, compared: Sequence[tuple[Sender, Sender]] = ()
+) -> Figure:
+    """A strip for each of the `top` strongest routed experts, hubs with a star, and of the strongest heads.
+
+    Experts that are `compared` come first, before others were blocked and without those.
+    """
     starred = {(hub.module, hub.expert) for hub in hubs}
     panels = list[Panel]()
     alt = list[str]()
@@ -156,6 +163,11 @@ def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> F
             rows = tuple(sender.influence for sender in senders)
             panels.append(Panel(f"strongest {name}{note}", tuple(labels), rows))
             alt.append(f"Strongest {name}: {', '.join(labels)}.")
+    without = ", ".join(attribution.without)
+    for index, name in enumerate(("with all experts", f"without {without}") if compared else ()):
+        senders = tuple(pair[index] for pair in compared)
+        rows = tuple(sender.influence for sender in senders)
+        panels.insert(index, Panel(name, tuple(sender_labels(senders)), rows))
     title = "influence of single experts and heads"
     return _heat("experts", title, " ".join(alt), attribution, [panels], VARIANCE)
 

@@ -11,6 +11,7 @@ from compressor.attribution.figures import (
     ZEROED,
     Attribution,
     Output,
+    Sender,
     kind_shares,
     pairs,
     rank_correlation,
@@ -65,6 +66,7 @@ class Findings:
     supers: Sequence[Output]
     threshold: float
     top: int
+    before: Attribution | None = None  # the same model's, if experts are blocked: with all of them
 
     @property
     def overlap(self) -> dict[str, list[RoutedExpert]]:
@@ -76,6 +78,16 @@ class Findings:
             "only_hubs": [hub for hub in self.hubs if hub.sort_key not in massive],
             "only_super_experts": [output for output in self.supers if output.sort_key not in steering],
         }
+
+    @property
+    def compared(self) -> list[tuple[Sender, Sender]]:
+        """The `top` strongest experts with all experts, those blocked here apart, and the same ones without."""
+        if self.before is None:
+            return []
+        without = self.attribution.without
+        others = [sender for sender in self.before.of_kind("expert") if sender.label.replace(" ", "") not in without]
+        now = {sender.name: sender for sender in self.attribution.senders}
+        return [(sender, now[sender.name]) for sender in strongest(others, self.top)]
 
     @property
     def jaccard(self) -> float | None:
@@ -92,8 +104,12 @@ class Findings:
         }
 
 
-def findings(attribution: Attribution, threshold: float = THRESHOLD, top: int = 10) -> Findings:
-    return Findings(attribution, find_hubs(attribution, threshold), super_experts(attribution), threshold, top)
+def findings(
+    attribution: Attribution, threshold: float = THRESHOLD, top: int = 10, before: Attribution | None = None
+) -> Findings:
+    """Find hubs and super experts; `before` is the attribution with the experts that are blocked here."""
+    hubs = find_hubs(attribution, threshold)
+    return Findings(attribution, hubs, super_experts(attribution), threshold, top, before)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -118,6 +134,8 @@ def brief_content(findings: Findings) -> dict[str, Any]:
         "seconds": attribution.seconds,
     }
     content["overlap"]["jaccard"] = findings.jaccard
+    if findings.before is not None:
+        content["without"] = {"experts": attribution.without, "before": [before for before, _ in findings.compared]}
     plain: dict[str, Any] = rounded(content)
     return plain
 
@@ -185,7 +203,7 @@ def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list
         for name, text in zip(NAMES, texts, strict=False):
             (working / name).write_text(text, encoding="utf-8")
         for figure in (
-            *pictures(findings.attribution, findings.hubs, findings.top),
+            *pictures(findings.attribution, findings.hubs, findings.top, findings.compared),
             graph_figure(graph, centrality),
         ):
             (working / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
@@ -216,6 +234,7 @@ def whole_blocks(findings: Findings, graph: "nx.DiGraph", centrality: Centrality
         Heading(f"{attribution.model}: routing attribution", 1),
         Text(method),
         Text(exactness(attribution)),
+        *_blocked_blocks(findings),
         *_hub_blocks(findings),
         *_kind_blocks(attribution),
         *_sender_blocks(findings),
@@ -234,6 +253,7 @@ def whole_blocks(findings: Findings, graph: "nx.DiGraph", centrality: Centrality
 def brief_blocks(findings: Findings) -> Blocks:
     """The blocks that a terminal shows: hubs, the strongest senders, the kinds, and how exact it all is."""
     return (
+        *_blocked_blocks(findings),
         *_hub_blocks(findings),
         *_sender_blocks(findings),
         *_kind_blocks(findings.attribution),
@@ -279,6 +299,21 @@ def _hub_blocks(findings: Findings) -> Blocks:
         Table(f"{findings.attribution.model}: routing hubs", columns, tuple(rows), frozenset({"super expert"})),
         Text(keep),
     )
+
+
+def _blocked_blocks(findings: Findings) -> Blocks:
+    """What becomes of the strongest experts' influence where routers may not choose some experts."""
+    if findings.before is None:
+        return ()
+    rows = []
+    for pair in findings.compared:
+        influences = (short(sender.total_influence) for sender in pair)
+        changes = (short(sender.total_rank_change) for sender in pair)
+        rows.append((pair[0].label, *influences, *changes, *(percent(sender.share) for sender in pair)))
+    title = f"Without {', '.join(findings.attribution.without)}"
+    note = "No router chooses these experts. All other figures here are without them; tokens are those routed."
+    columns = ("expert", "influence before", "without", "AARV before", "without", "tokens before", "without")
+    return Heading(title), Text(note), Table(title, columns, tuple(rows))
 
 
 def _kind_blocks(attribution: Attribution) -> Blocks:

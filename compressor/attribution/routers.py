@@ -4,12 +4,13 @@ n or T tokens, H hidden, E experts, R routers, r of them at once, K top-k.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from compressor.attribution.blocking import Blocked, Blocking
 from compressor.attribution.tracing import (
     STREAM,
     Chain,
@@ -46,11 +47,15 @@ class Selection:
 
     score: Score | None = None  # None: the logits
     bias: Tensor | None = None
+    mask: Tensor | None = None  # [R, E]: minus infinity for blocked experts, else 0
 
     def scores(self, logits: Tensor, routers: slice = slice(None)) -> Tensor:
         """[n, R, E] logits -> the scores that are ranked."""
+        mask = None if self.mask is None else self.mask[routers]
+        logits = logits if mask is None else logits + mask
         scores = logits if self.score is None else weights_of(logits, self.score)
-        return scores if self.bias is None else scores + self.bias[routers]
+        scores = scores if self.bias is None else scores + self.bias[routers]
+        return scores if mask is None else scores + mask
 
 
 def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]) -> Tensor:
@@ -154,6 +159,7 @@ class ObservedRouters(TracedPass):
 
     model: OpenModel
     batches: Sequence[Tensor]
+    blocked: Blocked = field(default_factory=dict)
     layers: tuple[MoeLayer, ...] = field(init=False)
     logits: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, E]
     chosen: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K]
@@ -180,6 +186,11 @@ class ObservedRouters(TracedPass):
             self.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)
         self.valid = torch.zeros((len(self.layers), top_k), dtype=torch.bool, device=device)
 
+    def run_pass(self, visitor: TracedPass, progress: Progress, phase: str, seed: int = 0) -> None:
+        """Run the batches through all layers, without the blocked experts."""
+        run = Pass(self.model, self.batches, progress, phase, seed, shared=True)
+        run.run(Blocking(self.blocked), visitor)
+
     def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
         """Keep what a layer does to the stream of one batch, and what its routers make of it."""
         stream = leaf_map(trace.terms, STREAM)
@@ -203,6 +214,9 @@ class ObservedRouters(TracedPass):
             raise CompressionError(
                 f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
             )
+        blocked = torch.tensor(self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device)
+        if bool(torch.isin(logits.chosen, blocked).any()):
+            raise CompressionError(f"{layer.router} chooses experts by more than their scores, so none can be blocked")
         slots = logits.chosen.shape[-1]
         self.logits[batch][:, number] = logits.value
         self.chosen[batch][:, number, :slots] = logits.chosen
@@ -242,6 +256,11 @@ class ObservedRouters(TracedPass):
             if len(present) == len(self.layers):
                 biases.append(torch.stack(present))
         tried = selections(biases)
+        if self.blocked:
+            mask = torch.zeros(len(self.layers), self.model.architecture.experts, device=self.valid.device)
+            for number, layer in enumerate(self.layers):
+                mask[number, self.blocked.get(layer.name, ())] = -torch.inf
+            tried = [replace(selection, mask=mask) for selection in tried]
         groups = [layer.routing_groups for layer in self.layers]
         counts = torch.zeros(len(tried), dtype=torch.int64, device=self.valid.device)
         for batch, logits in self.logits.items():
@@ -301,9 +320,11 @@ class ObservedRouters(TracedPass):
         return scales
 
 
-def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0) -> ObservedRouters:
+def observe_routers(
+    model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0, blocked: Blocked | None = None
+) -> ObservedRouters:
     """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
-    routers = ObservedRouters(model, batches)
-    Pass(model, batches, progress, "routers", seed, shared=True).run(routers)
+    routers = ObservedRouters(model, batches, blocked or {})
+    routers.run_pass(routers, progress, "routers", seed)
     routers.rank()
     return routers

@@ -137,6 +137,9 @@ def report(
     gate: Annotated[
         Path | None, flag("The gate's result (default: gate.json in the folder).", metavar="GATE.JSON")
     ] = None,
+    speed: Annotated[
+        bool, flag("Time both models side by side with stock transformers: prefill, decode and memory.")
+    ] = False,
     no_measure: Annotated[bool, flag("Run no model: show what the folder and the record of the run hold.")] = False,
     figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
 ) -> None:
@@ -148,6 +151,8 @@ def report(
 
     if not checkpoint.is_dir():
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
+    if speed and no_measure:
+        raise CompressionError("--speed runs both models, and --no-measure none; leave one of them out")
     check_report(output, figures, running.overwrite)
     report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
     with lock_output(output):
@@ -164,6 +169,7 @@ def report(
                     progress,
                     running.device,
                     running.dtype,
+                    speed,
                 )
         data = report_data(checkpoint, measured, hubs, gate)
         written = write_report(data, output, figures, running.overwrite)
@@ -172,7 +178,8 @@ def report(
         return
     for sentence in data.missing:
         typer.echo(sentence, err=True)
-    typer.echo(f"Written to {output}" + (f", {len(written)} figures to {figures}" if figures else ""))
+    line = f"Written to {output}" + (f", {len(written)} figures to {figures}" if figures else "")
+    print_report(False, {}, [*([data.speed.table()] if data.speed else []), Text(line)])
 
 
 def push(

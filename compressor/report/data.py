@@ -7,20 +7,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from compressor.document.blocks import Table
-from compressor.formatting import counted, joined, one_line, ranges
+from compressor.formatting import counted, human_bytes, joined, one_line, ranges
 from compressor.pipeline.outcome import Outcome, read_outcome
 from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.hubs import Hub, read_hubs
 from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.records import plain_json
+from compressor.records import plain_json, read_as
+from compressor.run_record import read_record, record_run
 
 FORMAT = "moe-compressor-report/3"
 ERRORS = {  # what a layer's fields are called
@@ -72,6 +73,32 @@ class LayerMeasures:
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """Inference of base and output on one machine: medians over alternating repetitions."""
+
+    device: str
+    dtype: str
+    prompt_tokens: int
+    new_tokens: int
+    repetitions: int
+    prefill: tuple[float, float]  # seconds to the first token; base, output
+    decode: tuple[float, float]  # seconds of each further token
+    memory: tuple[float, float]  # bytes of the weights; on an accelerator with what generation allocates
+
+    def table(self) -> Table:
+        """The figures and their ratios; how they were measured is the caption."""
+        memory = self.memory[1] / self.memory[0]
+        rows = [("memory", *map(human_bytes, map(int, self.memory)), f"{memory:.1%} of the base")]
+        for name, (base, output) in (("each new token", self.decode), ("prefill", self.prefill)):
+            rows.insert(0, (name, f"{1000 * base:.3g} ms", f"{1000 * output:.3g} ms", f"{base / output:.2f}x as fast"))
+        caption = (
+            f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one sequence of "
+            f"{self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of {self.repetitions} turns"
+        )
+        return Table(caption, ("", "base", "output", "ratio"), tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Measurements of a whole output."""
 
@@ -79,6 +106,7 @@ class Measured:
     tokens: int = 0  # of the calibration text that ran through both models
     text: str | None = None  # its name, without folders
     missing: tuple[str, ...] = ()  # what could not be measured, and the option that gives it, a sentence each
+    speed: Speed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +137,7 @@ class Report(Outcome):
     missing: tuple[str, ...] = ()  # what is not shown, and the option that gives it
     measured_tokens: int = 0
     measured_text: str | None = None
+    speed: Speed | None = None
 
     def to_json(self) -> str:
         """Return all of it as JSON."""
@@ -126,6 +155,7 @@ class Report(Outcome):
             "missing": self.missing,
             "measured_tokens": self.measured_tokens,
             "measured_text": self.measured_text,
+            "speed": self.speed,
             "layers": layers,
         }
         gate = None if self.gate is None else gate_content(self.gate)
@@ -163,7 +193,21 @@ def report_data(
         missing=measured.missing if outcome.seconds else (*measured.missing, NO_RECORD),
         measured_tokens=measured.tokens,
         measured_text=measured.text,
+        speed=measured.speed or recorded_speed(folder),
     )
+
+
+def recorded_speed(folder: Path) -> Speed | None:
+    """Return the speed that an earlier report measured on this machine; None without one."""
+    record = read_record(folder)
+    return read_as(Speed, record.speed) if record and record.speed else None
+
+
+def record_speed(folder: Path, speed: Speed) -> None:
+    """Keep the speed with this machine's record of the run, if it has one."""
+    record = read_record(folder)
+    if record is not None:
+        record_run(folder, replace(record, speed=asdict(speed)))
 
 
 def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:

@@ -38,7 +38,8 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
-from compressor.report.data import LayerMeasures, Matrix, Measured
+from compressor.report.data import LayerMeasures, Matrix, Measured, record_speed
+from compressor.report.speed import measure_speed
 from compressor.run_record import RunRecord, read_record
 from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
@@ -62,11 +63,12 @@ def measure(
     progress: Progress | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    speed: bool = False,
 ) -> Measured:
     """Measure an output folder against its base on calibration text; `missing` says what could not be measured.
 
     `model` and `calibration` default to what the run that made the output used. `samples` sequences run, by default as
-    many as 16,384 tokens fill; `sequence_length` is that of a text named here.
+    many as 16,384 tokens fill; `sequence_length` is that of a text named here. `speed` times both models, too.
     """
     if samples is not None and samples < 1:
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
@@ -100,6 +102,13 @@ def measure(
         measured = replace(measured, layers=tuple(layers), tokens=text.tokens, text=_name(text.identity))
     elif base is not None:
         measured = replace(measured, layers=tuple(by_weights(base, similarity, progress)))
+    if speed:
+        if text is None or base is None or output is None:
+            raise CompressionError("--speed needs base, output and text; name them by --model and --calibration")
+        models = base.source, output.source
+        timed = measure_speed(models, text.batches[0], output.positions, progress, device, output.dtype_name)
+        record_speed(folder, timed)
+        measured = replace(measured, speed=timed)
     return measured
 
 

@@ -115,6 +115,13 @@ def cost(data: Report) -> list[Block]:
     return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
 
+def speed(data: Report) -> list[Block]:
+    """Return how fast base and output run on this machine; or how to measure it."""
+    if data.speed is not None:
+        return [data.speed.table()]
+    return [Text(("Not measured: ", Code("moe-compress report --speed"), " runs both models side by side."))]
+
+
 def experts(plan: ExpertPlan) -> tuple[Block, ...]:
     """Return what became of each expert: a row for each layer, and how to read it."""
     if not plan.layers:
@@ -255,6 +262,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block
     ("heldout", "Held-out text", None, heldout),
     ("hubs", "Hubs and protected experts", None, hubs),
     ("gate", "Accuracy gate", "gate", gate),
+    ("speed", "Inference speed", None, speed),
     ("cost", "Time and memory", None, cost),
 )
 

@@ -22,7 +22,7 @@ from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.router_logits import Score
 from compressor.progress import Silent
-from tests.support import zoo
+from tests.support import surgery_reference, zoo
 from tests.support.opened_models import batches, calibration, opened
 
 NO_STREAM = "its layers do not add to one residual stream"
@@ -97,6 +97,37 @@ def test_sub_scores_add_to_the_logits_of_every_family(name: str, tmp_path: Path)
             earliest = sender.layer + beside
             assert unknown == [receiver.layer < earliest for receiver in found.receivers], sender.name
         assert [value is None for value in sender.positive] == unknown
+
+
+@pytest.mark.parametrize("name", zoo.sweep(but={*REFUSED, "deepseek_v3-n_group4"}))  # whose groups can spare none
+def test_blocking_is_removing(name: str, tmp_path: Path) -> None:
+    """Tokens, outputs and rank changes are those of the stock model that never had the blocked experts."""
+    stock, model = opened(name, tmp_path / "whole")
+    layers = model.architecture.layers
+    size = model.architecture.experts // layers[0].routing_groups  # one goes of each group
+    rest = [expert for expert in range(model.architecture.experts) if expert % size != 1]
+    group = {"coefficients": [1.0], "router_coefficients": [1.0]}
+    planned = [
+        {"module": layer.name, "experts": layer.experts, "groups": [{"members": [kept], **group} for kept in rest]}
+        for layer in layers
+    ]
+    count_field = zoo.family(name).count_field
+    smaller = surgery_reference.cut(stock, count_field, {"experts": len(rest), "layers": planned})
+    expected = run(saved(smaller, tmp_path / "smaller"), batches(stock))
+    labels = {f"L{layer.index}E{expert}" for layer in layers for expert in {*range(layer.experts)} - {*rest}}
+    found = attribute(model, calibration(batches(stock)), Silent(), without=sorted(labels))
+    blocked = [sender for sender in found.of_kind("expert") if sender.number not in rest]
+    assert {sender.share for sender in blocked} == {0.0} and len(blocked) == len(layers) * (
+        layers[0].experts - len(rest)
+    )
+    others = [sender for sender in found.senders if sender not in blocked]
+    for mine, theirs in zip(others, expected.senders, strict=True):
+        assert mine.share == pytest.approx(theirs.share), mine.name
+        assert known(mine.rank_change) == pytest.approx(known(theirs.rank_change), abs=1e-6), mine.name
+    outputs = [output for output in found.outputs if output.expert in rest]
+    for sizes, theirs in zip(outputs, expected.outputs, strict=True):
+        assert sizes.tokens == theirs.tokens
+        assert sizes.mean_norm == pytest.approx(theirs.mean_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() & zoo.FAMILIES.keys()))

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor.errors import CompressionError
 from compressor.records import plain_json
 from compressor.report.data import report_data
 from compressor.report.measuring import measure
+from compressor.report.page import page
 from tests.support import small
 from tests.support.hub.server import point, serve
 from tests.support.quantized import save_fp8
@@ -63,6 +65,22 @@ def test_a_named_text_is_run_through_both_models(place: Path) -> None:
     found = measure(place / "out", str(place / "in"), calibration=[str(text)], samples=5, sequence_length=16)
     assert (found.tokens, found.text, found.missing) == (80, "mine.txt", ())
     assert found.layers != measure(place / "out").layers
+
+
+def test_speed_is_measured_of_both_models_and_kept(place: Path) -> None:
+    found = measure(place / "out", speed=True)
+    assert found.speed is not None and found.speed.prompt_tokens == 32
+    assert min(*found.speed.prefill, *found.speed.decode) > 0
+    for folder, nbytes in zip(("in", "out"), found.speed.memory, strict=True):
+        stock = AutoModelForCausalLM.from_pretrained(place / folder, dtype=found.speed.dtype)
+        weights = {value.data_ptr(): value.nbytes for value in (*stock.parameters(), *stock.buffers())}
+        assert sum(weights.values()) == nbytes
+    later = report_data(place / "out")
+    assert later.speed == found.speed
+    assert "as fast" in page(later, [])
+    edit_record(place, lambda record: record.update(source="/gone"))
+    with pytest.raises(CompressionError, match="--speed needs base, output and text"):
+        measure(place / "out", speed=True)
 
 
 def edit_record(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
