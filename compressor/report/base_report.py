@@ -15,7 +15,7 @@ import numpy as np
 from compressor.checkpoint.source import locate
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Text
-from compressor.document.drawing import ROLES, colour, spaced
+from compressor.document.drawing import colour, spaced
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import short
 from compressor.model.moe_layer import resolve_count
@@ -24,7 +24,7 @@ from compressor.progress import Progress
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.report.data import LayerReport, Matrix, mean, named, within
-from compressor.report.figures import MOST_NUMBERED, WIDTH, similarity_figure
+from compressor.report.figures import MOST_NUMBERED, WIDTH, cells, similarity_figure
 from compressor.report.measuring import VISITS, Similarity, compared_tokens, read_part, shares
 from compressor.report.page import MADE_BY
 from compressor.statistics.statistics import collect
@@ -41,7 +41,7 @@ MEASURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # a strategy with opt
 MAPPED = "linear CKA"
 RATIO = 0.25  # of the experts that groups save, where no number is named
 SIDE = 2.4  # inches of a map
-ONE_PLACE = 1e-9  # a spread below this is rounding
+ROUNDING = 1e-9  # a spread below this
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,6 @@ def compare_experts(
     )
 
 
-def labels_of(report: LayerReport) -> list[int]:
-    """Return the number of each expert's group: [E]."""
-    labels = [-1] * report.plan.experts
-    for number, group in enumerate(report.plan.groups):
-        for member in group.members:
-            labels[member] = number
-    return labels
-
-
 def silhouette(report: LayerReport) -> float | None:
     """Return how much nearer experts are to their group than to the next, -1 to 1; None without several groups."""
     from sklearn.metrics import silhouette_score
@@ -130,7 +121,7 @@ def silhouette(report: LayerReport) -> float | None:
     if report.similarity is None or not 1 < groups < report.plan.experts:
         return None
     distances = 1 - np.array(report.similarity)
-    return round(float(silhouette_score(distances, labels_of(report), metric="precomputed")), 6)
+    return round(float(silhouette_score(distances, report.plan.remap(), metric="precomputed")), 6)
 
 
 def map_of(kernel: Matrix | None) -> ExpertMap:
@@ -140,9 +131,7 @@ def map_of(kernel: Matrix | None) -> ExpertMap:
     if kernel is None:
         return ExpertMap((), 0.0)
     values = np.array(kernel)
-    spread = len(values) - values.sum() / len(values)  # the trace of the centred kernel
-    if spread < ONE_PLACE:
-        return ExpertMap(((0.0, 0.0),) * len(values), 1.0)
+    spread = max(len(values) - values.sum() / len(values), ROUNDING)  # the trace of the centred kernel
     analysis = KernelPCA(2, kernel="precomputed", eigen_solver="dense")
     places = analysis.fit_transform(values).round(6)
     return ExpertMap(tuple(map(tuple, places.tolist())), float(analysis.eigenvalues_.sum() / spread))
@@ -205,13 +194,12 @@ def _lines(title: str, values: Mapping[str, Sequence[float | None]], numbers: Se
 
 
 def map_figure(data: BaseReport) -> Figure | None:
-    """Return a map of each layer's experts, coloured by group; None without any."""
+    """Return a map of each layer's experts, with the colour and mark of their group; None without any."""
 
     def draw(canvas: "FigureBase", layer: LayerReport, expert_map: ExpertMap) -> None:
         axes = canvas.subplots()
-        for expert, place in enumerate(expert_map.places):
-            groups = [number for number, members in enumerate(layer.plan.merged) if expert in members]
-            axes.plot(*place, "o", color=colour(groups[0]) if groups else ROLES["muted"])
+        for expert, (place, (tint, mark)) in enumerate(zip(expert_map.places, cells(layer), strict=True)):
+            axes.plot(*place, mark or "o", color=tint)
             if len(expert_map.places) <= MOST_NUMBERED:
                 axes.annotate(str(expert), place, xytext=(3, 3), textcoords="offset points", fontsize=FONT - 1)
         axes.set_title(f"{layer.name}: {expert_map.share:.0%} of the spread", loc="left")
@@ -226,7 +214,7 @@ def map_figure(data: BaseReport) -> Figure | None:
             drawings.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
     caption = (
         "Experts by linear CKA of their outputs on the two largest principal components; those of a group have one "
-        "colour, grey ones are alone."
+        "colour and mark, grey ones are alone."
     )
     return Figure("map", "Map of the experts, with their groups", caption, tuple(drawings)) if drawings else None
 

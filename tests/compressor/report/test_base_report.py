@@ -14,10 +14,16 @@ from compressor.data.batches import calibrate, load_tokenizer
 from compressor.data.sources import parse_sources
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.report.base_report import MEASURES, compare_experts, labels_of
+from compressor.recipe.plan import LayerPlan
+from compressor.report.base_report import MEASURES, compare_experts
 from tests.support import small
 from tests.support.command_line import Run
 from tests.support.opened_models import one_expert, plain_calls
+
+
+def labels_of(plan: LayerPlan) -> list[int]:
+    """The number of each expert's group."""
+    return [next(n for n, group in enumerate(plan.groups) if expert in group.members) for expert in range(8)]
 
 
 def cka(outputs: Any) -> Any:
@@ -57,7 +63,7 @@ def test_similarity_groups_and_map_are_those_of_the_stock_experts(tmp_path: Path
         assert report.module == name and len(report.plan.groups) == 5
         np.testing.assert_allclose(report.similarity, kernel, atol=2e-4)
         for measure, reports in data.measures.items():
-            expected = silhouette(1 - np.array(reports[number].similarity), labels_of(reports[number]))
+            expected = silhouette(1 - np.array(reports[number].similarity), labels_of(reports[number].plan))
             assert data.silhouettes[measure][number] == pytest.approx(expected, abs=1e-5)
         middle = np.eye(8) - 1 / 8
         values, vectors = np.linalg.eigh(middle @ kernel @ middle)
