@@ -46,7 +46,7 @@ from compressor.recipe.step import (
 from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.steps.job import plain_job, rewritten, rewritten_size
-from compressor.steps.prune.partition import group_experts
+from compressor.steps.prune.partition import agglomerate, group_experts
 from compressor.steps.prune.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
 from compressor.steps.prune.selection import (
     Block,

@@ -4,7 +4,8 @@
     moe-compress compress MODEL -o smaller --experts 6 --strategy aimer --protect kept.json --correct ridge
 
 In the order of the layers, each set of experts that may stay in a layer answers the items of the tasks, with the layers
-before pruned as chosen and those behind it as they are, and the set with the best mean score stays. Where a layer has
+before pruned as chosen (or, with --alone as in the paper, whole) and those behind it as they are, and the set with the
+best mean score stays. Where a layer has
 more sets than --most, as many are drawn. Each set takes a streamed pass over all items: a model with 32 layers of 8
 experts takes 32 x 28 of them to keep 6. Scores are kept beside the output, so the same command goes on after an
 interruption. The items decide, so evaluate the result on others. Tasks that write their answers are not possible.
@@ -106,7 +107,7 @@ def mean_score(answering: Any, tasks: Sequence[EvaluationTask], options: Evaluat
 
 
 def search(
-    model: OpenModel, options: EvaluationOptions, experts: int, most: int, seed: int, out: Path
+    model: OpenModel, options: EvaluationOptions, experts: int, most: int, seed: int, alone: bool, out: Path
 ) -> list[dict[str, Any]]:
     """Return the experts that stay, as `--protect` takes them."""
     refuse_shared_experts(model)
@@ -117,6 +118,7 @@ def search(
     if any("generate_until" in task.kinds for task in tasks):
         raise CompressionError("tasks that write their answers are not possible; name tasks of multiple choice")
     facts = [model.fingerprint, [task.version for task in tasks], options.facts(), experts, most, seed]
+    facts += ["alone"] if alone else []  # earlier journals stay valid
     journal = Journal(out.with_name(f"{out.name}.{request_key(facts)[:8]}.jsonl"), SCORE)
     known = {(decoder_layer, kept): score for decoder_layer, kept, score in journal.read()}
     answering = variant_model(model, options.batch_size if isinstance(options.batch_size, int) else ROWS)
@@ -128,7 +130,7 @@ def search(
         for kept in candidates(layers[0], experts, most, seed):
             if (decoder_layer, kept) not in known:
                 tried = {layer.name: LayerPlan.keep(layer, kept) for layer in layers}
-                answering.variant = pruned(model, {**plans, **tried}, experts)
+                answering.variant = pruned(model, tried if alone else {**plans, **tried}, experts)
                 known[decoder_layer, kept] = mean_score(answering, tasks, options)
                 journal.add((decoder_layer, kept, known[decoder_layer, kept]))
             scores[kept] = known[decoder_layer, kept]
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--include-path", type=Path, help="a folder with lm-eval task files of your own")
     parser.add_argument("--batch-size", default="auto")
     parser.add_argument("--most", type=int, default=100, help="sets to try in a layer; more are drawn from (100)")
+    parser.add_argument("--alone", action="store_true", help="score each layer with all others whole")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -160,7 +163,7 @@ def main() -> None:
         task_options = TaskOptions(**{name: getattr(given, name) for name in names})
         options = EvaluationOptions.of(task_options, given.device, given.dtype)
         with open_run(given.model, dtype=given.dtype, device=given.device) as run:
-            entries = search(run.model, options, given.experts, given.most, given.seed, given.output)
+            entries = search(run.model, options, given.experts, given.most, given.seed, given.alone, given.output)
     except CompressionError as error:
         raise SystemExit(f"Error: {error}") from error
     write_whole(given.output, json.dumps(entries))

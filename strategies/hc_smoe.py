@@ -7,10 +7,9 @@ grouping, a merge made early is never undone.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, blocks_of, merge_option, rounded
+from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, agglomerate, blocks_of, merge_option, rounded
 from strategies.data_centric import distances
 
 NEEDS = frozenset({"expert_outputs"})
@@ -28,23 +27,6 @@ def needs(options: Options) -> frozenset[str]:
     return NEEDS | options.merge_needs
 
 
-def cluster(table: torch.Tensor, count: int) -> list[list[int]]:
-    """Positions in `count` clusters, in the order of their lowest: [E, E] -> lists.
-
-    Nothing is random, and equally near pairs are joined in a fixed order: SciPy starts at the lowest position and goes
-    on to the lowest of the nearest. If all are equally far apart, the lowest ones become one large cluster.
-    """
-    from scipy.cluster.hierarchy import linkage
-
-    experts = len(table)
-    clusters = {position: [position] for position in range(experts)}
-    if count < experts:
-        pairs = table.numpy()[np.triu_indices(experts, 1)]
-        for number, (left, right, *_) in enumerate(linkage(pairs, "average")[: experts - count], experts):
-            clusters[number] = sorted(clusters.pop(int(left)) + clusters.pop(int(right)))
-    return sorted(clusters.values())
-
-
 @torch.no_grad()
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
@@ -58,7 +40,9 @@ def plan(
         clusters += [[expert] for expert in block.fixed]
         if block.take:  # else protected experts take all places, and the others are dropped
             free = list(block.free)
-            for positions in cluster(values[free][:, free], block.take):
+            labels = agglomerate(values[free][:, free], block.take, "average")
+            for label in range(block.take):
+                positions = (labels == label).nonzero().flatten().tolist()
                 clusters.append([free[position] for position in positions])
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}

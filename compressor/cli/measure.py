@@ -51,7 +51,7 @@ COUNTS = options_of(Grid, KEEP, ("experts", "protect", "ratios", "splits", "top_
 WAYS = options_of(
     Grid,
     None,
-    ("strategies", "corrections", "evaluate", "evaluation_samples", "random_seeds"),
+    ("strategies", "corrections", "evaluate", "evaluation_samples", "sample_tokens", "random_seeds"),
     names=GRID_NAMES,
 )
 FORMATS = options_of(Grid, SIZES, ("sizes", "bits", "context", "shares", "schemes"))

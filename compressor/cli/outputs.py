@@ -21,13 +21,14 @@ from compressor.cli.options import (
     flag,
     options_of,
 )
-from compressor.cli.terminal import print_json, print_report, progress_bars
+from compressor.cli.terminal import print_json, print_report, progress_bars, written_line
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, require
 from compressor.files import lock_output
 from compressor.formatting import readable
 from compressor.options import Options
+from compressor.records import plain_json
 from compressor.run_record import COMPRESSION
 
 GRAPH = "model.onnx"
@@ -126,7 +127,9 @@ def generate(
 
 
 def report(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A folder that compress or apply has written; or a model, with --calibration.")
+    ],
     text: Annotated[dict[str, Any], TEXT[:1]],
     running: Reading,
     output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
@@ -142,13 +145,40 @@ def report(
     ] = False,
     no_measure: Annotated[bool, flag("Run no model: show what the folder and the record of the run hold.")] = False,
     figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
+    experts: Annotated[
+        int | None, flag("Groups to show of a model that is not compressed (default: three quarters of its experts).")
+    ] = None,
 ) -> None:
-    """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings."""
+    """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings.
+
+    Of a model before compression: the similarity of its experts by several measures, over depth, and their groups.
+    """
     require("matplotlib", "jinja2")
     from compressor.report.data import report_data
     from compressor.report.measuring import measure
-    from compressor.report.page import check_report, write_report
+    from compressor.report.page import check_report, write_page, write_report
 
+    if text.get("data") and not (checkpoint / COMPRESSION).is_file():
+        from compressor.report.base_report import FIGURE_NAMES, base_blocks, base_figures, base_page, compare_experts
+
+        check_report(output, figures, running.overwrite, FIGURE_NAMES)
+        with lock_output(output), progress_bars(running.as_json) as progress:
+            base = compare_experts(
+                str(checkpoint),
+                running.revision,
+                text["data"],
+                samples,
+                sequence_length,
+                experts,
+                progress,
+                running.device,
+                running.dtype,
+            )
+        drawn = base_figures(base)
+        page = base_page(base, drawn)
+        written = write_page(page, drawn, FIGURE_NAMES, output, figures, running.overwrite)
+        print_report(running.as_json, plain_json(base), [*base_blocks(base), *written_line([output, *written])])
+        return
     if not checkpoint.is_dir():
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
     if speed and no_measure:

@@ -21,7 +21,7 @@ from torch import Tensor
 from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import content_of, divided, read_sequences
-from compressor.data.sources import TextPart, WeightedSource, divide, shares, short_names
+from compressor.data.sources import SAMPLE_TOKENS, TextPart, WeightedSource, divide, shares, short_names
 from compressor.errors import CompressionError, reason_of
 from compressor.model import tokenizer as checkpoint_tokenizer
 from compressor.model.inputs import Inputs
@@ -71,6 +71,9 @@ class Calibration:
     heldout: frozenset[int] = frozenset()  # batches that no plan may see
     reserved: EvaluationSets = ()  # the text after the calibration's sequences in each source
     emphasis: Batches = ()  # weights [B, L] of each batch's tokens; empty if all count alike
+    sample_tokens: int | None = (
+        SAMPLE_TOKENS  # of each MoE layer's sample, on which its experts are compared; None: all
+    )
 
     @property
     def tokens(self) -> int:

@@ -16,6 +16,7 @@ from compressor.formatting import distinct
 
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
+SAMPLE_TOKENS = 512  # of the text, on which all of a layer's experts are compared
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 ADDRESS = re.compile(r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+))?(#(?P<column>[^#]+))?", re.DOTALL)
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")

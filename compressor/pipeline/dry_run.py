@@ -83,13 +83,15 @@ class DryRun:
     weights: int  # bytes of the model in the computing dtype, which stay in memory where they fit
     layers_memory: int  # bytes of two of the largest decoder layer
     activations: int  # bytes of hidden states, above 4 GiB in files
+    samples: int  # bytes of all experts' outputs on the sampled tokens of an MoE layer
     whole_memory: int  # bytes of a model that is trained in memory, with the optimizer's state
     gate: PowerAnalysis | None = None  # what the recipe's gate can show
 
     @property
     def memory(self) -> int:
         """Bytes in memory, by the rule of docs/how-to/large-models.md."""
-        return max(self.layers_memory + min(self.activations, DEFAULT_ACTIVATION_BUDGET), self.whole_memory)
+        streamed = self.layers_memory + min(self.activations, DEFAULT_ACTIVATION_BUDGET) + self.samples
+        return max(streamed, self.whole_memory)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -128,6 +130,8 @@ def dry_run(recipe: Recipe) -> DryRun:
         for number, spec in text_specs(resolved)
     )
     hidden = int(model.config.get_text_config().hidden_size) * model.partial.dtype.itemsize
+    read = max((text.samples * text.sequence_length for text in texts), default=0)
+    sampled = [needed.sample_bytes * min(needed.sample_tokens or read, read) for needed in resolved.requirements]
     copies = max(needed.hidden_copies for needed in resolved.requirements)
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
@@ -150,6 +154,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         weights=model.partial.nbytes,
         layers_memory=2 * model.largest_layer,
         activations=hidden * max([*fitted, *trained], default=0),
+        samples=max(sampled),
         whole_memory=max(need.parameter_bytes for need in resolved.requirements) * after.parameters,
         gate=shown,
     )

@@ -364,7 +364,7 @@ def compare_strategies(
     """
     base = run.model
     progress = run.progress
-    prune = Prune(protect=grid.protect)
+    prune = Prune(protect=grid.protect, sample_tokens=grid.sample_tokens)
     constants = [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
     views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
     top_ks = list[int | None](dict.fromkeys(grid.top_ks)) or [None]
@@ -374,6 +374,7 @@ def compare_strategies(
         refuse_model(base)
     answers = () if tasks is None else tuple(tasks.plan(base.source).run(progress).values())
     calibration, sets = read_texts(run, grid, text, seed)
+    calibration = replace(calibration, sample_tokens=prune.sample_count)
     changed = any(method.wanted for candidate in candidates for method in candidate.corrections)
     # by which corrections of whole models are kept or undone
     heldout = _heldout_sets(calibration) if changed else []

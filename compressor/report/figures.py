@@ -136,7 +136,7 @@ def experts(data: Report) -> Figure | None:
     return Figure("experts", "What became of each expert", caption, (legend, drawing))
 
 
-def similarity(data: Report) -> Figure | None:
+def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> Figure | None:
     """Return the scale and a matrix for each layer that has one; None if no layer has.
 
     As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning in Sparse
@@ -146,7 +146,7 @@ def similarity(data: Report) -> Figure | None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    layers = [layer for layer in data.layers if layer.similarity is not None]
+    layers = [layer for layer in reports if layer.similarity is not None]
     if not layers:
         return None
     low, high = limits(layers)
@@ -168,13 +168,18 @@ def similarity(data: Report) -> Figure | None:
     drawings = [
         Drawing(layer.name, matrix_alt(layer), size, partial(draw, layer=layer), margins=margins) for layer in layers
     ]
-    labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in data.layers if layer.similarity_label))
+    labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in layers if layer.similarity_label))
     caption = (
         f"A square for each layer shows how similar the base's experts are{f' ({labels})' if labels else ''}. "
         "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one holds the dropped. "
         "✕ marks a dropped expert, ★ a protected one."
     )
-    return Figure("similarity", "Similarity of the experts, with the chosen groups", caption, (legend, *drawings))
+    return Figure(name, title, caption, (legend, *drawings))
+
+
+def similarity(data: Report) -> Figure | None:
+    """Return the matrices by which the experts were compared; None if no layer has one."""
+    return similarity_figure(data.layers, "similarity", "Similarity of the experts, with the chosen groups")
 
 
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
 from compressor.model.serving import FORMATS
 from compressor.options import Options, one_or_several, separated
-from compressor.steps.prune.options import Prune
+from compressor.steps.prune.options import Prune, SampleTokens
 from compressor.steps.quantize.options import Quantize
 
 STORED = "none"  # the format of experts that stay as they are stored
@@ -60,6 +61,8 @@ class Grid(Options):
     """Text to measure on. May be repeated (default: calibration text that no plan saw)."""
     evaluation_samples: int = Field(64, ge=1)
     """Sequences to measure on, at most."""
+    sample_tokens: SampleTokens = SAMPLE_TOKENS
+    """Tokens of the text on which each layer's experts are compared, or all."""
     random_seeds: int = Field(3, ge=1)
     """Random prunings to compare with."""
     sizes: bool = False

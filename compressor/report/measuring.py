@@ -92,9 +92,7 @@ def measure(
         text = _recorded_text(opened, plan, record, samples)
     elif opened is not None and calibration is not None:
         length = DEFAULT_LENGTH if sequence_length is None else sequence_length
-        sources, tokenizer = parse_sources(calibration), load_tokenizer(opened.source.folder)
-        wanted = samples or max(len(sources), TOKENS // max(length, 1))
-        text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
+        text = read_part(opened, calibration, samples, length, plan.seed)
     similarity, missing = similarity_of(plan), _missing(folder, plan, base, output, text)
     measured = Measured(missing=tuple(missing))
     if text is not None and output is not None:
@@ -110,6 +108,16 @@ def measure(
         record_speed(folder, timed)
         measured = replace(measured, speed=timed)
     return measured
+
+
+def read_part(
+    model: OpenModel, calibration: Sequence[str], samples: int | None, length: int, seed: int = 0
+) -> Calibration:
+    """Return `samples` sequences of text, by default as many as 16,384 tokens fill."""
+    sources = parse_sources(calibration)
+    wanted = samples or max(len(sources), TOKENS // max(length, 1))
+    tokenizer = load_tokenizer(model.source.folder)
+    return calibrate(sources, tokenizer, samples=wanted, length=length, seed=seed, vocab=model.vocabulary)
 
 
 def _missing(
@@ -197,6 +205,14 @@ def _name(identity: Mapping[str, Any]) -> str:
 def shares(counts: Tensor) -> tuple[float, ...]:
     """Each expert's share of the routed tokens: [E] -> E numbers that sum to 1; zeros where there are none."""
     return tuple(round(share, 6) for share in (counts / counts.sum().clamp(min=1)).tolist())
+
+
+def compared_tokens(experts: int) -> int:
+    """Return on how many tokens experts are compared.
+
+    CKA by Gram matrices takes S^2 H multiplications for each expert; 4 s for 128 tokens, 256 experts, width 7168.
+    """
+    return 256 if experts <= 64 else 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +303,9 @@ class _WatchedLayer:
         seed: int,
     ) -> None:
         self.layer, self.block, self.stream = layers[0], RelativeError(), RelativeError()
-        # CKA by Gram matrices takes S^2 H multiplications for each expert; 4 s for 128 tokens, 256 experts, width 7168
         self.batches = batches
         sizes = [batch.numel() for batch in batches]
-        self.rows = sample_rows(sizes, 256 if self.layer.experts <= 64 else 128, seed)
+        self.rows = sample_rows(sizes, compared_tokens(self.layer.experts), seed)
         self.width = int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None

@@ -4,7 +4,7 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from compressor.document import html
@@ -50,7 +50,6 @@ from compressor.report.data import (
 from compressor.report.facts import facts
 from compressor.report.figures import NAMES, figures
 
-FILES = tuple(f"{name}.png" for name in NAMES)
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
@@ -315,8 +314,8 @@ def tiles(data: Report) -> Facts:
     return Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in shown.items()))
 
 
-def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
-    """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for the figures."""
+def check_report(page_file: Path, folder: Path | None, overwrite: bool, names: Collection[str] = NAMES) -> None:
+    """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for figures of `names`."""
     check_parent(page_file, "place for the report")
     if page_file.is_dir() or page_file == folder:
         raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")
@@ -326,17 +325,28 @@ def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
         what = f"{page_file} is not a report's page"
         raise CompressionError(f"{what}, so --overwrite will not replace it; name another file")
     if folder is not None:
-        check_folder(folder, FILES, overwrite)
+        check_folder(folder, files_of(names), overwrite)
+
+
+def files_of(names: Iterable[str]) -> list[str]:
+    """Return the files of figures of these names."""
+    return [f"{name}.png" for name in names]
 
 
 def write_report(data: Report, page_file: Path, folder: Path | None = None, overwrite: bool = False) -> list[Path]:
     """Write the page and, into a new folder, its figures; returns the figures' files."""
     drawn = figures(data)
-    text = page(data, drawn)
-    check_report(page_file, folder, overwrite)  # measuring takes a while
+    return write_page(page(data, drawn), drawn, NAMES, page_file, folder, overwrite)
+
+
+def write_page(
+    text: str, drawn: Sequence[Figure], names: Collection[str], page_file: Path, folder: Path | None, overwrite: bool
+) -> list[Path]:
+    """Write a page, and into a new folder its figures, of which there may be `names`; returns the figures' files."""
+    check_report(page_file, folder, overwrite, names)  # measuring takes a while
     written = []
     if folder is not None:
-        with whole_folder(folder, FILES, overwrite) as work_folder:
+        with whole_folder(folder, files_of(names), overwrite) as work_folder:
             for figure in drawn:
                 (work_folder / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
                 written.append(folder / f"{figure.name}.png")

@@ -106,8 +106,10 @@ def dry_run_blocks(run: DryRun) -> list[Block]:
     if not run.texts:
         blocks.append(Text("Text: none is read"))
     layers, hidden = human_bytes(run.layers_memory), human_bytes(run.activations)
-    spill = ", in files beyond 4 GB" if run.memory < run.layers_memory + run.activations else ""
+    spill = ", in files beyond 4 GB" if run.memory < run.layers_memory + run.activations + run.samples else ""
     held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
+    if run.samples:
+        held += f", {human_bytes(run.samples)} for outputs of all experts on the sampled tokens of a layer"
     whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
     resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
     solving = "; correct takes about as much again" if any(step["name"] == "correct" for step in run.steps) else ""

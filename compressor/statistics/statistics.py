@@ -59,8 +59,6 @@ T = TypeVar("T")
 
 Routers = Callable[[MoeLayer, int], Any]  # the router module of a layer in a model with so many experts
 
-SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
-
 
 class Statistic(Generic[T]):
     """The shape and meaning of a statistic, and its meter with options; as an attribute of statistics, its value.
@@ -172,6 +170,7 @@ class LayerStatistics:
 STATISTICS = {name: value for name, value in vars(LayerStatistics).items() if isinstance(value, Statistic)}
 ALL = frozenset(STATISTICS)
 WEIGHTS = frozenset({"weights"})
+OUTPUTS = frozenset({"expert_outputs", "mixed_outputs"})  # of all experts on the sampled tokens
 ATTRIBUTED = frozenset({"rank_change"})  # measured over all layers
 # the output of a planned layer can be computed from these
 RECONSTRUCTION = frozenset({"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"})
@@ -332,7 +331,9 @@ class CalibrationCollector(Collector):
             batches.setdefault(calibration.source_of(number), []).append(number)
         for source, numbers in batches.items():
             sizes = [calibration.batches[number].numel() for number in numbers]
-            rows = sample_rows(sizes, round(SAMPLE_TOKENS * calibration.weights[source]), seed)
+            sampled = calibration.sample_tokens
+            count = sum(sizes) if sampled is None else round(sampled * calibration.weights[source])
+            rows = sample_rows(sizes, count, seed)
             self.rows |= dict(zip(numbers, rows, strict=True))
         shares = [weight if source in batches else 0.0 for source, weight in enumerate(calibration.weights)]
         super().__init__(layer, model.partial.model, needs, seed, partial(routers, layer), shares)

@@ -27,15 +27,12 @@ PAIRS = frozenset({"pair_count", "pair_norm_sum", "pair_product_sum"})
 
 
 @pytest.mark.parametrize("name", zoo.sweep(NORMALISING))
-def test_deleting_is_what_a_layer_without_the_expert_puts_out(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleting_is_what_a_layer_without_the_expert_puts_out(name: str, tmp_path: Path) -> None:
     """The stock router of one expert fewer, on the same inputs."""
-    monkeypatch.setattr(collecting, "SAMPLE_TOKENS", 10**6)
     stock, model = opened(name, tmp_path)
     needs = collecting.RECONSTRUCTION | {"squared_deletion_sum"}
     errors = dict[str, list[float]]()
-    for stats in collecting.collect(model, needs, calibration(batches(stock)), Silent()):
+    for stats in collecting.collect(model, needs, calibration(batches(stock), None), Silent()):
         measured, experts = KeptErrors(stats), range(stats.layer.experts)
         errors[stats.layer.name] = []
         for expert in experts:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
+from compressor.plugins import agglomerate
 from compressor.statistics.statistics import LayerStatistics
 from strategies.data_centric import distances
-from strategies.hc_smoe import cluster, plan
+from strategies.hc_smoe import plan
 from tests.support.strategy_runs import GROUPED, layer_statistics, members, planned_layers, shares
 
 PLACES = [0.0, 1, 10, 12, 30, 31.5, 60, 90]  # mean outputs of eight experts on a line
@@ -57,9 +58,9 @@ def test_clusters_equal_scipys(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 24))
     keep = data.draw(st.integers(1, count))
     points = np.random.default_rng(data.draw(st.integers(0, 10_000))).normal(size=(count, 3))
-    found = cluster(distances(torch.from_numpy(points)[:, None], "mean-output")[0], keep)
-    assert sorted(map(tuple, found)) == by_scipy(points, keep, range(count))
-    assert [group[0] for group in found] == sorted(group[0] for group in found)
+    labels = agglomerate(distances(torch.from_numpy(points)[:, None], "mean-output")[0], keep, "average")
+    found = [tuple((labels == label).nonzero().flatten().tolist()) for label in range(keep)]
+    assert found == by_scipy(points, keep, range(count))
 
 
 def test_a_case_by_hand() -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
+from compressor.data.sources import SAMPLE_TOKENS
 from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
@@ -59,16 +60,20 @@ def of_two_layers(model: nn.Module) -> Any:
     return SimpleNamespace(partial=partial, architecture=architecture, positions=None)
 
 
-def calibration(parts: Sequence[Tensor]) -> Calibration:
+def calibration(parts: Sequence[Tensor], sample_tokens: int | None = SAMPLE_TOKENS) -> Calibration:
     """Calibration data that is these batches."""
-    return Calibration(tuple(parts), {"source": "random tokens"})
+    return Calibration(tuple(parts), {"source": "random tokens"}, sample_tokens=sample_tokens)
 
 
 def statistics(
-    model: OpenModel, needs: frozenset[str], parts: Sequence[Tensor] | None, seed: int = 0
+    model: OpenModel,
+    needs: frozenset[str],
+    parts: Sequence[Tensor] | None,
+    seed: int = 0,
+    sample_tokens: int | None = SAMPLE_TOKENS,
 ) -> dict[str, LayerStatistics]:
     """Statistics of all layers by name; `weights` among them is of no use, for the layers have gone by then."""
-    found = collect(model, needs, None if parts is None else calibration(parts), Silent(), seed)
+    found = collect(model, needs, None if parts is None else calibration(parts, sample_tokens), Silent(), seed)
     return {stats.layer.name: stats for stats in found}
 
 

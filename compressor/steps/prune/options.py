@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from compressor import entry_points
+from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.recipe.step import CONSTANTS, EXPERTS, StepOptions
@@ -45,6 +46,8 @@ def _check_protect(protect: Any) -> Any:
 
 Protect = Annotated[str | tuple[dict[str, JsonValue], ...] | None, AfterValidator(_check_protect)]
 
+SampleTokens = Annotated[int, Field(ge=1)] | Literal["all"]
+
 
 class Prune(StepOptions):
     """Drop or merge experts, with their rows of the routers."""
@@ -65,6 +68,9 @@ class Prune(StepOptions):
     protect: Protect = None
     """Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest centrality in the
     routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`)."""
+    sample_tokens: SampleTokens = SAMPLE_TOKENS
+    """Tokens of the text on which each layer's experts are compared, by strategies that compare outputs or router
+    logits; or all. Sums, such as those of reap, are over the whole text."""
     sequential: bool = False
     """Plan each layer on what the compressed earlier layers output."""
     top_k: int | None = Field(None, ge=1)
@@ -90,6 +96,11 @@ class Prune(StepOptions):
         """
         experts = None if self.experts is None else self.experts * parts
         return resolve_count(layers, experts, self.ratio)
+
+    @property
+    def sample_count(self) -> int | None:
+        """Return the number of tokens that are sampled; None for all."""
+        return None if self.sample_tokens == "all" else self.sample_tokens
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ descend by single moves and swaps, and the best is perturbed repeatedly. Labels 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -136,7 +137,8 @@ def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
 
 def search_labels(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Good labels for many experts, the first found among equals: [E, E] -> [E]."""
-    starts = [_agglomerate(distances, count, linkage) for linkage in ("sum", "average", "complete")]
+    starts = [_merge_by_sums(distances, count)]
+    starts += [agglomerate(distances, count, linkage) for linkage in ("average", "complete")]
     best = _cheapest(distances, [_descend(distances, start, count) for start in starts])
     if is_least(distances, best, count):
         return best
@@ -154,24 +156,30 @@ def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
     return candidates[stable_argmin(labels_cost(distances, labels) for labels in candidates)]
 
 
-def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:
-    """Merge the closest two groups until `count` are left: [E, E] -> [E]."""
+def agglomerate(distances: Tensor, count: int, linkage: Literal["average", "complete"]) -> Tensor:
+    """Return labels of `count` clusters, in the order of their lowest members, by scikit-learn: [E, E] -> [E].
+
+    Nothing is random, and equally near pairs are joined in a fixed order, from the lowest position on.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+
+    if count == len(distances):  # of a single point scikit-learn makes no cluster
+        return torch.arange(count)
+    clustering = AgglomerativeClustering(count, metric="precomputed", linkage=linkage)
+    labels = clustering.fit_predict(distances.numpy()).tolist()
+    order = list(dict.fromkeys(labels))
+    return torch.tensor([order.index(label) for label in labels])
+
+
+def _merge_by_sums(distances: Tensor, count: int) -> Tensor:
+    """Merge the two groups with the least sum of distances until `count` are left: [E, E] -> [E]."""
     experts = distances.shape[0]
     links = distances.clone().fill_diagonal_(torch.inf)
-    sizes = torch.ones(experts, dtype=torch.float64)
     labels = torch.arange(experts)
     for _ in range(experts - count):
         keep, gone = sorted(divmod(int(links.argmin()), experts))
-        if linkage == "complete":
-            merged = torch.maximum(links[keep], links[gone])
-        elif linkage == "average":
-            merged = sizes[keep] * links[keep] + sizes[gone] * links[gone]
-            merged /= sizes[keep] + sizes[gone]
-        else:
-            merged = links[keep] + links[gone]
-        links[keep] = links[:, keep] = merged
+        links[keep] = links[:, keep] = links[keep] + links[gone]
         links[gone] = links[:, gone] = links[keep, keep] = torch.inf
-        sizes[keep] += sizes[gone]
         labels[labels == gone] = keep
     return torch.searchsorted((labels == torch.arange(experts)).nonzero().flatten(), labels)
 

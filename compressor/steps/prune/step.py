@@ -11,7 +11,7 @@ from compressor.recipe.document import protected_blocks_of
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import Requirements, Step, StepOptions
-from compressor.statistics.statistics import ATTRIBUTED, WEIGHTS
+from compressor.statistics.statistics import ATTRIBUTED, OUTPUTS, WEIGHTS
 from compressor.steps.correct.options import Correct
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.planning import planner_of, protected_experts, spec_of
@@ -59,7 +59,13 @@ class PruneStep(Step[Prune]):
         if not needs - WEIGHTS and not protects:
             return Requirements(notes=notes)
         attributes = protects or needs & ATTRIBUTED
-        return Requirements(text=True, passes=2 if attributes else 1, notes=notes)
+        return Requirements(
+            text=True,
+            passes=2 if attributes else 1,
+            sample_bytes=len(needs & OUTPUTS) * layers[0].experts * 4 * int(model.config.get_text_config().hidden_size),
+            sample_tokens=prune.sample_count,
+            notes=notes,
+        )
 
     def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
         return self.options.count(layers, parts)
@@ -68,6 +74,9 @@ class PruneStep(Step[Prune]):
         """Decide from one pass over the model, or in order where each layer sees the compressed ones."""
         prune = self.options
         planner = planner_of(state)
+        if planner.calibration is not None:
+            calibration = replace(planner.calibration, sample_tokens=prune.sample_count)
+            planner = replace(planner, calibration=calibration)
         spec = spec_of(prune, state.model, state.parts)
         protected = protected_experts(prune.protect, spec.experts, planner)
         correct = state.options_of(Correct)

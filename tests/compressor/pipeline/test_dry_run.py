@@ -77,6 +77,28 @@ def test_a_run_leaves_the_shapes_that_were_shown(way: str, tmp_path: Path, run: 
     assert content["activations"] == tokens * 32 * 4  # hidden size 32, float32
 
 
+@pytest.mark.parametrize(("sampled", "tokens"), [("100", 100), ("all", 256)])
+def test_sampled_tokens_count_as_memory_and_are_recorded(sampled: str, tokens: int, tmp_path: Path, run: Run) -> None:
+    model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
+    asked = (
+        "--experts",
+        6,
+        "--strategy",
+        "enumerate",
+        "--set",
+        f"prune.sample_tokens={sampled}",
+        "--calibration",
+        text,
+    )
+    asked = (model, *asked, "--samples", 8, "--sequence-length", 32)
+    content = json.loads(run("compress", *asked, "--dry-run", "--json").out)
+    assert content["samples"] == tokens * 8 * 32 * 4  # experts, hidden size, float32
+    assert content["memory"] == content["layers_memory"] + content["activations"] + content["samples"]
+    assert run("plan", *asked, "-o", tmp_path / "plan.json").status == 0
+    (step,) = json.loads((tmp_path / "plan.json").read_text())["steps"]
+    assert str(step["options"]["sample_tokens"]) == sampled
+
+
 def test_what_a_run_refuses_is_refused(tmp_path: Path, run: Run) -> None:
     model = small.save(tmp_path / "model")
     for asked, fault in (

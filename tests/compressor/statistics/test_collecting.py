@@ -10,7 +10,6 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
-from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import (
     ALL,
     LayerStatistics,
@@ -29,11 +28,6 @@ HELDOUT = frozenset({2, 4})  # nothing of source 1
 SAMPLE = 24
 
 
-@pytest.fixture(autouse=True)
-def _small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "SAMPLE_TOKENS", SAMPLE)
-
-
 def parts_of(stock: object, seed: int = 3) -> tuple[Tensor, ...]:
     """Six batches of unequal sizes."""
     return torch.split(zoo.tokens(stock, 9, 12, seed=seed), [1, 2, 1, 2, 1, 2])  # type: ignore[arg-type]
@@ -43,12 +37,12 @@ def gathered(model: OpenModel, data: Calibration) -> dict[str, LayerStatistics]:
     return {stats.layer.name: stats for stats in collect(model, DATA, data, Silent(), 0)}
 
 
-def of(parts: Sequence[Tensor]) -> Calibration:
-    return Calibration(tuple(parts), {"source": "random tokens"})
+def of(parts: Sequence[Tensor], sample_tokens: int = SAMPLE) -> Calibration:
+    return Calibration(tuple(parts), {"source": "random tokens"}, sample_tokens=sample_tokens)
 
 
 def mixed(parts: Sequence[Tensor], heldout: frozenset[int] = HELDOUT) -> Calibration:
-    return Calibration(tuple(parts), {"source": "random tokens"}, SOURCES, SHARES, heldout)
+    return Calibration(tuple(parts), {"source": "random tokens"}, SOURCES, SHARES, heldout, sample_tokens=SAMPLE)
 
 
 def same(found: LayerStatistics, expected: LayerStatistics, needs: frozenset[str]) -> None:
@@ -77,7 +71,7 @@ def check(found: Tensor | RouterArguments, expected: Tensor | RouterArguments, n
 def test_heldout_tokens_enter_no_statistic(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = parts_of(stock)
-    data = Calibration(parts, {"source": "random tokens"}, heldout=HELDOUT)
+    data = Calibration(parts, {"source": "random tokens"}, heldout=HELDOUT, sample_tokens=SAMPLE)
     whole = gathered(model, data)
     fit = gathered(model, of([part for number, part in enumerate(parts) if number not in HELDOUT]))
     for layer, stats in whole.items():
@@ -86,16 +80,13 @@ def test_heldout_tokens_enter_no_statistic(name: str, tmp_path: Path) -> None:
 
 
 @NAMES
-def test_the_mix_weights_sums_by_share_and_holds_every_sample(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mix_weights_sums_by_share_and_holds_every_sample(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts, alone = parts_of(stock), list[dict[str, LayerStatistics]]()
     whole = gathered(model, mixed(parts))
     for source, share in enumerate(SHARES):
         mine = [number for number, owner in enumerate(SOURCES) if owner == source and number not in HELDOUT]
-        monkeypatch.setattr(collecting, "SAMPLE_TOKENS", round(SAMPLE * share))
-        alone.append(gathered(model, of([parts[number] for number in mine])))
+        alone.append(gathered(model, of([parts[number] for number in mine], round(SAMPLE * share))))
     for layer, stats in whole.items():
         sources = [seen[layer] for seen in alone]
         assert stats.tokens == sum(part.tokens for part in sources)

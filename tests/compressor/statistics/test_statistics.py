@@ -53,11 +53,6 @@ ONE_BY_ONE = SUMS - {  # the others: tests/strategies/test_deleting.py, steps/sp
 DATA = ALL - {"weights", "heldout", "rank_change"}
 
 
-@pytest.fixture(autouse=True)
-def _small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "SAMPLE_TOKENS", SAMPLE)
-
-
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-5)
 
@@ -124,7 +119,7 @@ def test_sums_equal_a_loop_over_a_whole_models_tokens(name: str, tmp_path: Path)
 def test_samples_are_the_same_rows_of_a_whole_models_tensors(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock)
-    found = statistics(model, SAMPLED | DENSE, parts, seed=SEED)
+    found = statistics(model, SAMPLED | DENSE, parts, SEED, SAMPLE)
     calls = plain_calls(stock, model.architecture, parts)
     rows = sample_positions(36, SAMPLE, SEED)
     for layer in model.architecture.layers:
@@ -156,9 +151,8 @@ def test_the_stock_router_repeats_its_choices_from_the_sampled_arguments(name: s
     if name == "diffusion_gemma":
         pytest.skip("runs its experts on a canvas, not on the calibration tokens")
     stock, model = opened(name, tmp_path)
-    found = statistics(
-        model, frozenset({"router_arguments", "top_k_index", "top_k_weights"}), batches(stock), seed=SEED
-    )
+    needs = frozenset({"router_arguments", "top_k_index", "top_k_weights"})
+    found = statistics(model, needs, batches(stock), SEED, SAMPLE)
     for layer in model.architecture.layers:
         stats, router = found[layer.name], stock.get_submodule(layer.router)
         if len(stats.top_k_index) == 0:
@@ -182,7 +176,7 @@ def test_a_bias_as_long_as_the_batch_is_not_taken_for_tokens(tmp_path: Path) -> 
     """minimax_m2 hands its router the block's bias [E]; here a batch has E tokens too."""
     stock, model = opened("minimax_m2", tmp_path)
     parts = batches(stock, (1, 1), length=8)
-    for stats in statistics(model, frozenset({"router_arguments"}), parts).values():
+    for stats in statistics(model, frozenset({"router_arguments"}), parts, sample_tokens=SAMPLE).values():
         hidden, bias = stats.router_arguments.positional
         assert hidden.shape[0] == 16
         assert bias.shape == (8,)
@@ -195,7 +189,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenModel, Tensor]:
 
 
 def _once(model: OpenModel, parts: Sequence[Tensor]) -> dict[str, LayerStatistics]:
-    return statistics(model, DATA, parts, seed=SEED)
+    return statistics(model, DATA, parts, SEED, SAMPLE)
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -219,7 +213,7 @@ def test_statistics_do_not_depend_on_how_batches_are_cut(whole: tuple[OpenModel,
 @pytest.mark.parametrize(("name", "abandoned"), [*((name, False) for name in NAMES), ("mixtral", True)])
 def test_a_pass_leaves_the_stock_modules_as_they_were(name: str, abandoned: bool, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
-    run: Any = collecting.collect(model, DATA, calibration(batches(stock)), Silent())
+    run: Any = collecting.collect(model, DATA, calibration(batches(stock), SAMPLE), Silent())
     next(run)
     run.close() if abandoned else list(run)
     for module in model.partial.model.modules():

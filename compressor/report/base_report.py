@@ -1,0 +1,245 @@
+"""A model before compression: how alike its experts are, over depth and by several measures, and in which groups.
+
+Figures 2, A1 and A2 of Zhang et al. 2024, arXiv:2407.09590, show such matrices. Each measure is that of a strategy,
+whose groups are outlined. The map of a layer is the principal component analysis whose kernel is linear CKA: experts
+as far apart as sqrt(2 - 2 CKA), on the plane that keeps most of it. E experts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from compressor.checkpoint.source import locate
+from compressor.document import html
+from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Text
+from compressor.document.drawing import colour, spaced
+from compressor.document.picture import FONT, Drawing
+from compressor.formatting import short
+from compressor.model.moe_layer import resolve_count
+from compressor.model.opened import open_model
+from compressor.progress import Progress
+from compressor.recipe.registry import load_strategy
+from compressor.recipe.step import DEFAULT_LENGTH
+from compressor.report.data import LayerReport, Matrix, mean, named, within
+from compressor.report.figures import MOST_NUMBERED, WIDTH, cells, similarity_figure
+from compressor.report.measuring import VISITS, Similarity, compared_tokens, read_part, shares
+from compressor.report.page import MADE_BY
+from compressor.statistics.statistics import collect
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
+
+MEASURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # a strategy with options that compare experts so
+    "linear CKA": ("data-centric", {"similarity": "linear-cka", "mix_tokens": False}),
+    "RBF CKA": ("data-centric", {"similarity": "rbf-cka", "mix_tokens": False}),
+    "mean outputs": ("data-centric", {"similarity": "mean-output", "mix_tokens": False}),
+    "surrogate weights": ("model-centric", {"representation": "surrogate"}),
+}
+MAPPED = "linear CKA"
+RATIO = 0.25  # of the experts that groups save, where no number is named
+SIDE = 2.4  # inches of a map
+ROUNDING = 1e-9  # a spread below this
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMap:
+    """Places of a layer's experts on the two largest principal components of their linear CKA."""
+
+    places: tuple[tuple[float, float], ...]  # [E, 2]; empty where no token reached the layer
+    share: float  # of the experts' spread that the two components hold
+
+
+@dataclass(frozen=True, slots=True)
+class BaseReport:
+    """A model's experts compared on text; every tuple goes by MoE layer."""
+
+    model: str
+    text: str
+    tokens: int
+    compared_tokens: int  # of each layer
+    groups: int
+    measures: Mapping[str, tuple[LayerReport, ...]]  # with the groups that each measure makes
+    silhouettes: Mapping[str, tuple[float | None, ...]]  # of these groups; None where they say nothing
+    maps: tuple[ExpertMap, ...]
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """The layers by linear CKA."""
+        return self.measures[MAPPED]
+
+
+def compare_experts(
+    model: str,
+    revision: str | None,
+    calibration: Sequence[str],
+    samples: int | None,
+    sequence_length: int | None,
+    experts: int | None,
+    progress: Progress,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> BaseReport:
+    """Compare the experts of every MoE layer in one pass over text, in groups of which there are `experts`."""
+    opened = open_model(locate(model, revision, progress), dtype, device)
+    architecture = opened.architecture
+    groups = resolve_count(architecture.layers, experts, RATIO if experts is None else None)
+    length = DEFAULT_LENGTH if sequence_length is None else sequence_length
+    text = read_part(opened, calibration, samples, length)
+    sampled = compared_tokens(architecture.experts)
+    strategies = {name: load_strategy(of, options) for name, (of, options) in MEASURES.items()}
+    needs = VISITS.union(*(strategy.needs for strategy in strategies.values()))
+    compared: dict[str, list[LayerReport]] = {name: [] for name in strategies}
+    for stats in collect(opened, needs, replace(text, sample_tokens=sampled), progress):
+        for name, strategy in strategies.items():
+            assert strategy.similarity is not None
+            measure = partial(strategy.similarity, options=strategy.options)
+            matrix, label = Similarity(strategy.similarity_needs, measure).compare(stats)
+            plan = strategy.plan_layer(stats, groups)
+            report = LayerReport(stats.layer.name, matrix, label, shares(stats.routed_count), plan=plan)
+            compared[name].append(report)
+    measures = {name: named(reports) for name, reports in compared.items()}
+    return BaseReport(
+        model=opened.source.label,
+        text=", ".join(text.source_names),
+        tokens=text.tokens,
+        compared_tokens=sampled,
+        groups=groups,
+        measures=measures,
+        silhouettes={name: tuple(map(silhouette, reports)) for name, reports in measures.items()},
+        maps=tuple(map_of(report.similarity) for report in measures[MAPPED]),
+    )
+
+
+def silhouette(report: LayerReport) -> float | None:
+    """Return how much nearer experts are to their group than to the next, -1 to 1; None without several groups."""
+    from sklearn.metrics import silhouette_score
+
+    groups = len(report.plan.groups)
+    if report.similarity is None or not 1 < groups < report.plan.experts:
+        return None
+    distances = 1 - np.array(report.similarity)
+    return round(float(silhouette_score(distances, report.plan.remap(), metric="precomputed")), 6)
+
+
+def map_of(kernel: Matrix | None) -> ExpertMap:
+    """Return the map of a kernel [E, E] with 1 on the diagonal."""
+    from sklearn.decomposition import KernelPCA
+
+    if kernel is None:
+        return ExpertMap((), 0.0)
+    values = np.array(kernel)
+    spread = max(len(values) - values.sum() / len(values), ROUNDING)  # the trace of the centred kernel
+    analysis = KernelPCA(2, kernel="precomputed", eigen_solver="dense")
+    places = analysis.fit_transform(values).round(6)
+    return ExpertMap(tuple(map(tuple, places.tolist())), float(analysis.eigenvalues_.sum() / spread))
+
+
+def mean_similarity(report: LayerReport) -> float | None:
+    """Return the mean over all pairs of experts."""
+    return mean(within(report, range(report.plan.experts)))
+
+
+def merged_groups(report: LayerReport) -> str:
+    """Return groups of several experts, such as 1+4, 2+5+7."""
+    return ", ".join("+".join(map(str, members)) for members in report.plan.merged) or "none"
+
+
+def base_blocks(data: BaseReport) -> Iterator[Block]:
+    """Yield the redundancy of each layer in numbers."""
+    rows = list[tuple[str, ...]]()
+    for number, layer in enumerate(data.layers):
+        means = [short(mean_similarity(reports[number])) for reports in data.measures.values()]
+        rows.append((layer.name, *means, merged_groups(layer), short(data.silhouettes[MAPPED][number])))
+    groups = f"{data.groups} groups by {MAPPED}"
+    columns = ("", *MEASURES, groups, "silhouette")
+    caption = "Mean similarity of two experts, 0 to 1, by layer"
+    yield Table(caption, columns, tuple(rows), frozenset({groups}), optional=(groups,))
+    note = (
+        f"Outputs of all experts on {data.compared_tokens:,} of {data.tokens:,} tokens of {data.text}. Silhouette: 1 "
+        "where groups are tight and far apart, 0 where they overlap, below 0 where experts are closer to other groups."
+    )
+    yield Text(note, "note")
+
+
+def depth_figure(data: BaseReport) -> Figure:
+    """Return the mean similarity by layer, a line for each measure, and the silhouettes of their groups."""
+    similarities = {name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()}
+    numbers = [layer.plan.layer for layer in data.layers]
+    drawings = (
+        _lines("Mean similarity", similarities, numbers),
+        _lines("Silhouette of the groups", data.silhouettes, numbers),
+    )
+    caption = "The higher the similarity of a layer's experts, the more of them it can spare."
+    return Figure("depth", "Redundancy over depth", caption, drawings)
+
+
+def _lines(title: str, values: Mapping[str, Sequence[float | None]], numbers: Sequence[int]) -> Drawing:
+    def draw(canvas: "FigureBase") -> None:
+        axes = canvas.subplots()
+        for number, (name, heights) in enumerate(values.items()):
+            known = np.array(heights, dtype=float)  # None becomes NaN, which leaves a gap
+            axes.plot(numbers, known, marker="o", markersize=3, color=colour(number), label=name)
+        axes.set_xticks(spaced(numbers))
+        axes.set(xlabel="decoder layer", ylabel=title.lower())
+        canvas.legend(loc="outside upper left", ncols=2, fontsize=FONT)
+
+    parts = list[str]()
+    for name, heights in values.items():
+        known = [height for height in heights if height is not None]
+        parts.append(f"{name} {short(min(known, default=None))} to {short(max(known, default=None))}")
+    return Drawing(title, f"{'; '.join(parts)}.", (WIDTH + 0.6, 2.6), draw)
+
+
+def map_figure(data: BaseReport) -> Figure | None:
+    """Return a map of each layer's experts, with the colour and mark of their group; None without any."""
+
+    def draw(canvas: "FigureBase", layer: LayerReport, expert_map: ExpertMap) -> None:
+        axes = canvas.subplots()
+        for expert, (place, (tint, mark)) in enumerate(zip(expert_map.places, cells(layer), strict=True)):
+            axes.plot(*place, mark or "o", color=tint)
+            if len(expert_map.places) <= MOST_NUMBERED:
+                axes.annotate(str(expert), place, xytext=(3, 3), textcoords="offset points", fontsize=FONT - 1)
+        axes.set_title(f"{layer.name}: {expert_map.share:.0%} of the spread", loc="left")
+        axes.set(xticks=[], yticks=[])
+        axes.set_aspect("equal", adjustable="datalim")
+
+    drawings = list[Drawing]()
+    for layer, expert_map in zip(data.layers, data.maps, strict=True):
+        if expert_map.places:
+            alt = f"Merged groups: {merged_groups(layer)}; {expert_map.share:.0%} of the spread is shown."
+            shown = partial(draw, layer=layer, expert_map=expert_map)
+            drawings.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
+    caption = (
+        "Experts by linear CKA of their outputs on the two largest principal components; those of a group have one "
+        "colour and mark, grey ones are alone."
+    )
+    return Figure("map", "Map of the experts, with their groups", caption, tuple(drawings)) if drawings else None
+
+
+def base_figures(data: BaseReport) -> tuple[Figure, ...]:
+    """Return redundancy over depth, the maps, and the matrices of each measure."""
+    drawn = [depth_figure(data), map_figure(data)]
+    for name, reports in data.measures.items():
+        drawn.append(similarity_figure(reports, file_name(name), f"Similarity of the experts by {name}"))
+    return tuple(figure for figure in drawn if figure is not None)
+
+
+def file_name(measure: str) -> str:
+    """Return the name of a measure's figure."""
+    return measure.lower().replace(" ", "-")
+
+
+FIGURE_NAMES = ("depth", "map", *map(file_name, MEASURES))
+
+
+def base_page(data: BaseReport, drawn: Sequence[Figure]) -> str:
+    """Return the page with a section for each figure."""
+    blocks: list[Block] = [Heading("Redundancy by layer", 2, "layers"), *base_blocks(data)]
+    for figure in drawn:
+        blocks += [Heading(figure.title, 2, figure.name), figure]
+    tiles = Facts((("MoE layers", str(len(data.layers))), ("Groups in each", str(data.groups))))
+    lead = f"How alike the experts of {data.model} are, before anything is compressed."
+    return html.page(data.model, "Redundancy report", lead, tiles, blocks, f"{MADE_BY} {data.model}.")
