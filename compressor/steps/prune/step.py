@@ -75,8 +75,8 @@ class PruneStep(Step[Prune]):
         prune = self.options
         planner = planner_of(state)
         if planner.calibration is not None:
-            calibration = replace(planner.calibration, sample_tokens=prune.sample_count)
-            planner = replace(planner, calibration=calibration)
+            text = replace(planner.calibration, sample_tokens=prune.sample_count)
+            planner = replace(planner, calibration=text)
         spec = spec_of(prune, state.model, state.parts)
         protected = protected_experts(prune.protect, spec.experts, planner)
         correct = state.options_of(Correct)
