@@ -187,7 +187,7 @@ def main() -> None:
     (OUT / "accuracy.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if os.environ.get("CHART"):
         draw_chart(record)
-    print(table)
+    print(table, end="")
 
 
 def draw_chart(record: dict[str, Any]) -> None:
