@@ -98,6 +98,7 @@ def test_deepseek_moe_is_a_qwen2_moe_and_no_deepseek_v2(tmp_path: Path) -> None:
     assert (opened.architecture.experts, len(opened.architecture.layers)) == (8, 2)
     config = json.loads((tmp_path / "deepseek" / "config.json").read_text())
     renamed = {**config, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None}
+    renamed |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}  # as wide as stored
     (tmp_path / "deepseek" / "config.json").write_text(json.dumps(renamed))
-    with pytest.raises(CompressionError, match=r"lacks .* self_attn"):
+    with pytest.raises(CompressionError, match=r"lacks .*self_attn\.kv_"):
         load_whole(tmp_path / "deepseek")

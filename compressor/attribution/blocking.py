@@ -39,7 +39,7 @@ def read_blocked(architecture: Architecture, labels: Sequence[str]) -> dict[str,
         layers = [layer for layer in architecture.layers if layer.index == number and expert < layer.experts]
         if not layers:
             counts = ", ".join(f"{layer.experts} in L{layer.index}" for layer in architecture.layers)
-            raise CompressionError(f"--without {label}: there is no such expert; there are {counts}")
+            raise CompressionError(f"--without {label.strip()}: there is no such expert; there are {counts}")
         for layer in layers:
             blocked.setdefault(layer.name, []).append(expert)
     for layer in architecture.layers:

@@ -54,9 +54,8 @@ def attribute(
             resident=running.resident,
             **running.reading(progress),
         )
-        before = run() if without else None
-        attribution = run(without=without.split(",")) if without else run()
-        results = findings(attribution, threshold, top, before)
+        attribution = run(without=without.split(",")) if without else run()  # which refuses names, so it comes first
+        results = findings(attribution, threshold, top, run() if without else None)
         written = list[Path]()
         if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)
