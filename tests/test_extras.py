@@ -13,7 +13,7 @@ from tests.support import gguf_models, quantized, small
 from tests.support.doc_pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NOT_REQUIRED = {*EXTRAS, "PIL", "sklearn", "markupsafe", "onnx_ir", "peft", "evaluate", "sentence_transformers"}
+NOT_REQUIRED = {*EXTRAS, "PIL", "markupsafe", "onnx_ir", "peft", "evaluate", "sentence_transformers"}
 HIDDEN = f"""
 import json, sys
 from importlib.machinery import PathFinder
