@@ -112,7 +112,8 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
     if is_dataclass(hint):
         return value if isinstance(value, hint) else read_as(hint, value, where, closed)  # type: ignore[arg-type]
     if origin in (Union, UnionType):
-        (kind,) = (option for option in inner if option is not NoneType)
+        options = [option for option in inner if option is not NoneType]
+        kind = type(value) if type(value) in options else options[0]
         return None if value is None else value_as(value, kind, where, closed)
     if origin is Literal:
         if value not in inner:

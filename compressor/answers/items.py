@@ -23,16 +23,21 @@ REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend t
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt, its right answer, and of multiple choice all `choices`, of which the answer is one."""
+    """A prompt, its right answer, and of multiple choice all `choices`, of which the answer is one.
+
+    Where choices differ in what precedes a common ending, as WinoGrande's do, each has a context of its own. The prompt
+    is the right one's context.
+    """
 
     prompt: str
     answer: str
     choices: tuple[str, ...] = ()
     task: str = ""  # that the item is of
     where: str = field(default="", compare=False)  # it was read: file and line, or task and number
+    contexts: tuple[str, ...] = ()  # one for each choice; none if all follow the prompt
 
     def __post_init__(self) -> None:
-        for text in (self.prompt, self.answer, *self.choices, self.task):
+        for text in (self.prompt, self.answer, *self.choices, self.task, *self.contexts):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -41,6 +46,8 @@ class Item:
             raise ItemError("an answer is empty; give every answer some text")
         if self.choices and self.answer not in self.choices:
             raise ItemError("the answer is none of the choices; write it as its choice is written")
+        if self.contexts and (self.prompt not in self.contexts or len(self.contexts) != len(self.choices)):
+            raise ItemError("the contexts do not fit; give each choice one, and the right one's as the prompt")
 
     @property
     def continuations(self) -> tuple[str, ...]:
@@ -49,6 +56,8 @@ class Item:
 
     @property
     def right(self) -> int:
+        if self.contexts:
+            return self.contexts.index(self.prompt)
         return self.continuations.index(self.answer)
 
     @property
@@ -84,6 +93,8 @@ def item_lines(items: Sequence[Item]) -> str:
     for item in items:
         content = plain_json(item)
         del content["where"]
+        if not item.contexts:
+            del content["contexts"]
         lines.append(json.dumps(content, ensure_ascii=False) + "\n")
     return "".join(lines)
 
@@ -114,7 +125,9 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
     Raises `ItemError` where prompt or answer have no token, and `CompressionError` for one that the model doesn't know.
     """
     with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
-        rows = tuple(_row(item.prompt, continuation, tokenizer, most) for continuation in item.continuations)
+        contexts = item.contexts or [item.prompt] * len(item.continuations)
+        pairs = zip(contexts, item.continuations, strict=True)
+        rows = tuple(_row(context, continuation, tokenizer, most) for context, continuation in pairs)
     check_vocabulary(max(max(row.tokens) for row in rows), vocabulary)
     return rows
 

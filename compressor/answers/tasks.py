@@ -361,8 +361,7 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
     """Return the items of all tasks, in order; those of their `training` splits without few-shot examples.
 
     Items without one right choice are left out with one warning, or refused if `strict`. Raises `CompressionError` for
-    a task that is not multiple choice, asks each choice with a context of its own, or has no training split where that
-    is wanted.
+    a task that is not multiple choice, or has no training split where that is wanted.
     """
     items = list[Item]()
     left_out = LeftOut("items of tasks", strict)
@@ -401,13 +400,10 @@ def _item(name: str, task: Any, number: int, doc: Any, requests: list[Any]) -> I
         right = choices.index(right)
     arguments = [request.args for request in requests[: len(choices)]]
     contexts, continuations = zip(*arguments, strict=True)
-    if len(set(contexts)) > 1:
-        raise CompressionError(
-            f"task {name!r} asks each choice with a context of its own, so its items have no prompt; name another task"
-        )
     if type(right) is not int or not 0 <= right < len(continuations):
         raise ItemError(f"{where} has not one right choice")
     try:
-        return Item(contexts[0], continuations[right], continuations, name, where)
+        own = contexts if len(set(contexts)) > 1 else ()
+        return Item(contexts[right], continuations[right], continuations, name, where, own)
     except ItemError as error:
         raise ItemError(f"{where}: {error}") from error

@@ -440,6 +440,9 @@ def _refitted(outcome: Report) -> Iterator[str]:
         )
     elif "routers" in trained:
         yield "Router calibration moved the routers alone toward the base's next token, on text of its maker's."
+        for step in outcome.steps:
+            if (step.get("result") or {}).get("confirmed") is False:
+                yield "It was forced (routers.accept: always): held-out text did not confirm that it is a gain."
     elif methods:
         yield "Nothing was fine-tuned end to end."
     elif not trained:

@@ -1,6 +1,6 @@
 """C3PO (arXiv:2504.07964): each question is answered once more on an optimised pathway, found by its neighbours.
 
-L late MoE layers, E experts (and any rows beyond them).
+L MoE layers whose routers are moved, E experts (and any rows beyond them).
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from compressor.answers.items import Item, is_greedy, likelihoods, positions, rows_of
 from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, PlainForward
-from compressor.pathways.optimisers import Neighbour, kernel_weights, optimised
-from compressor.pathways.options import OWN, PathwayOptions
+from compressor.pathways.optimisers import Neighbour, core_coverage, kernel_weights, optimised, pathway_logits
+from compressor.pathways.options import OWN, PathwayOptions, selected
 from compressor.pathways.reference import Embedder, ReferenceSet, embedder, read_reference
+
+ORACLE = "recipes/c3po/oracle.sh asks it items whose answers are known"
 
 
 @dataclass(slots=True)
@@ -31,11 +34,18 @@ class PathwayAnswerer:
     options: PathwayOptions
     embed: Embedder
     plain_work: int = 0
+    questions: int = 0  # whose pathway was optimised
+    covered: Tensor | float = 0.0  # sums of `core_coverage` over them
 
     @property
     def cost(self) -> float:
         """Computed decoder layers times tokens, as a multiple of plain forwards of the questions."""
         return self.model.work / self.plain_work if self.plain_work else 1.0
+
+    @property
+    def coverage(self) -> tuple[float, ...]:
+        """Mean of `core_coverage` over the questions whose pathway was optimised; nothing if there are none."""
+        return tuple((self.covered / self.questions).tolist()) if isinstance(self.covered, Tensor) else ()
 
     def run(self, item: Item) -> PlainForward:
         """Run a plain forward of an item's prompt with each of its continuations."""
@@ -45,34 +55,69 @@ class PathwayAnswerer:
     def answer(self, prompt: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
         """Return the log likelihood in nats of each continuation on the optimised pathway, and True if it is greedy.
 
+        Raises `CompressionError` for the oracle, which would have to know the right one.
+        """
+        if self.options.optimizer == "oracle":
+            raise CompressionError(f"the oracle has to know the answers; {ORACLE}")
+        return self.answers(Item(prompt, continuations[0], tuple(continuations)))
+
+    def grade(self, item: Item) -> tuple[bool, float]:
+        """Return True if the right choice is the most likely one, without choices if it is greedy; and its likelihood.
+
+        Contexts of their own have pathways of their own, save for the oracle, which optimises the right one's alone.
+        """
+        if item.contexts and self.options.optimizer != "oracle":
+            pairs = zip(item.contexts, item.continuations, strict=True)
+            answers = [self.answer(context, [continuation])[0] for context, continuation in pairs]
+        else:
+            answers = self.answers(item)
+        scores = [likelihood for likelihood, _ in answers]
+        is_right = scores.index(max(scores)) == item.right if item.choices else answers[0][1]
+        return is_right, scores[item.right]
+
+    def answers(self, item: Item) -> list[tuple[float, bool]]:
+        """Return `answer` for an item's continuations.
+
         An item so long that its rows are cut differently has no one prompt; its answers are those of the plain model.
         """
-        item = Item(prompt, continuations[0], tuple(continuations))
         plain = self.run(item)
         self.plain_work += plain.work
         logits = plain.logits
-        if len({row.start for row in plain.rows}) == 1:
+        if item.contexts or len({row.start for row in plain.rows}) == 1:
             with torch.no_grad():
                 logits = self.model.again(plain, self.shift(item, plain))
         greedy = [is_greedy(logits[index : index + 1], row) for index, row in enumerate(plain.rows)]
         return list(zip(likelihoods(logits, plain.rows).tolist(), greedy, strict=True))
 
     def shift(self, item: Item, plain: PlainForward) -> Tensor:
-        """Return the shift of the late router logits [L, E] of an item that has passed the plain model."""
-        late = self.model.late
+        """Return the shift of the moved routers' logits [L, E] of an item that has passed the plain model."""
+        model = self.model
+        options = self.options
+        if options.optimizer == "oracle":
+            right = self.run(item.alone) if item.choices else plain
+            pathway = right.pathway[[*model.layer_numbers]]
+            shift = optimised(model, pathway, [Neighbour(pathway, right)], torch.ones(1), options)
+        else:
+            pathway = plain.pathway[[*model.layer_numbers]]
+            shift = self._by_neighbours(item, plain, pathway)
+        counts = [layer.top_k for layer in model.moved_layers]
+        self.covered += core_coverage(pathway, shift, pathway_logits(model, pathway), counts)
+        self.questions += 1
+        return shift
+
+    def _by_neighbours(self, item: Item, plain: PlainForward, pathway: Tensor) -> Tensor:
         options = self.options
         reference = self.reference
         embedding = self.embed(item, plain.rows[0])
         nearest, query, points = reference.neighbours(embedding, options.neighbours, options.radius, but=item.prompt)
-        pathway = plain.pathway[-late:]
         if not nearest:
             return torch.zeros_like(pathway)
         has_line_search = options.optimizer == "kernel" and options.share is None
         needs_loss = options.optimizer == "ngd" or has_line_search
-        neighbours = [
-            Neighbour(reference.pathways[index, -late:], self.run(reference.items[index].alone) if needs_loss else None)
-            for index in nearest
-        ]
+        neighbours = list[Neighbour]()
+        for index in nearest:
+            forward = self.run(reference.items[index].alone) if needs_loss else None
+            neighbours.append(Neighbour(reference.pathways[index, [*self.model.layer_numbers]], forward))
         weights = kernel_weights(options.kernel, query, points, options.bandwidth)
         return optimised(self.model, pathway, neighbours, weights, options)
 
@@ -83,24 +128,29 @@ def open_answering(
     options: PathwayOptions,
     *,
     embedding: str = OWN,
+    trust_remote_code: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     revision: str | None = None,
 ) -> PathwayAnswerer:
-    """Load a model and its reference set.
+    """Load a model and its reference set; the code of the embedding model's repository is run if that is trusted.
 
     Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
     another model than `embedding`.
     """
     reference_set = read_reference(Path(reference), embedding)
-    return load_answering(open_model(locate(model, revision), dtype, device), reference_set, options)
+    opened = open_model(locate(model, revision), dtype, device)
+    return load_answering(opened, reference_set, options, trust_remote_code)
 
 
-def load_answering(opened: OpenModel, reference: ReferenceSet, options: PathwayOptions) -> PathwayAnswerer:
+def load_answering(
+    opened: OpenModel, reference: ReferenceSet, options: PathwayOptions, trust_remote_code: bool = False
+) -> PathwayAnswerer:
     """Read the weights of a model; refused unless `reference` is of it and its tokenizer."""
     tokenizer = load_tokenizer(opened.source.folder)
     reference.check(opened, tokenizer)
-    late = min(options.layers, len(opened.architecture.layers))
-    model = PathwayModel(opened, late, options.tokens, reference.facts.scores)
+    layer_numbers = selected(options.layers, len(opened.architecture.layers))
+    model = PathwayModel(opened, layer_numbers, options.tokens, reference.facts.scores)
     model.load()
-    return PathwayAnswerer(model, tokenizer, reference, options, embedder(reference.facts.embedding, model))
+    embed = embedder(reference.facts.embedding, model, trust_remote_code)
+    return PathwayAnswerer(model, tokenizer, reference, options, embed)

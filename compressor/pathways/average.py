@@ -1,6 +1,6 @@
 """The average optimised pathway: the literal reading of C3PO for a stock checkpoint, whose routers take it as a bias.
 
-L late MoE layers, E experts (and any rows beyond them).
+L MoE layers whose routers are moved, E experts (and any rows beyond them).
 """
 
 import random
@@ -20,7 +20,7 @@ from compressor.model.opened import OpenModel
 from compressor.model.router_logits import weights_of
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.answering import load_answering
-from compressor.pathways.optimisers import Neighbour, optimised, pathway_logits
+from compressor.pathways.optimisers import pathway_logits
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import ReferenceSet, build_reference, read_reference
 from compressor.progress import Progress
@@ -57,9 +57,8 @@ class AveragePathway:
             self.model.partial.release("")
 
     def _average(self, reference: ReferenceSet, progress: Progress) -> RouterShift:
-        by_answer = self.optimizer == OWN_ANSWER
-        options = PathwayOptions() if by_answer else PathwayOptions(cast(Optimizer, self.optimizer))
-        answering = load_answering(self.model, reference, options)
+        optimizer = "oracle" if self.optimizer == OWN_ANSWER else self.optimizer
+        answering = load_answering(self.model, reference, PathwayOptions(cast(Optimizer, optimizer)))
         engine = answering.model
         items = reference.items
         if len(items) > MOST:
@@ -69,14 +68,11 @@ class AveragePathway:
         score_changes = list[Tensor]()
         for item in items:
             plain = answering.run(item.alone)
-            pathway = plain.pathway[-engine.late :]
-            if by_answer:
-                shift = optimised(engine, pathway, [Neighbour(pathway, plain)], torch.ones(1), options)
-            else:
-                shift = answering.shift(item, plain)
+            pathway = plain.pathway[[*engine.layer_numbers]]
+            shift = answering.shift(item.alone, plain)
             moved = pathway_logits(engine, pathway) + shift
-            late = zip(moved, engine.scores[-engine.late :], strict=True)
-            rescored = [weights_of(logits, score) for logits, score in late]
+            pairs = zip(moved, engine.moved_scores, strict=True)
+            rescored = [weights_of(logits, score) for logits, score in pairs]
             logit_changes.append(shift)
             score_changes.append(torch.stack(rescored) - pathway)
             progress.advance("")

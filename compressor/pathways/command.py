@@ -18,6 +18,9 @@ def reference(
     embedding: Annotated[
         str, flag("How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
     ] = "own",
+    trust_remote_code: Annotated[
+        bool, flag("Run the code of the --embedding model's repository, which must be trusted.")
+    ] = False,
 ) -> None:
     """Ask a model items and keep those that it answers right, each with the experts it is routed to."""
     items.check_packages()
@@ -30,6 +33,7 @@ def reference(
             output,
             **items.arguments("calibration"),
             embedding=embedding,
+            trust_remote_code=trust_remote_code,
             overwrite=running.overwrite,
             **running.reading(progress),
         )

@@ -1,6 +1,7 @@
 """A stock model in memory, with routers whose logits are moved: a plain forward, then its late layers alone once more.
 
-B rows, S tokens, M positions that may be moved, L late MoE layers, E experts.
+Late are decoder layers from the first one on whose router is moved. B rows, S tokens, M positions that may be moved,
+L MoE layers whose routers are moved, E experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, Score, find_score, watched, weights_of
-from compressor.pathways.options import Tokens
+from compressor.pathways.options import SCORED, Span, selected
 
 AGREE = 0.02  # of the largest logit, by which recomputed logits may differ on a machine that adds in any order
 REMEDIES = ("take shorter items, or --device cpu", "see whether stock transformers alone can run it")
@@ -35,7 +36,7 @@ class PlainForward:
     tokens: Tensor  # [B, S], without the last one of each row, whose logits are not needed
     early_outputs: Mapping[str, Any]  # by early decoder layer
     moved: Tensor  # [M] positions among all B * S
-    router_logits: tuple[Tensor, ...]  # of each late layer at the moved positions, [M, E]
+    router_logits: tuple[Tensor, ...]  # of each moved layer at the moved positions, [M, E]
     pathway: Tensor  # [all MoE layers, E] of the last prompt token of the first row, float32 on the CPU
     logits: Tensor  # [B, S, V]
     work: int  # decoder layers times tokens
@@ -43,14 +44,14 @@ class PlainForward:
 
 @dataclass(slots=True)
 class PathwayModel:
-    """A model whose last `late` MoE layers can be run again with other router logits; `load` reads its weights.
+    """A model that can be run again with other router logits in some MoE layers; `load` reads its weights.
 
     `work` counts decoder layers times tokens, twice as much for a backward pass.
     """
 
     opened: OpenModel
-    late: int
-    moves: Tokens = "last"
+    layer_numbers: tuple[int, ...]  # of the MoE layers whose routers are moved
+    tokens: Span = "last"
     scores: tuple[Score, ...] = ()  # how each MoE layer's router makes weights of logits; found on the first rows
     work: int = 0
     _checked: bool = field(default=False, repr=False)
@@ -64,14 +65,18 @@ class PathwayModel:
         return self.opened.architecture.layers
 
     @property
-    def late_layers(self) -> tuple[MoeLayer, ...]:
-        return self.layers[-self.late :]
+    def moved_layers(self) -> tuple[MoeLayer, ...]:
+        return tuple(self.layers[number] for number in self.layer_numbers)
+
+    @property
+    def moved_scores(self) -> tuple[Score, ...]:
+        return tuple(self.scores[number] for number in self.layer_numbers)
 
     @property
     def early_layers(self) -> tuple[str, ...]:
-        """Decoder layers before the first late MoE layer's."""
+        """Decoder layers before the first one whose router is moved."""
         layer_names = self.opened.architecture.decoder_layers
-        return layer_names[: layer_names.index(self.late_layers[0].decoder_layer)]
+        return layer_names[: layer_names.index(self.moved_layers[0].decoder_layer)]
 
     def load(self) -> None:
         """Read all weights; raises `CompressionError` for a model without a language-model head."""
@@ -93,8 +98,11 @@ class PathwayModel:
         positions = list[int]()  # that are moved
         for number, row in enumerate(rows):
             first = number * tokens.shape[1]
-            end = row.start if self.moves == "last" else len(row.tokens) - 1
-            positions += range(first + row.start - 1, first + end)
+            if self.tokens == SCORED:
+                in_row: Sequence[int] = range(row.start - 1, len(row.tokens) - 1)
+            else:
+                in_row = selected(self.tokens, row.start)
+            positions += [first + position for position in in_row]
         moved = torch.tensor(positions, device=self.opened.partial.device)
         last = rows[0].start - 1
         pathway = [
@@ -106,7 +114,7 @@ class PathwayModel:
             tokens=tokens,
             early_outputs=early_outputs,
             moved=moved,
-            router_logits=tuple(router_logits[layer.name][moved] for layer in self.late_layers),
+            router_logits=tuple(router_logits[layer.name][moved] for layer in self.moved_layers),
             pathway=torch.stack(pathway),
             logits=logits,
             work=work,
@@ -158,7 +166,7 @@ class PathwayModel:
         return logits, router_logits, early_outputs
 
     def again(self, plain: PlainForward, shift: Tensor) -> Tensor:
-        """Return logits [B, S, V] with `shift` [L, E] added to the late routers' logits at the moved positions.
+        """Return logits [B, S, V] with `shift` [L, E] added to the moved routers' logits at the moved positions.
 
         The routers are set to that whatever the layers before now output. Gradients go back to a `shift` that requires
         them. A shift of zeros gives the plain logits bit for bit.
@@ -169,7 +177,7 @@ class PathwayModel:
             return flat.index_copy(0, plain.moved, target.to(flat)).reshape(product.logits.shape)
 
         with ExitStack() as stack:
-            for layer, logits, added in zip(self.late_layers, plain.router_logits, shift, strict=True):
+            for layer, logits, added in zip(self.moved_layers, plain.router_logits, shift, strict=True):
                 target = logits + added.to(logits)
                 stack.enter_context(watched(self.model, layer, partial(set_rows, target)))
             for decoder_layer, output in plain.early_outputs.items():  # early layers return what they returned before

@@ -17,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from compressor.errors import CompressionError
-from compressor.pathways.answering import open_answering
+from compressor.pathways.answering import ORACLE, open_answering
 from compressor.pathways.options import OWN, PathwayOptions
 from compressor.records import read_as
 
@@ -35,6 +35,7 @@ class PathwayLM(LM):
         pretrained: str,
         reference: str,
         embedding: str = OWN,
+        trust_remote_code: bool = False,  # of the embedding model
         device: str = "auto",
         dtype: str = "auto",
         revision: str | None = None,
@@ -44,8 +45,17 @@ class PathwayLM(LM):
     ) -> None:
         super().__init__()
         options = read_as(PathwayOptions, pathway_options, "model_args", closed=True)
+        if options.optimizer == "oracle":
+            raise CompressionError(f"lm-eval does not say which answer is right; {ORACLE}")
         self.answering = open_answering(
-            pretrained, reference, options, embedding=embedding, device=device, dtype=dtype, revision=revision
+            pretrained,
+            reference,
+            options,
+            embedding=embedding,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            dtype=dtype,
+            revision=revision,
         )
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

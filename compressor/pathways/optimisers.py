@@ -1,21 +1,24 @@
 """C3PO at test time (arXiv 2504.07964): other router logits for an item, from the pathways of neighbours of it.
 
 Of the methods of the paper, mode finding and kernel regression mix the neighbours' pathways, neighbourhood gradient
-descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights over all experts of L late MoE layers.
+descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights over all experts of L MoE layers.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from sklearn.gaussian_process.kernels import Matern
+from sklearn.metrics.pairwise import linear_kernel, polynomial_kernel, rbf_kernel
 from torch import Tensor
 
 from compressor.answers.items import likelihoods
 from compressor.devices import as_float64
 from compressor.model.router_logits import logits_of
 from compressor.pathways.engine import PathwayModel, PlainForward
-from compressor.pathways.options import Kernel, PathwayOptions
+from compressor.pathways.options import Kernel, PathwayOptions, Schedule
 
 DEGREE = 2  # of the polynomial kernel, (1 + x.y)^2
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the line search tries
@@ -24,29 +27,28 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the l
 def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | None = None) -> Tensor:
     """Return kernel weights [n] of the `points` [n, ...] around the `query` [...]; they sum to 1.
 
-    Gaussian: exp(-d^2 / 2b^2). Matern (3/2): (1 + sqrt(3) d/b) exp(-sqrt(3) d/b). Linear: x.y, polynomial: (1 + x.y)^2,
-    negative values counting as none. Without a `bandwidth` b it is the points' mean distance d. Points of which none
-    has a weight share it alike.
+    Gaussian: exp(-d^2 / 2b^2). Matern (3/2): (1 + sqrt(3) d/b) exp(-sqrt(3) d/b). Linear: x.y, or none where that is
+    negative. Polynomial: (1 + x.y)^2. Without a `bandwidth` b it is the points' mean distance d. If no point has any
+    weight, such as those too far for a `bandwidth`, the nearest share it alike.
     """
-    device = query.device
-    query = as_float64(query.flatten())
-    points = as_float64(points.flatten(1))
-    products = points @ query
-    distances = (points - query).norm(dim=1)
-    width = bandwidth if bandwidth is not None else float(distances.mean())
-    scaled = distances / width if width > 0 else torch.zeros_like(distances)
-    if kernel == "gaussian":
-        weights = (-(scaled.square() - scaled.square().min()) / 2).exp()  # the nearest has one: not all can vanish
-    elif kernel == "matern":
-        far = math.sqrt(3) * scaled
-        weights = (1 + far) * (-(far - far.min())).exp()
-    elif kernel == "linear":
-        weights = products.clamp_min(0)
+    place = as_float64(query.reshape(1, -1)).cpu().numpy()
+    rows = as_float64(points.flatten(1)).cpu().numpy()
+    distances = np.linalg.norm(rows - place, axis=1)
+    width = float(distances.mean()) if bandwidth is None else bandwidth
+    if kernel == "linear":
+        values = linear_kernel(rows, place)
+    elif kernel == "polynomial":
+        values = polynomial_kernel(rows, place, DEGREE, gamma=1)
+    elif width == 0:
+        values = np.ones((len(rows), 1))
+    elif kernel == "gaussian":
+        values = rbf_kernel(rows, place, gamma=1 / (2 * width**2))
     else:
-        weights = (1 + products).clamp_min(0) ** DEGREE
-    total = float(weights.sum())
-    shares = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
-    return shares.float().to(device)
+        values = Matern(width, nu=1.5)(rows, place)
+    weights = values[:, 0].clip(0)
+    if not weights.any():
+        weights = (distances == distances.min()).astype(float)
+    return torch.from_numpy(weights / weights.sum()).float().to(query.device)
 
 
 def towards(pathway: Tensor, points: Tensor, weights: Tensor, share: float = 1.0) -> Tensor:
@@ -66,24 +68,39 @@ def mean_shift(
     return pathway
 
 
+def core_coverage(pathway: Tensor, shift: Tensor, logits: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the share of the experts of largest weight after a shift that are among the n largest before it.
+
+    Pathway, shift and its logits are [L, E], `counts` the experts that each layer chooses; returned for n of 1 to E.
+    """
+    covered = torch.zeros(pathway.shape[-1])
+    for before, after, count in zip(pathway, logits + shift, counts, strict=True):
+        ranks = before.argsort(descending=True, stable=True).argsort()
+        chosen = after.argsort(descending=True, stable=True)[:count]
+        covered += torch.bincount(ranks[chosen], minlength=len(before)).cumsum(0) / count
+    return covered / len(pathway)
+
+
 def core(pathway: Tensor, count: int) -> Tensor:
     """Return a mask of the `count` experts of largest weight in each layer: [L, E] -> [L, E]."""
     largest = pathway.topk(min(count, pathway.shape[-1]), dim=-1).indices
     return torch.zeros_like(pathway, dtype=torch.bool).scatter(-1, largest, True)
 
 
-def descend(gradient: Callable[[Tensor], Tensor], start: Tensor, steps: int, rate: float) -> Tensor:
-    """Step against the gradient from `start`; the rate falls to nothing along half a cosine."""
+def descend(
+    gradient: Callable[[Tensor], Tensor], start: Tensor, steps: int, rate: float, schedule: Schedule = "cosine"
+) -> Tensor:
+    """Step against the gradient from `start`; the rate stays, or falls to nothing along half a cosine."""
     position = start
     for step in range(steps):
-        decay = (1 + math.cos(math.pi * step / steps)) / 2
+        decay = (1 + math.cos(math.pi * step / steps)) / 2 if schedule == "cosine" else 1.0
         position = position - rate * decay * gradient(position)
     return position
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """An item of the reference set: its pathway [L, E] in the late layers, and a plain forward with its answer."""
+    """An item of the reference set: its pathway [L, E] in the moved layers, and a plain forward with its answer."""
 
     pathway: Tensor
     plain: PlainForward | None = None  # not needed by mode finding, nor by kernel regression with a given share
@@ -92,18 +109,18 @@ class Neighbour:
 def optimised(
     model: PathwayModel, pathway: Tensor, neighbours: Sequence[Neighbour], weights: Tensor, options: PathwayOptions
 ) -> Tensor:
-    """Return the shift [L, E] of the late router logits of an item with this `pathway` [L, E].
+    """Return the shift [L, E] of the moved layers' router logits of an item with this `pathway` [L, E].
 
     `weights` [n] are the neighbours'. Ones whose pathways are the item's own change nothing, except by ngd, which
-    looks at their loss; an item that is its own neighbour makes that an oracle, an upper bound which knows the answer.
+    looks at their loss. The oracle is ngd with the item as its only neighbour.
     """
     movable = core(pathway, options.experts)
-    if options.optimizer == "ngd":
+    if options.optimizer in ("ngd", "oracle"):
 
         def gradient(shift: Tensor) -> Tensor:
             return neighbours_gradient(model, pathway, shift, neighbours, weights) * movable
 
-        return descend(gradient, torch.zeros_like(pathway), options.steps, options.rate)
+        return descend(gradient, torch.zeros_like(pathway), options.steps, options.rate, options.schedule)
     points = torch.stack([neighbour.pathway for neighbour in neighbours])
 
     def shift_to(target: Tensor) -> Tensor:
@@ -150,6 +167,6 @@ def _losses(model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Seq
 
 
 def pathway_logits(model: PathwayModel, pathway: Tensor) -> Tensor:
-    """Return the late routers' logits of which these weights are made: [L, E] -> [L, E]."""
-    late = zip(pathway, model.scores[-model.late :], strict=True)
-    return torch.stack([logits_of(weights, score) for weights, score in late])
+    """Return the moved routers' logits of which these weights are made: [L, E] -> [L, E]."""
+    pairs = zip(pathway, model.moved_scores, strict=True)
+    return torch.stack([logits_of(weights, score) for weights, score in pairs])

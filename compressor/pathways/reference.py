@@ -7,11 +7,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
+from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -35,7 +37,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.router_logits import Score
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, PlainForward
-from compressor.pathways.options import OWN
+from compressor.pathways.options import OWN, selected
 from compressor.progress import Progress, Silent
 from compressor.records import plain_json, read_as, read_json
 
@@ -60,7 +62,7 @@ class ReferenceFacts:
     format: Literal["moe-compressor-reference/1"] = "moe-compressor-reference/1"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReferenceSet:
     """Items that the model answers right, with their embeddings and pathways."""
 
@@ -78,14 +80,19 @@ class ReferenceSet:
         are neighbours, which may be none. Items whose prompt is `but` are left out: they would give an answer away.
         """
         query = normalize(embedding, dim=0)
-        points = normalize(self.embeddings)
-        distances = (points.double() - query).norm(dim=1)
-        order = distances.argsort(stable=True).tolist()
-        nearest = [index for index in order if self.items[index].prompt != but]
-        if radius is not None:
-            count = sum(bool(distances[index] <= radius) for index in nearest)
-        nearest = nearest[:count]
-        return nearest, query, points[nearest]
+        distances, places = self._search.kneighbors(query[None].double().numpy(), len(self.items))
+        by_distance = sorted(zip(distances[0].tolist(), places[0].tolist(), strict=True))  # ties: the lower index first
+        nearest = list[int]()
+        for distance, index in by_distance:
+            is_near = len(nearest) < count if radius is None else distance <= radius
+            if is_near and self.items[index].prompt != but:
+                nearest.append(index)
+        return nearest, query, normalize(self.embeddings[nearest])
+
+    @cached_property
+    def _search(self) -> NearestNeighbors:
+        """The index of the items' embeddings, by trees, whose distances are exact where embeddings are equal."""
+        return NearestNeighbors(algorithm="kd_tree").fit(normalize(self.embeddings).double().numpy())
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse another model than this set's, or another tokenizer."""
@@ -130,7 +137,8 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
     tensors = load_file(folder / NAMES[1])
     embeddings = tensors["embeddings"]
     pathways = tensors["pathways"]
-    if len(embeddings) != len(items) or pathways.shape[:2] != (len(items), len(facts.scores)):
+    fits = len(embeddings) == len(items) and pathways.shape[:2] == (len(items), len(facts.scores))
+    if not fits or not bool(embeddings.isfinite().all()):
         raise CompressionError(f"{folder / NAMES[1]} does not fit the files beside it; make the reference set again")
     return ReferenceSet(facts, items, embeddings, pathways)
 
@@ -138,10 +146,11 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
 Embedder = Callable[[Item, TokenRow], Tensor]  # an item and its tokens -> [D], float32 on the CPU
 
 
-def embedder(name: str, model: PathwayModel) -> Embedder:
+def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) -> Embedder:
     """Embed prompts by the loaded model's own embeddings (their mean [H]), or by a model of sentence-transformers.
 
-    Raises `CompressionError` where that is not installed or knows no such model.
+    The code of that model's repository is run if it is trusted. Raises `CompressionError` where that is not installed
+    or knows no such model.
     """
     if name == OWN:
 
@@ -154,11 +163,12 @@ def embedder(name: str, model: PathwayModel) -> Embedder:
     try:
         from sentence_transformers import SentenceTransformer
 
-        sentences: Any = SentenceTransformer(name, trust_remote_code=False)
+        sentences: Any = SentenceTransformer(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # its loaders raise what they like
         raise CompressionError(
             f"--embedding {name} cannot be loaded ({reason_of(error)}); install sentence-transformers with "
-            "`pip install sentence-transformers` and name one of its models, or leave --embedding out"
+            "`pip install sentence-transformers` and name one of its models, or leave --embedding out; if it brings "
+            "code that you trust, add --trust-remote-code"
         ) from error
     return lambda item, row: torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
 
@@ -196,6 +206,7 @@ def build_reference(
     progress: Progress,
     keep: Callable[[Item, PlainForward], bool] = answers_right,
     strict: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[ReferenceSet, tuple[TaskAccuracy, ...]]:
     """Keep the items that the model answers right, or those to `keep`, and count those of each task.
 
@@ -203,10 +214,10 @@ def build_reference(
     """
     tokenizer = load_tokenizer(opened.source.folder)
     questions = tokenised(items, tokenizer, opened.vocabulary, positions(opened.config), strict)
-    model = PathwayModel(opened, late=1)
+    model = PathwayModel(opened, selected(1, len(opened.architecture.layers)))
     progress.start(f"Loading {opened.source.label}", 1)
     model.load()
-    embed = embedder(embedding, model)
+    embed = embedder(embedding, model, trust_remote_code)
     progress.advance("")
     progress.start("Asking", len(questions))
     right_items = list[Item]()
@@ -218,8 +229,10 @@ def build_reference(
         is_right = keep(item, plain)
         results.setdefault(item.task, []).append(is_right)
         if is_right:
+            if item.contexts:
+                plain = model.run([rows[item.right]])
             right_items.append(item)
-            embeddings.append(embed(item, rows[0]))
+            embeddings.append(embed(item, plain.rows[0]))
             pathways.append(plain.pathway)
         progress.advance(item.task)
     if not right_items:
@@ -251,6 +264,7 @@ def reference(
     include_path: str | Path | None = None,
     strict: bool = False,
     embedding: str = OWN,
+    trust_remote_code: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     revision: str | None = None,
@@ -261,15 +275,18 @@ def reference(
 
     Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
     `calibration` with `prompt`, `answer` and, of multiple choice, `choices`. Those that can't be asked are left out, or
-    refused if `strict`. The whole model is read into memory. Raises `CompressionError` where no item is answered right,
-    or the model's late layers cannot be run by themselves.
+    refused if `strict`. Code of the `embedding` model's repository is run if `trust_remote_code`. The whole model is
+    read into memory. Raises `CompressionError` where no item is answered right, or the model's late layers cannot be
+    run by themselves.
     """
     folder = Path(output)
     check_folder(folder, NAMES, overwrite)
     with lock_output(folder):
         items = items_of(tasks, calibration, limit, include_path, strict)
         opened = open_model(locate(model, revision, progress), dtype, device)
-        reference_set, asked = build_reference(opened, items, embedding, progress or Silent(), strict=strict)
+        reference_set, asked = build_reference(
+            opened, items, embedding, progress or Silent(), strict=strict, trust_remote_code=trust_remote_code
+        )
         files = write_reference(reference_set, folder, overwrite)
     return ReferenceSummary(reference_set.facts, len(reference_set.items), asked, tuple(files))
 

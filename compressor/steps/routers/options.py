@@ -27,6 +27,8 @@ class Routers(StepOptions):
     """Optimiser of the pathways that a bias averages: own (each answer), mode, kernel or ngd."""
     reference: str | None = None
     """Reference set of the checkpoint, whose optimised pathways a bias averages."""
+    accept: Literal["gain", "always"] = "gain"
+    """Keep the best change if it's a gain on held-out text (gain), or whatever it does there (always)."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from compressor.distributed import ranks, refuse_several
-from compressor.divergence.evaluator import Evaluator, require_enough
+from compressor.divergence.evaluator import Evaluator, accepts, require_enough
 from compressor.document.blocks import Block, Table, Text
 from compressor.entry_points import ROUTER_SHIFTS, load
 from compressor.errors import CompressionError
@@ -41,6 +41,10 @@ PLACES = ("layer", "place", "mean", "deviation")
 @dataclass(frozen=True)
 class RoutersStep(Step[Routers]):
     """Move the routers toward the base on text, as far as that lowers the KL on held-out text."""
+
+    @property
+    def is_forced(self) -> bool:
+        return self.options.accept == "always"
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
         """Return the step; None if nothing is moved."""
@@ -110,6 +114,8 @@ class RoutersStep(Step[Routers]):
         figures: dict[str, Any] = {"before": before["kl"], "after": after["kl"]}
         for name in ("loss", "flips"):
             figures |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+        if self.is_forced:
+            figures |= {"changed": True, "confirmed": accepts(best.before, best.after)}
         figures |= {"sequences": best.before.sequences, "steps": [asdict(step) for step in best.steps], **best.details}
         if len(methods) > 1:
             figures |= {"taken": taken if any(step.step for step in best.steps) else "none", "tried": kl}
@@ -120,7 +126,7 @@ class RoutersStep(Step[Routers]):
         assert state.text is not None
         rounds = [text[first :: self.options.rounds] for first in range(self.options.rounds)]
         fit = [part[ranks().rank :: ranks().size] for part in rounds if part]
-        given = evaluator, state.progress, state.text.emphasis
+        given = evaluator, state.progress, state.text.emphasis, self.is_forced
         return calibrate_weights(state.model, stored_weights(state.model), fit, *given)
 
     def _by_bias(self, state: State, text: Answered, evaluator: Evaluator, shift: Any) -> Calibrated:
@@ -135,13 +141,16 @@ class RoutersStep(Step[Routers]):
             for place in places
         ]
         details = {"items": average.items, "agreement": average.agreement, "layers": layers}
-        return replace(calibrate_bias(model, stored, places, average, evaluator, state.progress), details=details)
+        calibrated = calibrate_bias(model, stored, places, average, evaluator, state.progress, self.is_forced)
+        return replace(calibrated, details=details)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe the method, KL before and after, each round and a bias's places; gains are in nats per token."""
         result = entry.get("result") or {}
         moved = changed(entry)
         took = f", took {result['taken']}" if "taken" in result else ""
+        if "confirmed" in result:
+            took += f", forced; held-out text confirms {'the' if result['confirmed'] else 'no'} gain"
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
         blocks: list[Block] = [Text(f"Router calibration ({self.options.method}{took}): {outcome}.")]
         rounds = list[tuple[str, ...]]()

@@ -64,10 +64,11 @@ class Round:
     standard_error: float = 0.0
 
     @classmethod
-    def of(cls, before: Figures, trial: RouterTrial) -> "Round":
-        """Return the step of a trial, if its gain is accepted; else one of zero."""
+    def of(cls, before: Figures, trial: RouterTrial, forced: bool = False) -> "Round":
+        """Return the step of a trial, if its gain is accepted or it is forced; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
-        return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if gained.accepted else cls()
+        is_taken = forced or gained.accepted
+        return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if is_taken else cls()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +116,12 @@ def calibrate_weights(
     evaluator: Evaluator,
     progress: Progress,
     emphasis: Emphasis = PLAIN,
+    forced: bool = False,
 ) -> Calibrated:
     """Move the router weights of a smaller model, a round for each text of `fit`; the best accepted ones are kept.
 
-    Gradients are of the KL of all tokens, each times its emphasis.
+    If `forced`, each round's best step is taken even where it is no gain. Gradients are of the KL of all tokens, each
+    times its emphasis.
     Raises `CompressionError` for an architecture through which no gradients go layer by layer.
     """
     progress.start("calibrate the routers", len(fit))
@@ -128,7 +131,7 @@ def calibrate_weights(
     for text in fit:
         moved = partial(_moved, weights, _moments(model, weights, text, emphasis))
         trial = line_search(model, evaluator, moved, RIDGES, steps, LARGEST)
-        rounds.append(Round.of(best, trial))
+        rounds.append(Round.of(best, trial, forced))
         around = trial.step / 2
         if rounds[-1].step:
             around = trial.step
@@ -377,8 +380,12 @@ def calibrate_bias(
     average: RouterShift,
     evaluator: Evaluator,
     progress: Progress,
+    forced: bool = False,
 ) -> Calibrated:
-    """Return the late layers' tensors with the average pathway in them, at the scale of least KL, if it is accepted."""
+    """Return the late layers' tensors with the average pathway in them, at the scale of least KL.
+
+    They stay as they are unless it is accepted or `forced`.
+    """
     progress.start("try the biases", 1)
     late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
 
@@ -394,7 +401,7 @@ def calibrate_bias(
     before = evaluate_trials(model, evaluator, [stored])[0]
     best = line_search(model, evaluator, moved, (0.0,), SCALES, LARGEST_SCALE)
     progress.advance("")
-    step = Round.of(before, best)
+    step = Round.of(before, best, forced)
     if step.step:
         return Calibrated(best.weights, before, best.figures, (step,))
     return Calibrated(stored, before, before, (step,))

@@ -9,7 +9,7 @@ from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, PlainForward
-from compressor.pathways.options import Tokens
+from compressor.pathways.options import Span, selected
 from tests.support import zoo
 
 REFUSED = {
@@ -22,7 +22,7 @@ REFUSED = {
 LENGTH, START = 12, 9
 
 
-def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> PathwayModel:
+def engine(name: str, layers: Span = 1, tokens: Span = "last", seed: int = 0) -> PathwayModel:
     model = zoo.build(name, seed)
     model.requires_grad_(False)
     model.config.architectures = [type(model).__name__]  # as a checkpoint's config names it
@@ -30,7 +30,7 @@ def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> P
     opened: Any = SimpleNamespace(
         partial=place, architecture=discover(model.config), source=SimpleNamespace(label=name)
     )
-    made = PathwayModel(opened, late, moves)
+    made = PathwayModel(opened, selected(layers, len(opened.architecture.layers)), tokens)
     made.load()
     return made
 
@@ -70,18 +70,22 @@ def test_architectures_whose_late_layers_need_more_are_refused(name: str) -> Non
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("moves", ["last", "scored"])
-@pytest.mark.parametrize("late", [1, 2])
-def test_moved_logits_are_those_of_a_router_that_puts_them_out(late: int, moves: Tokens) -> None:
+PLACES = {"last": [8], "scored": [8, 9, 10], 3: [6, 7, 8], "first:2+middle:1": [0, 1, 4], "all": [*range(9)]}
+
+
+@pytest.mark.parametrize("tokens", PLACES)
+@pytest.mark.parametrize(("layers", "numbers"), [(1, [1]), ("all", [0, 1]), ("first:1", [0])])
+def test_moved_logits_are_those_of_a_router_that_puts_them_out(layers: Span, numbers: list[int], tokens: Span) -> None:
     """Against the whole stock model with routers written out here."""
-    model = engine("mixtral", late, moves)
+    model = engine("mixtral", layers, tokens)
     plain = model.run(rows(model))
     added = shift(model, plain, 2.0)
     found = model.again(plain, added)
     width, lengths = plain.tokens.shape[1], [len(row.tokens) for row in plain.rows]
-    spans = [range(START - 1, START if moves == "last" else length - 1) for length in lengths]
-    moved = [place * width + position for place, span in enumerate(spans) for position in span]
-    gates = [layer.mlp.gate for layer in model.model.model.layers][-late:]
+    assert lengths == [LENGTH, START + 1]
+    ends = [length - 1 if tokens == "scored" else START for length in lengths]
+    moved = [row * width + place for row, end in enumerate(ends) for place in PLACES[tokens] if place < end]
+    gates = [model.model.model.layers[number].mlp.gate for number in numbers]
     own: list[Tensor] = []
     handles = [gate.register_forward_hook(lambda module, args, output: own.append(output[0])) for gate in gates]
     model.model(input_ids=plain.tokens, use_cache=False)

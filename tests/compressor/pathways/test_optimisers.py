@@ -12,6 +12,7 @@ from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import (
     Neighbour,
     core,
+    core_coverage,
     descend,
     kernel_weights,
     mean_shift,
@@ -20,7 +21,7 @@ from compressor.pathways.optimisers import (
     optimised,
     towards,
 )
-from compressor.pathways.options import Kernel, PathwayOptions
+from compressor.pathways.options import Kernel, PathwayOptions, selected
 from tests.compressor.pathways.test_engine import engine, rows
 from tests.support import zoo
 
@@ -32,12 +33,12 @@ def neighbours(model: PathwayModel) -> list[Neighbour]:
     for seed in (11, 12):
         tokens = zoo.tokens(model.model, 1, 8 + seed % 2, seed)[0].tolist()
         plain = model.run([TokenRow(tuple(tokens), 7)])
-        found.append(Neighbour(plain.pathway[-model.late :], plain))
+        found.append(Neighbour(plain.pathway[[*model.layer_numbers]], plain))
     return found
 
 
 def own_pathway(model: PathwayModel) -> Tensor:
-    return model.run(rows(model)).pathway[-model.late :]
+    return model.run(rows(model)).pathway[[*model.layer_numbers]]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3-n_group1", "deepseek_v4", "gpt_oss"])
@@ -121,10 +122,12 @@ def test_descent_lowers_the_neighbours_loss_and_moves_the_core_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adam"}, "optimizer is adam; input should be 'mode', 'kernel' or 'ngd'"),
+        ({"optimizer": "adam"}, "optimizer is adam; input should be 'mode', 'kernel', 'ngd' or 'oracle'"),
         ({"neighbours": 0}, "neighbours is 0; input should be greater than 0"),
         ({"radius": 0.0}, r"radius is 0\.0; input should be greater than 0"),
         ({"rate": float("inf")}, "rate is inf"),
+        ({"layers": "late:3"}, "'late:3' names no layers or tokens; write 5, last:5, first:5, middle:5 or all"),
+        ({"tokens": 0}, "0 names no layers or tokens"),
         ({"share": 1.5}, r"share is 1\.5; input should be less than or equal to 1"),
     ],
 )
@@ -206,3 +209,28 @@ def test_descent_goes_down_at_a_rate_that_falls() -> None:
     steps = descend(torch.ones_like, torch.zeros(1), 4, 2.0)
     torch.testing.assert_close(steps, -torch.tensor([2.0 + 1.707107 + 1.0 + 0.292893]))
     assert descend(lambda place: 2 * (place - 3), torch.zeros(1), 10, 0.4).item() == pytest.approx(3, abs=0.1)
+    constant = descend(torch.ones_like, torch.zeros(1), 4, 2.0, "constant")
+    assert constant.item() == -8
+
+
+def test_spans_name_things_by_their_place() -> None:
+    for span, expected in {
+        2: [5, 6], "last:2": [5, 6], "last": [6], "first:2": [0, 1], "middle:3": [2, 3, 4], "middle:2": [2, 3],
+        "all": [*range(7)], 9: [*range(7)], "first:1+last:2": [0, 5, 6], "first:5+middle:5": [*range(6)],
+    }.items():  # fmt: skip
+        assert list(selected(span, 7)) == expected, span
+
+
+def test_coverage_counts_the_experts_that_were_large_before() -> None:
+    before, shift = drawn(LAYERS, EXPERTS), 2 * drawn(LAYERS, EXPERTS, seed=1)
+    logits = before.log()
+    found = core_coverage(before, shift, logits, [2, 3])
+    for number in range(1, EXPERTS + 1):
+        shares = []
+        for layer, count in enumerate([2, 3]):
+            after = np.argsort(-(logits + shift)[layer].numpy())[:count]
+            large = np.argsort(-before[layer].numpy())[:number]
+            shares.append(len({*after} & {*large}) / count)
+        assert found[number - 1].item() == pytest.approx(sum(shares) / 2)
+    unmoved = core_coverage(before, torch.zeros_like(shift), logits, [2, 2])
+    assert unmoved.tolist() == [0.5, 1, 1, 1, 1]

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from scipy.spatial.distance import cdist
+from torch.nn.functional import normalize
 
 from compressor.answers.items import Item
 from compressor.errors import CompressionError
@@ -60,6 +62,17 @@ def test_neighbours_are_the_nearest_by_angle() -> None:
     assert places == [] and near.shape == (0, 2)
 
 
+def test_of_items_as_near_the_first_comes_first() -> None:
+    """Against SciPy's distances, of many items that are asked twice."""
+    points = torch.randn(30, 8, generator=torch.Generator().manual_seed(1)).repeat(2, 1)
+    items = tuple(Item(f"prompt {number}", "yes") for number in range(60))
+    query = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    rows = normalize(points)
+    distances = cdist(rows.double(), normalize(query, dim=0)[None].double())[:, 0].round(12)
+    nearest = ReferenceSet(made().facts, items, points, made().pathways).neighbours(query, 60)[0]
+    assert nearest == sorted(range(60), key=lambda index: (distances[index], index))
+
+
 def fact(name: str, value: Any) -> Callable[[Path], Any]:
     return lambda folder: small.edit_json(folder / NAMES[0], lambda content: content.update({name: value}))
 
@@ -79,6 +92,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another report": (fact("format", "moe-compressor-gate"), "format should be one of moe-compressor-reference/1"),
     "an unknown score": (fact("scores", ["softmax", "relu"]), r"scores\[1\] should be one of softmax"),
     "another shape": (tensors(pathways=torch.rand(4, 1, 8)), "does not fit the files beside it"),
+    "embeddings that are none": (tensors(embeddings=EMBEDDINGS * torch.nan), "does not fit the files beside it"),
     "another embedding": (fact("embedding", "some/model"), "are embedded by 'some/model', not 'own'"),
 }
 

@@ -12,7 +12,6 @@ from compressor.answers.items import Item, item_lines
 from compressor.answers.lm_eval_models import loaded_model
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError
 from compressor.pathways.answering import open_answering
 from compressor.pathways.lm_eval_model import PathwayLM
 from compressor.pathways.options import PathwayOptions
@@ -72,8 +71,9 @@ def test_choices_with_prompts_of_their_own_have_pathways_of_their_own(place: Pat
     text = text.replace("to_text: question", "to_text: right").replace("to_choice: choices", "to_choice: names")
     (folder / "blanks.yaml").write_text(text.replace("to_target: answer", "to_target: rest"))
     options = EvaluationOptions(tasks=("blanks",), include_path=folder)
-    with pytest.raises(CompressionError, match="asks each choice with a context of its own"):
-        task_items(options)
+    assert [(item.contexts[item.right], item.right) for item in task_items(options)] == [
+        (row["names"][row["right"]], row["right"]) for row in rows
+    ]
     (task,) = resolve_tasks(options)
     found: Any = lm_eval.simple_evaluate(
         model=routed(place, 1.0), tasks=[task.loaded], task_manager=TaskManager(include_defaults=False),

@@ -17,6 +17,7 @@ import compressor
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import read_base
 from compressor.errors import CompressionError
+from compressor.hub.card import card_text
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
 from compressor.model.streaming import ReversePass
@@ -262,6 +263,10 @@ def test_the_scale_that_undoes_a_known_bias_is_found_and_a_wrong_direction_is_le
     left = calibrate_bias(model, spoilt, places, RouterShift(50 * known, 50 * known, 9, 1.0), evaluator, Silent())
     assert left.after is left.before and left.steps[0].step == 0
     assert all(torch.equal(left.weights[key], spoilt[key]) for key in spoilt)
+    wrong = RouterShift(50 * known, 50 * known, 9, 1.0)
+    forced = calibrate_bias(model, spoilt, places, wrong, evaluator, Silent(), forced=True)
+    assert forced.steps[0].step > 0 > forced.steps[0].gain
+    assert forced.after.means["kl"] > forced.before.means["kl"]
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +296,21 @@ def test_a_bias_of_a_reference_set_is_recorded_and_repeats(run: Run, reference: 
     assert (entry["options"]["method"], entry["options"]["optimizer"]) == ("bias", "kernel")
     assert entry["result"]["items"] == 5 and entry["result"]["after"] <= entry["result"]["before"]
     assert names(tmp_path) == ["one", "two"]
+
+
+def test_a_change_without_a_gain_can_be_forced(run: Run, reference: Path, tmp_path: Path) -> None:
+    more = ("--optimizer", "kernel", "--accept", "always", "--overwrite")
+    result = bias(run, reference, tmp_path / "out", *more)
+    assert result.status == 0 and "forced; held-out text confirms" in result.out, result
+    entry = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["steps"][-1]
+    figures = entry["result"]
+    gained = figures["steps"][0]["gain"] > figures["steps"][0]["standard_error"]
+    assert entry["options"]["accept"] == "always" and figures["changed"] and figures["confirmed"] == gained
+    before, after = (load_file(path / "model.safetensors") for path in (reference.parent / "smaller", tmp_path / "out"))
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    card = card_text(tmp_path / "out", "org/model").text
+    assert "forced; held-out text confirms" in card
+    assert gained or "It was forced (routers.accept: always)" in card
 
 
 def test_the_better_of_both_ways_is_taken(run: Run, reference: Path, tmp_path: Path) -> None:
