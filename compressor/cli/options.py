@@ -51,7 +51,8 @@ class Described:
         """The types that a value may have, None apart."""
         union = get_origin(self.annotation) in (Union, UnionType)
         kinds = get_args(self.annotation) if union else (self.annotation,)
-        return tuple(kind for kind in kinds if kind is not type(None))
+        plain = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)
+        return tuple(kind for kind in plain if kind is not type(None))
 
     @property
     def type_name(self) -> str:

@@ -69,7 +69,9 @@ def evaluate(
     timed_tokens: Annotated[
         int, flag("Time a batch of answers of so many generated tokens, and take its memory (0: don't).", min=0)
     ] = 0,
-    projection: Annotated[Projection, flag("How experts' outputs are drawn in two dimensions.")] = "pca",
+    projection: Annotated[
+        Projection, flag("How experts' outputs are drawn in two dimensions: pca or tsne.", metavar="NAME")
+    ] = "pca",
     scatter_layer: Annotated[str | None, flag("Layer whose experts' outputs are drawn (default: the last).")] = None,
     output: Annotated[Path | None, flag("Write a report with pictures into this new folder.")] = None,
 ) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import scipy
-
 from compressor.document.blocks import Block, Strong, Table, Text, Words
 
 CONFIDENCE = 0.95
@@ -127,6 +125,8 @@ def heldout_blocks(divergence: DomainDivergence) -> tuple[Block, ...]:
 
 def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     """Return both losses, their difference, KL and flips, with 95% intervals by Student's t over sequences."""
+    import scipy  # which loads NumPy, and every command's help comes past here
+
     width = -float(scipy.special.stdtrit(row.sequences - 1, 0.025))
     loss, kl, flips = row.loss, row.kl, row.flips
     return (
