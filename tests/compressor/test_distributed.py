@@ -235,7 +235,10 @@ def test_weights_are_quantised_alike(run: Run, model: Path, text: tuple[str, ...
 def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path
 ) -> None:
-    ask = ("compress", model, "--experts", 4, "--strategy", "hc-smoe", "--correct", "none", *text)
+    plan = tmp_path / "plan.json"
+    chosen = ("--experts", 4, "--strategy", "hc-smoe", "--correct", "none")
+    assert run("plan", model, *chosen, *text, "-o", plan).status == 0
+    ask = ("apply", plan)  # whose layers are written by all ranks
     assert run(*ask, "-o", tmp_path / "alone").status == 0
     stop = Moment(pattern=r"stage-0/model\.layers\.2\.safetensors$")
     first, second = launched(2, tmp_path, *ask, "-o", tmp_path / "together", stops={1: stop})

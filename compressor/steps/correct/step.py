@@ -41,7 +41,7 @@ class CorrectStep(Step[Correct]):
         if self.options.toward and any(CONSTANTS in options.changes for options in steps):
             raise CompressionError("correct: toward is not known beside constants; leave it out")
         copies = HIDDEN_COPIES + (BASE_COPIES if self.options.toward != 0 else 0)
-        return Requirements(text=True, heldout=1, passes=1, hidden_copies=copies, waits_on_disk=True)
+        return Requirements(text=True, heldout=1, passes=1, hidden_copies=copies)
 
     def refit(self, state: State) -> ExpertPlan | None:
         """Refit all layers in order, and keep them; the figures go to the layers of the step that pruned them."""

@@ -160,7 +160,7 @@ class Quantizing(LayerVisitor):
                 columns = same_inputs[0][0].columns
                 hessians = torch.zeros(len(batch), columns, columns, device=device)
                 for total, expert in zip(hessians, batch, strict=True):
-                    for chunk in rows[expert].split(CHUNK):
+                    for chunk in rows[expert].split(CHUNK) if len(rows[expert]) else ():  # none: no width, either
                         inputs = hidden.index_select(0, chunk)
                         if parts == ("down",):
                             inputs = _inner(experts, expert_parameters(experts, expert), inputs)
