@@ -71,9 +71,7 @@ class Calibration:
     heldout: frozenset[int] = frozenset()  # batches that no plan may see
     reserved: EvaluationSets = ()  # the text after the calibration's sequences in each source
     emphasis: Batches = ()  # weights [B, L] of each batch's tokens; empty if all count alike
-    sample_tokens: int | None = (
-        SAMPLE_TOKENS  # of each MoE layer's sample, on which its experts are compared; None: all
-    )
+    sample_tokens: int | None = SAMPLE_TOKENS  # of each MoE layer, on which its experts are compared; None: all
 
     @property
     def tokens(self) -> int:
@@ -385,9 +383,8 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
             *(text.name, available, needed),
         )
     behind = min(needed, available)
-    text.sequences[BEHIND] = (
-        text.rest[behind : behind + tail].view(count, length).split(1)[:count]
-    )  # one that is empty, of none
+    rows = text.rest[behind : behind + tail].view(count, length)
+    text.sequences[BEHIND] = rows.split(1)[:count]  # an empty tensor splits into one
     fit = [row[0] for row in text.rows(FIT)]
     stream = torch.cat([*fit, text.rest[:available]])
     total = len(stream)

@@ -74,8 +74,8 @@ def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     aligned = all(size * weight.itemsize % ALIGNMENT == 0 for size in weight.shape[1:])
     if aligned and _can_use_grouped_mm(value, weight, ends):
         product: Tensor = grouped_mm(value, weight, offs=ends)
-        return product
-    product = torch.ops.transformers.grouped_mm_fallback(value, weight, ends)
+    else:
+        product = torch.ops.transformers.grouped_mm_fallback(value, weight, ends)
     return product
 
 

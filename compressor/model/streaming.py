@@ -576,9 +576,7 @@ class _Calls(LayerVisitor):
             for value in _tensors(others):  # a later layer may use them
                 if id(value) not in before and value.is_floating_point():
                     self.left[self.at.batch].append(value)
-            output = tree_map_only(
-                Tensor, lambda value: value.detach().requires_grad_(value.is_floating_point()), output
-            )
+            output = tree_map_only(Tensor, _as_leaf, output)
             self.outputs[self.at.batch] = _tensors(output)
             return output
 

@@ -7,6 +7,7 @@ and past a budget in unlinked mapped files. Each of several ranks records its ow
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -225,13 +226,17 @@ class CutLayer:
         self.count = len(self.parameters["down_proj"])
         self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))  # of the tokens' weights
 
-    @property
+    @cached_property
     def groups(self) -> list[slice]:
         """The experts to compute at once: all, but on a processor few enough for little memory beside the layer."""
         nbytes = sum(value.nbytes for value in self.parameters.values())
         most = max(SMALL, nbytes // SHARE) if self.parameters["down_proj"].device.type == "cpu" else nbytes
         size = max(1, self.count * most // nbytes)
         return [slice(begin, min(begin + size, self.count)) for begin in range(0, self.count, size)]
+
+    def slices(self, group: slice) -> Parameters:
+        """Return the parameters of a group of experts: views."""
+        return {name: value[group] for name, value in self.parameters.items()}
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
@@ -259,7 +264,7 @@ class CutLayer:
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
         total = torch.zeros_like(targets)
-        parameters = [_slices(self.parameters, group) for group in self.groups]
+        parameters = [self.slices(group) for group in self.groups]
         for tokens, output in self.gated_outputs(rows, *self.route(rows), parameters):
             total.index_add_(0, tokens, output)
         return targets - total
@@ -317,10 +322,6 @@ class CutLayer:
             sums = sums.to(weights.device) + torch.stack(energies) @ weights
         missed, size = ranks().all_reduce(sums).tolist()
         return missed / size if size else 0.0
-
-
-def _slices(parameters: Parameters, group: slice) -> Parameters:
-    return {name: value[group] for name, value in parameters.items()}
 
 
 def _typical_energy(recording: Recording) -> float:

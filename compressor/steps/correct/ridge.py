@@ -112,8 +112,8 @@ class _Block:
         shares = chunk.weights[tokens, places] * chunk.scale[tokens]
         choices = Choices.of(shares[:, None], chunk.index[tokens, places][:, None] - first, last - first)
         x = layer.inputs(chunk.rows.to(tokens.device)[tokens[choices.tokens]])
-        parameters = {name: value[first:last] for name, value in layer.parameters.items()}
-        active = intermediate(layer.experts, parameters, x, choices)[:, self.neurons] * choices.weights[:, None]
+        neurons = intermediate(layer.experts, layer.slices(slice(first, last)), x, choices)
+        active = neurons[:, self.neurons] * choices.weights[:, None]
         reached, positions = tokens.unique(return_inverse=True)
         phi = x.new_zeros(len(reached), last - first, active.shape[1])
         phi.index_put_((positions[choices.tokens], choices.experts), active, accumulate=True)

@@ -169,7 +169,7 @@ def tune(
     row_at[places] = rows
     groups = list[Parameters]()
     for group in layer.groups:
-        leaves = {name: value.data[group].requires_grad_() for name, value in layer.parameters.items()}
+        leaves = {name: value.data.requires_grad_() for name, value in layer.slices(group).items()}
         groups.append(leaves)
     owned = [[list(leaves.values()), []] for leaves in groups]
     owned[-1][1] = [value.requires_grad_() for value in router]
