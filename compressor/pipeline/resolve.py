@@ -162,10 +162,7 @@ class ResolvedRecipe:
             if previous and steps[0].options.order is None:
                 continue
             output = self.output_size(steps, self.counts[0])
-            waiting = output.waiting
-            if any(self.requirements[position].waits_on_disk for position in positions):
-                waiting += output.size.bytes
-            most = max(most, previous + output.size.bytes + waiting)
+            most = max(most, previous + output.size.bytes + output.waiting)
             previous = output.size.bytes
         return most
 

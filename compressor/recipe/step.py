@@ -94,7 +94,6 @@ class Requirements:
     sample_bytes: int = 0  # of memory for each sampled token of an MoE layer
     sample_tokens: int | None = 0  # None: all that are read
     parameter_bytes: int = 0  # bytes of memory for each parameter of a model that it holds whole
-    waits_on_disk: bool = False  # layers wait beside the output, which takes its size once more
     notes: tuple[str, ...] = ()  # sentences on what is decided before any weight is read
     notes_are_described: bool = False  # `describe` repeats the notes, so that a run need not begin with them
 
