@@ -66,7 +66,7 @@ def test_a_domain_that_the_calibration_left_out_is_named(run: Run, models: Path,
     result = succeeded(run("evaluate", models / "base", models / "half", *reading(models), "-o", tmp_path / "out"))
     assert "The domain numbers is degraded: its" in result.out and "domain prose is degraded" not in result.out
     content = json.loads((tmp_path / "out" / "behaviour.json").read_text())
-    prose, numbers = content["text"]["domains"]
+    numbers, prose = content["text"]["domains"]  # the worst first
     assert [prose["domain"], numbers["domain"]] == ["prose", "numbers"]
     assert prose["kl"]["change"] < 1e-9 and prose["flips"]["change"] == 0  # no other expert was ever used
     assert numbers["kl"]["lower"] > 0.001 and numbers["sequences"] == 16 and numbers["tokens"] == 16 * 63
@@ -181,7 +181,7 @@ def test_a_run_on_several_sources_names_the_degraded_one(run: Run, models: Path,
     assert "The domain digits is degraded" in card and "Held-out text by source" in card
     again = run(*arguments, "--json")
     heldout = json.loads(again.out)["heldout"]
-    assert [each["domain"] for each in heldout["domains"]] == ["letters", "digits"]
+    assert [each["domain"] for each in heldout["domains"]] == ["digits", "letters"]
     assert [each["domain"] for each in heldout["degraded"]] == ["digits"]
 
 
