@@ -129,6 +129,7 @@ def test_reserved_calibration_text_is_evaluated_on(home: Path, sources: Any, run
         losses.append(stock_loss(out, rows[used : used + reserve // 2]))
         assert row["loss_by_source"][name] == pytest.approx(losses[-1], rel=1e-6)
         assert found["evaluation"][name] == reserve // 2 * LENGTH
+        assert 0 < row["errors_by_source"]["loss"][name] < 1
     assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
     for name in ("kl", "flips"):
         assert row[name] == pytest.approx(sum(row[f"{name}_by_source"].values()) / 2)

@@ -173,6 +173,7 @@ class TextBatches:
     evaluation: EvaluationSets  # read by no step, except in a `short` source: there the held-out sequences, too
     emphasis: Emphasis = PLAIN  # in everything that is fitted to the text
     short: tuple[str, ...] = ()  # sources whose evaluation text steps have partly read
+    part_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of each part's batches
 
 
 @dataclass(slots=True)
@@ -433,8 +434,11 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
         tuple(emphasis),
     )
     parts = dict[str, Batches]()
+    part_sources = dict[str, tuple[str, ...]]()
     for name, part in spec.parts.items():
-        parts[name] = tuple(chain.from_iterable(text.batches(name, size=part.rows) for text in texts))
+        by_source = [text.batches(name, size=part.rows) for text in texts]
+        parts[name] = tuple(chain.from_iterable(by_source))
+        part_sources[name] = tuple(source for source, batches in zip(names, by_source, strict=True) for _ in batches)
     held_out = _evaluation_sets(names, [text.batches(HELD, BEHIND) for text in texts])
     evaluated = list[Batches]()
     short = set[str]()
@@ -447,7 +451,8 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
     for name in spec.emphasis.missing([*batches, *chain.from_iterable(parts.values())]):
         logger.warning("emphasis.%s has no effect: the text has no such token; give text that has", name)
     read = tuple(entry.name for entry in held_out if entry.name in short)
-    return TextBatches(fit, identity, parts, held_out, _evaluation_sets(names, evaluated), spec.emphasis, read)
+    evaluation = _evaluation_sets(names, evaluated)
+    return TextBatches(fit, identity, parts, held_out, evaluation, spec.emphasis, read, part_sources)
 
 
 def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> EvaluationSets:

@@ -1,4 +1,4 @@
-"""Emphasis on tokens that end an answer, or its thinking, when something is fitted to text.
+"""Emphasis on tokens that end an answer, or its thinking, and weights of sources, when something is fitted to text.
 
 A model predicts a token at the position before it, so that position gets the token's weight.
 """
@@ -48,7 +48,14 @@ class Emphasis:
         return names
 
 
+RATE = 1.0  # of the growth of a source's weight, in the exponent
 PLAIN = Emphasis()  # all tokens count alike
+
+
+def rebalanced(weights: Tensor, errors: Tensor) -> Tensor:
+    """Return weights [S] of sources, of mean 1, that have grown with the sources' errors [S]."""
+    grown = weights * (RATE * errors / errors.max().clamp(min=torch.finfo(errors.dtype).tiny)).exp()
+    return grown / grown.mean()
 
 
 def _covered(tokens: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:

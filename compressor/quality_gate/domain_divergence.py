@@ -130,7 +130,7 @@ def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     width = -float(scipy.special.stdtrit(row.sequences - 1, 0.025))
     loss, kl, flips = row.loss, row.kl, row.flips
     return (
-        f"{loss.base:.4f} → {loss.compressed:.4f}",
+        _before_and_after(loss),
         f"{loss.change:+.4f} ± {width * loss.standard_error:.4f}",
         f"{kl.change:.4f} ± {width * kl.standard_error:.4f}",
         f"{flips.change:.1%} ± {width * flips.standard_error:.1%}",
@@ -147,14 +147,16 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, 
                 Strong(row.domain) if row.domain in degraded else row.domain,
                 f"{row.sequences:,}",
                 f"{row.tokens:,}",
-                f"{row.loss.base:.4f}",
+                _before_and_after(row.loss),
                 _change(row.loss),
                 _change(row.kl, sign=""),
                 _change(row.flips, 100, "", "%"),
             )
         )
     ruled = frozenset({len(divergence.domains) - 1})
-    columns = ("domain", "sequences", "tokens", "base's loss", "rise of the loss", "KL", "flips")
+    columns = ("domain", "sequences", "tokens", "loss", "rise of the loss", "KL", "flips")
+    if divergence.together is not None:
+        title = f"{title}; worst first"
     blocks: list[Block] = [Text(Strong(domain.sentence), "bad") for domain in divergence.degraded]
     blocks.append(Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled))
     legend = LEGEND.format(confidence=100 * divergence.confidence)
@@ -175,6 +177,10 @@ def _both(pair: Paired | None) -> tuple[str, str, str]:
     if pair is None:
         return "-", "-", "-"
     return f"{pair.base:.4f}", f"{pair.compressed:.4f}", _change(pair)
+
+
+def _before_and_after(pair: Paired) -> str:
+    return f"{pair.base:.4f} → {pair.compressed:.4f}"
 
 
 def _change(pair: Paired, scale: float = 1.0, sign: str = "+", unit: str = "") -> str:

@@ -91,12 +91,18 @@ def _are_finite(figures: Figures) -> bool:
 def domain_divergence(
     figures: Figures, names: Mapping[int, str], stop_tokens: Sequence[str] = (), confidence: float = CONFIDENCE
 ) -> DomainDivergence:
-    """Return the figures of each domain, by the numbers of their evaluation sets, and of all of them together."""
+    """Return the figures of each domain, by the numbers of their evaluation sets, and of all of them together.
+
+    Degraded domains come first, then those whose losses rise most.
+    """
     rows = []
     for number, name in names.items():
         rows.append(figures_of(name, figures.of({number}), stop_tokens, confidence))
     together = figures_of(TOGETHER, figures.of(names), stop_tokens, confidence) if len(rows) > 1 else None
-    return DomainDivergence(tuple(rows), together, degraded(rows, confidence), confidence)
+    worst = degraded(rows, confidence)
+    first = {row.domain for row in worst}
+    rows.sort(key=lambda row: (row.domain in first, row.loss.change), reverse=True)
+    return DomainDivergence(tuple(rows), together, worst, confidence)
 
 
 def degraded(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> tuple[DegradedDomain, ...]:
@@ -121,6 +127,6 @@ def degraded(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> t
     return tuple(by_domain.values())
 
 
-def degraded_domains(figures: Figures, names: Mapping[int, str]) -> tuple[DegradedDomain, ...]:
-    """Return the degraded domains among these evaluation sets; none if their figures are not finite."""
-    return domain_divergence(figures, names).degraded if len(names) > 1 and _are_finite(figures) else ()
+def several_domains(figures: Figures, names: Mapping[int, str]) -> DomainDivergence | None:
+    """Return the figures of several evaluation sets; None of a single one, or if they are not finite."""
+    return domain_divergence(figures, names) if len(names) > 1 and _are_finite(figures) else None

@@ -32,12 +32,12 @@ from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.substitution import Substitution
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.progress import Progress
-from compressor.quality_gate.domains import degraded_domains
+from compressor.quality_gate.domains import several_domains
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy, working_strategies
 from compressor.recipe.step import TextOptions
-from compressor.report.comparison_report import Comparison, Row
+from compressor.report.comparison_report import BY_SOURCE, Comparison, Row
 from compressor.report.grid import Grid
 from compressor.report.task_scores import TaskRun, with_differences
 from compressor.run_record import versions
@@ -119,16 +119,23 @@ def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
     """Return what a row says of figures; `sources` are the evaluation sets that it shows, the first ones."""
     means = figures.of(range(len(sources))).means
     by_source = {name: figures.of({number}).means for number, name in enumerate(sources)}
-    return {
+    divergence = several_domains(figures, dict(enumerate(sources)))
+    row: dict[str, Any] = {
         "loss": means["loss"],
         "perplexity": math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
         "kl": max(0.0, means["kl"]),
         "flips": means["flips"],
-        "loss_by_source": {name: source["loss"] for name, source in by_source.items()},
-        "kl_by_source": {name: max(0.0, source["kl"]) for name, source in by_source.items()},
-        "flips_by_source": {name: source["flips"] for name, source in by_source.items()},
-        "degraded": tuple(source.domain for source in degraded_domains(figures, dict(enumerate(by_source)))),
+        "errors_by_source": {},
     }
+    for figure, field_name in BY_SOURCE.items():
+        row[field_name] = {name: max(source[figure], 0.0) for name, source in by_source.items()}
+    if divergence is None:
+        return row
+    row["degraded"] = tuple(domain.domain for domain in divergence.degraded)
+    for figure in BY_SOURCE:
+        errors = {domain.domain: getattr(domain, figure).standard_error for domain in divergence.domains}
+        row["errors_by_source"][figure] = errors
+    return row
 
 
 @dataclass(slots=True)

@@ -53,7 +53,12 @@ TASKS_LEGEND = (
 SOURCES_LEGEND = "by source, what loses more than 3 times the mean of the other sources, beyond the error."
 PLOTS = 2  # of tasks beside each other
 FRONTIER = "no model is smaller and better"
-BY_SOURCE = {"Loss": "loss_by_source", "KL": "kl_by_source", "Flips": "flips_by_source"}
+BY_SOURCE = {"loss": "loss_by_source", "kl": "kl_by_source", "flips": "flips_by_source"}
+SOURCE_TITLES = {
+    "loss": "Loss by evaluation source: the base's, and its rise ± standard error; the largest rise first",
+    "kl": "KL by evaluation source",
+    "flips": "Flips by evaluation source",
+}
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
 
 
@@ -78,6 +83,7 @@ class Row:
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
     flips_by_source: Mapping[str, float] = field(default_factory=dict)
+    errors_by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of differences from the base
     degraded: tuple[str, ...] = ()  # sources that lose far more than the others
     answers: tuple[ItemScores, ...] = ()  # to the items of each task
     tasks: Mapping[str, TaskGate] = field(default_factory=dict)  # by name: the score, and the drop from the base's
@@ -226,6 +232,20 @@ class Comparison:
         """Return a row's loss above the base's."""
         return row.loss - self.base.loss
 
+    def rises(self, row: Row) -> dict[str, float]:
+        """Return by how much a row's loss is above the base's on each evaluation source."""
+        base = self.base.loss_by_source
+        return {source: sort_key(loss - base[source]) for source, loss in row.loss_by_source.items()}
+
+    @property
+    def worst_first(self) -> list[str]:
+        """The evaluation sources, those first whose losses rise most over all rows."""
+        totals = dict.fromkeys(self.evaluation, 0.0)
+        for row in self.rows:
+            for source, rise in self.rises(row).items():
+                totals[source] += rise
+        return sorted(totals, key=lambda source: -totals[source])
+
     def name_of(self, row: Row) -> str:
         """Return a row's share and format, with its strategy where there are several."""
         several = len({label(other) for other in self.rows if other.name != self.base.name}) > 1
@@ -346,6 +366,7 @@ def _mean(drops: Sequence[Row]) -> Row:
         "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
         "peak_memory": max(drop.peak_memory or 0 for drop in drops),
         "degraded": tuple(set.intersection(*(set(drop.degraded) for drop in drops))),
+        "errors_by_source": {},
     }
     for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
         figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
@@ -413,18 +434,30 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
     tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset({"format"}), optional, ruled)]
     if len(comparison.evaluation) > 1:
         columns = [name for name in ("model", "experts", "format") if name in cells[0]]
-        for title, field_name in BY_SOURCE.items():
+        sources = comparison.worst_first
+        for measure, title in SOURCE_TITLES.items():
             lines = []
             for row, row_cells in zip(shown, cells, strict=True):
                 line: list[Words] = [row_cells[name] for name in columns]
-                figures = getattr(row, field_name)
-                for source in comparison.evaluation:
-                    text = f"{figures[source]:.4f}" if source in figures else "-"
+                for source in sources:
+                    text = _source_cell(comparison, row, measure, source)
                     line.append(Strong(text) if source in row.degraded else text)
                 lines.append(tuple(line))
-            heads = (*columns, *comparison.evaluation)
-            tables.append(Table(f"{title} by evaluation source", heads, tuple(lines), ruled=ruled))
+            tables.append(Table(title, (*columns, *sources), tuple(lines), ruled=ruled))
     return tables
+
+
+def _source_cell(comparison: Comparison, row: Row, measure: str, source: str) -> str:
+    """Return a row's figure on an evaluation source, with its standard error; of the loss, the rise of it."""
+    figures = getattr(row, BY_SOURCE[measure])
+    if source not in figures:
+        return "-"
+    if row is comparison.base:
+        return f"{figures[source]:.4f}"
+    error = row.errors_by_source.get(measure, {}).get(source)
+    if measure == "loss":
+        return _with_error(figures[source] - comparison.base.loss_by_source[source], error, "+")
+    return _with_error(figures[source], error)
 
 
 def _task_cell(row: Row, task: TaskGate) -> Words:
@@ -454,6 +487,10 @@ def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
         cells["active"] = human_count(row.active or 0)
     cells["loss"] = f"{row.loss:.4f}"
     cells["increase"] = _with_error(comparison.increase(row), row.loss_error, "+")
+    rises = comparison.rises(row)
+    if len(comparison.evaluation) > 1:
+        worst = max(rises, key=lambda source: rises[source], default="")
+        cells["worst source"] = f"{worst} {rises[worst]:+.4f}" if worst and row is not comparison.base else "-"
     cells["perplexity"] = f"{row.perplexity:.4g}"
     cells["KL"] = _with_error(row.kl, row.kl_error)
     cells["flips"] = f"{row.flips:.4f}"

@@ -303,6 +303,9 @@ def tiles(data: Report) -> Facts:
     if data.heldout is not None:
         loss, rise, kl, flips = overall_words(data.heldout.overall)
         quality = loss, f"{rise} nats per token; KL {kl}; flips {flips}"
+        if data.heldout.together is not None:
+            worst = data.heldout.domains[0]
+            quality = loss, f"{quality[1]}; worst source: {worst.domain}, {worst.loss.change:+.4f}"
     shown: dict[str, tuple[Words, str]] = {
         "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}" if data.layers else ""),
         "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),

@@ -60,6 +60,11 @@ class State:
         return self.text.identity if own and self.text is not None else None
 
     @property
+    def part(self) -> str:
+        """The name of the text's part for this step."""
+        return part_name(self.number - self.first) if self.own_text is None else OWN
+
+    @property
     def seed(self) -> int:
         """The seed of all random draws."""
         return self.plan.seed
@@ -112,14 +117,12 @@ class State:
         The base runs once for all steps that share a text: one pass, which processes share.
         """
         text = self.text
-        position = self.number - self.first
         assert text is not None
         sha256 = str(text.identity["sha256"])
         if sha256 not in self.shared:
-            self.shared[sha256] = self._run_teacher(text, position)
+            self.shared[sha256] = self._run_teacher(text, self.number - self.first)
         evaluator, batches, outputs = self.shared[sha256]
-        name = part_name(position) if self.own_text is None else OWN
-        return batches[name], outputs[name], evaluator
+        return batches[self.part], outputs[self.part], evaluator
 
     def _run_teacher(
         self, text: TextBatches, first: int

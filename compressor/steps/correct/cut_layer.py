@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.data.emphasis import rebalanced
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.model.experts import CHUNK, Choices, Parameters, apply_expert, expert_parameters, moe_hooks
@@ -63,16 +64,23 @@ class Recording:
     """Inputs [T, H] and outputs [T, H] of a layer's experts module, and the router's arguments, on the same tokens."""
 
     def __init__(
-        self, layer: MoeLayer, expected: int, heldout: Collection[int] = (), emphasis: Sequence[Tensor] = ()
+        self,
+        layer: MoeLayer,
+        expected: int,
+        heldout: Collection[int] = (),
+        emphasis: Sequence[Tensor] = (),
+        sources: Sequence[int] = (),
     ) -> None:
         """Prepare for `expected` tokens; `heldout` are numbers of batches.
 
-        `emphasis` has weights [B, L] of the batches' tokens; none if all count alike.
+        `emphasis` has weights [B, L] of the batches' tokens; none if all count alike. `sources` are those of the
+        batches, none if they are not told apart.
         """
         self.layer = layer
         self.expected = expected
         self.heldout = heldout
         self.emphasis = emphasis
+        self.sources = torch.tensor(sources)
         self.arguments = list[_Argument]()
         self.numbers = Rows(expected)  # of each token's batch
         self._inputs = Rows(expected)
@@ -166,6 +174,11 @@ class Recording:
         """The number of each token's batch: [T]."""
         return self.numbers.value.flatten().long()
 
+    def sources_of(self, rows: Tensor) -> Tensor:
+        """Return the source [n] of the tokens at `rows` [n]."""
+        batches = self.batches[rows.cpu()]
+        return self.sources[batches] if len(self.sources) else torch.zeros_like(batches)
+
     def positions(self, heldout: bool) -> Tensor:
         """Return the positions [n] of the tokens that are held out, or of the others."""
         is_heldout = torch.isin(self.batches, torch.tensor([*self.heldout], dtype=torch.int64))
@@ -225,6 +238,8 @@ class CutLayer:
         }
         self.count = len(self.parameters["down_proj"])
         self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))  # of the tokens' weights
+        sources = 1 + int(recording.sources.max()) if len(recording.sources) else 1
+        self.source_weights = torch.ones(sources, dtype=torch.float64)  # of mean 1
 
     @cached_property
     def groups(self) -> list[slice]:
@@ -257,8 +272,14 @@ class CutLayer:
         """Return how much the error of each token at `rows` [n] counts: [n].
 
         1 / ||h||^2, h the hidden state behind the layer, over the median of that times ||y||^2; times what tokens are
-        emphasised by.
+        emphasised by, and the weights of their sources.
         """
+        weights = self._unbalanced_weights(rows)
+        if len(self.source_weights) > 1:
+            weights = weights * self.source_weights[self.recording.sources_of(rows)].to(weights)
+        return weights
+
+    def _unbalanced_weights(self, rows: Tensor) -> Tensor:
         return picked(self.recording.weights, rows).float() * self.weight_scale
 
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
@@ -312,16 +333,31 @@ class CutLayer:
         return ranks().all_reduce(counts)
 
     @torch.no_grad()
-    def error(self, rows: Tensor) -> float:
-        """Return the weighted sum of ||y - y'||^2 over that of ||y||^2 at all ranks' `rows`; 0 if all y are 0."""
-        sums = torch.zeros(2, dtype=torch.float64)
-        for chunk in self.recording.chunks(rows):
+    def errors(self, rows: Tensor) -> Tensor:
+        """Return of each source the weighted sum of ||y - y'||^2 over that of ||y||^2 at all ranks' `rows`: [S].
+
+        0 if all y are 0; that of all sources for one without tokens.
+        """
+        sums = torch.zeros(len(self.source_weights), 2, dtype=torch.float64)
+        for chunk in self.recording.chunks(rows):  # of a batch, which has one source
             targets = self.targets(chunk)
-            weights = as_float64(self.token_weights(chunk))
+            weights = as_float64(self._unbalanced_weights(chunk))
+            sums = sums.to(weights.device)
             energies = [as_float64(value).square().sum(-1) for value in (self.gap(chunk, targets), targets)]
-            sums = sums.to(weights.device) + torch.stack(energies) @ weights
-        missed, size = ranks().all_reduce(sums).tolist()
-        return missed / size if size else 0.0
+            sums[int(self.recording.sources_of(chunk[:1]))] += torch.stack(energies) @ weights
+        sums = ranks().all_reduce(sums)
+        missed, size = torch.where(sums[:, 1:] > 0, sums, sums.sum(0)).cpu().T
+        return torch.where(size > 0, missed / size, 0.0)
+
+    def error(self, rows: Tensor) -> float:
+        """Return the largest error of a source."""
+        return float(self.errors(rows).max())
+
+    def rebalance(self) -> None:
+        """Let the weights of several sources grow with their errors on held-out tokens."""
+        if len(self.source_weights) > 1:
+            errors = self.errors(self.recording.positions(heldout=True))
+            self.source_weights = rebalanced(self.source_weights, errors)
 
 
 def _typical_energy(recording: Recording) -> float:

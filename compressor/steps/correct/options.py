@@ -34,6 +34,9 @@ class Correct(StepOptions):
     """Learning rate of tune, as a multiple of the remaining error."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of tune's products, which are summed in float32. auto is bfloat16 on GPUs that multiply it."""
+    balance: Literal["sum", "worst"] = "sum"
+    """sum fits all tokens alike. With several calibration sources, worst weighs a source more the larger its held-out
+    error, and keeps a refit that lowers the largest of these."""
     deterministic: bool = False
     """Use operations that give the same bits each time; on a GPU some are slower."""
 

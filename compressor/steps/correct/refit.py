@@ -22,6 +22,7 @@ from compressor.steps.correct.ridge import refit_constants, refit_down
 from compressor.steps.correct.tuning import computing_dtype, tune
 
 MOST_RATE = 0.03
+ROUNDS = 3  # of ridge with weights of sources, after the one without
 STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lowers no error is undone
     NONE: (),
     "ridge": ("ridge",),
@@ -150,5 +151,9 @@ def correct_layer(
             if name != "tune" and constants is not None:
                 refit_constants(cut, fit, heldout)
             errors[name] = guard.evaluate(name)
+            for _ in range(ROUNDS if name == "ridge" and len(cut.source_weights) > 1 else 0):
+                cut.rebalance()
+                refit_down(cut, fit, heldout)
+                errors[name] = min(errors[name], guard.evaluate(name))
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

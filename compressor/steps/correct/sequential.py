@@ -193,7 +193,8 @@ class _InOrder(LayerVisitor):
                 collector = CalibrationCollector(self.model, layer, work.needs, calibration, self.routers, work.seed)
                 collectors.append(collector)
             if work.measure or work.correction.wanted:
-                recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis)
+                sources = calibration.sources if work.correction.balance == "worst" else ()
+                recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis, sources)
                 recording.attach(self.model.partial.model)
                 recordings.append(recording)
         self.active = [*collectors, *recordings]

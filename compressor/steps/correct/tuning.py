@@ -22,6 +22,7 @@ from compressor.steps.correct.cut_layer import CutLayer
 
 DECAY = -0.8  # of the running averages, as a power of the step
 EPSILON = torch.finfo(torch.float32).eps  # the least mean of a squared gradient
+BALANCED = 8  # times that the weights of sources change
 LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
 
 
@@ -162,8 +163,10 @@ def tune(
     """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens a step.
 
     The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
-    and all end with the same values. Products are in `dtype`.
+    and all end with the same values. Products are in `dtype`. Weights of several sources are
+    updated now and then.
     """
+    every = math.ceil(steps / BALANCED)
     places, count = layer.recording.places(rows)
     row_at = torch.full((count,), -1)
     row_at[places] = rows
@@ -187,6 +190,8 @@ def tune(
             gradients = [_taken(leaf) for leaves in owned[group] for leaf in leaves]
             optimizers[group].step(now, reached, gradients)
 
+        if number % every == 0:
+            layer.rebalance()
         descend(layer, rows_now, chosen.shape[1], groups, step, dtype)
     for value in router:
         value.requires_grad_(False)

@@ -5,8 +5,8 @@ more than one. B sequences of L tokens, V tokens in the vocabulary, T = B L.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,20 +47,27 @@ class TrainingText:
     batches: tuple[Batch, ...]
     fit: tuple[tuple[int, int], ...]
     most: int  # sequences that are computed at once
+    sources: tuple[str, ...] = ()  # of the batches
 
-    def of_step(self, step: int, sequences: int, seed: int) -> list[Batch]:
-        """Return the batches of a step: passes over shuffled sequences, without a remainder's short step."""
+    def of_step(self, step: int, sequences: int, seed: int, balance: Mapping[str, float] | None = None) -> list[Batch]:
+        """Return the batches of a step: passes over shuffled sequences, without a remainder's short step.
+
+        `balance` has weights of the sources; without it all tokens count alike.
+        """
         epoch, position = divmod(step, len(self.fit) // sequences)
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
         plain = list[tuple[Batch, int]]()
         alone = list[Batch]()
         for number in order[position * sequences : (position + 1) * sequences]:
-            batch, row = self.fit[number]
-            if isinstance(self.batches[batch].tokens, Inputs):
-                alone.append(self.batches[batch])
+            number, row = self.fit[number]
+            batch = self.batches[number]
+            if balance:
+                batch = replace(batch, weights=batch.weights * balance.get(self.sources[number], 1.0))
+            if isinstance(batch.tokens, Inputs):
+                alone.append(batch)
             else:
-                plain.append((self.batches[batch], row))
+                plain.append((batch, row))
         together = [_joined(plain[begin : begin + self.most]) for begin in range(0, len(plain), self.most)]
         return [*together, *alone]
 
@@ -83,6 +90,7 @@ def training_text(
     options: Distill,
     model: OpenModel,
     emphasis: Emphasis = PLAIN,
+    sources: tuple[str, ...] = (),
 ) -> TrainingText:
     """Return the sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
 
@@ -102,7 +110,7 @@ def training_text(
     weighed = [
         Batch(tokens, base, emphasis.loss_weights(tokens)) for tokens, base in zip(batches, answers, strict=True)
     ]
-    return TrainingText(tuple(weighed), tuple(fit), rows)
+    return TrainingText(tuple(weighed), tuple(fit), rows, sources)
 
 
 class Objective(ReverseVisitor):

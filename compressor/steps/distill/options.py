@@ -42,6 +42,9 @@ class Distill(StepOptions):
     """Weight of the text's own next-token loss."""
     hidden_states: float = Field(0.0, ge=0, le=1e6)
     """Weight of the distance from the base's hidden states."""
+    balance: Literal["sum", "worst"] = "sum"
+    """sum trains on all tokens alike. With several calibration sources, worst weighs a source more the larger its KL on
+    held-out text, and takes the state whose largest KL of a source is smallest."""
     evaluate_every: int | None = Field(None, ge=1, le=10**6)
     """Steps between evaluations on held-out text (default: an eighth of them)."""
     patience: int = Field(8, ge=1, le=10**6)

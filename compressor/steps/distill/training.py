@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from compressor.data.emphasis import rebalanced
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
@@ -50,6 +53,12 @@ class Evaluation:
     loss: float
     flips: float
     training: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, mean of the steps before
+    kl_by_source: Mapping[str, float] = field(default_factory=dict)  # of several sources, where these are balanced
+
+    @property
+    def criterion(self) -> float:
+        """The KL by which the best state is chosen: of balanced sources the largest."""
+        return max(self.kl_by_source.values(), default=self.kl)
 
 
 @dataclass(slots=True)
@@ -85,8 +94,23 @@ class TrainingState:
             "sequences": gained.sequences,
             "best": self.best,
             "ended": self.ended,
-            "curve": [asdict(entry) for entry in self.curve],
+            "curve": [_plain(entry) for entry in self.curve],
         }
+
+    @property
+    def balance(self) -> dict[str, float]:
+        """The weights of the sources after the evaluations so far; empty if they are not balanced."""
+        names = list(self.curve[0].kl_by_source)
+        weights = torch.ones(len(names), dtype=torch.float64)
+        for entry in self.curve if names else ():
+            weights = rebalanced(weights, torch.tensor([entry.kl_by_source[name] for name in names]).double())
+        return dict(zip(names, weights.tolist(), strict=True))
+
+
+def _plain(entry: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as a plan has it."""
+    content = asdict(entry)
+    return content if entry.kl_by_source else {name: content[name] for name in content if name != "kl_by_source"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +166,10 @@ class Training:
         """Return the figures of the model now, and the KL of each sequence; all processes measure together."""
         figures = self.engine.evaluated(self.evaluator)
         means = figures.means
-        evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts)
+        by_source = dict[str, float]()
+        if self.engine.options.balance == "worst" and len(self.evaluator.names) > 1:
+            by_source = {name: figures.of({number}).means["kl"] for number, name in enumerate(self.evaluator.names)}
+        evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts, by_source)
         return evaluation, tuple(figures.kl.tolist())
 
     def _next(self, state: TrainingState) -> TrainingState:
@@ -150,9 +177,10 @@ class Training:
         engine = self.engine
         options = engine.options
         sums = dict[str, float]()
+        balance = state.balance
         end = min(state.step + options.every, options.steps)
         for step in range(state.step, end):
-            batches = self.text.of_step(step, options.sequences, engine.seed)
+            batches = self.text.of_step(step, options.sequences, engine.seed, balance)
             objective = Objective(options, batches, engine.model)
             try:
                 engine.step(objective, options.rate_at(step))
@@ -165,7 +193,7 @@ class Training:
         if not (math.isfinite(evaluation.kl) and math.isfinite(evaluation.loss)):
             return replace(state, ended=NOT_A_NUMBER)
         curve = (*state.curve, evaluation)
-        best = min(curve, key=lambda entry: entry.kl)
+        best = min(curve, key=lambda entry: entry.criterion)
         ended = None
         if evaluation.kl > DIVERGED * state.curve[0].kl:
             ended = APART
@@ -202,7 +230,7 @@ def _train(options: Distill, run: State, folder: Path, trained: Path) -> dict[st
     batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
-    text = training_text(batches, answers, options, run.base, run.text.emphasis)
+    text = training_text(batches, answers, options, run.base, run.text.emphasis, run.text.part_sources[run.part])
     current = folder / "now"
     steps = folder / "steps"
     if options.stream:

@@ -1,4 +1,5 @@
 import json
+import math
 import random
 import re
 import shutil
@@ -12,9 +13,13 @@ from scipy.stats import t as student
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import AutoModelForCausalLM
 
+from compressor import compress
 from compressor.hub.card import card_text
 from compressor.model.opened import load_whole
 from compressor.model.tokenizer import load_tokenizer
+from compressor.recipe.recipe import default_steps
+from compressor.records import read_as
+from compressor.steps.distill.training import Evaluation, TrainingState
 from tests.support import small
 from tests.support.command_line import Run, captured, refused, succeeded
 
@@ -66,7 +71,7 @@ def test_a_domain_that_the_calibration_left_out_is_named(run: Run, models: Path,
     result = succeeded(run("evaluate", models / "base", models / "half", *reading(models), "-o", tmp_path / "out"))
     assert "The domain numbers is degraded: its" in result.out and "domain prose is degraded" not in result.out
     content = json.loads((tmp_path / "out" / "behaviour.json").read_text())
-    prose, numbers = content["text"]["domains"]
+    numbers, prose = content["text"]["domains"]  # the worst first
     assert [prose["domain"], numbers["domain"]] == ["prose", "numbers"]
     assert prose["kl"]["change"] < 1e-9 and prose["flips"]["change"] == 0  # no other expert was ever used
     assert numbers["kl"]["lower"] > 0.001 and numbers["sequences"] == 16 and numbers["tokens"] == 16 * 63
@@ -170,6 +175,36 @@ def test_what_cannot_be_judged_is_said_in_a_sentence(
     refused(run(command, "base", "half", *rest), message)
 
 
+def test_balanced_sources_are_weighed_by_their_kl_and_one_source_changes_nothing(models: Path, tmp_path: Path) -> None:
+    weights = dict[str, bytes]()
+    for balance, number in (("sum", 1), ("worst", 1), ("worst", 2)):
+        sources = [str(models / name) for name in ("letters.txt", "digits.txt")[:number]]
+        steps = default_steps(
+            experts=4,
+            strategy="count-guided",
+            correct={"method": "ridge", "balance": balance},
+            distill={"balance": balance, "steps": 8, "tokens_per_step": 128, "sequence_length": 32},
+        )
+        out = tmp_path / f"{balance}{number}"
+        made = compress(
+            models / "base", out, steps, calibration=sources, samples=32, sequence_length=32, evaluate=False
+        )
+        weights[out.name] = (out / "model.safetensors").read_bytes()
+        curve = made.steps[-1]["result"]["curve"]
+        assert all(("kl_by_source" in entry) is (number == 2) for entry in curve)
+    assert weights["sum1"] == weights["worst1"] != weights["worst2"]
+    for entry in curve:
+        assert min(entry["kl_by_source"].values()) < entry["kl"] < max(entry["kl_by_source"].values())
+    best = min(curve, key=lambda entry: max(entry["kl_by_source"].values()))
+    assert made.steps[-1]["result"]["best"] == best["step"]
+    state = TrainingState(tuple(read_as(Evaluation, entry) for entry in curve[:3]), (), ())
+    grown = [
+        math.exp(sum(entry["kl_by_source"][name] / max(entry["kl_by_source"].values()) for entry in curve[:3]))
+        for name in curve[0]["kl_by_source"]
+    ]
+    assert list(state.balance.values()) == pytest.approx([2 * each / sum(grown) for each in grown])
+
+
 def test_a_run_on_several_sources_names_the_degraded_one(run: Run, models: Path, tmp_path: Path) -> None:
     sources = [f"{models / 'letters.txt'}=0.8", f"{models / 'digits.txt'}=0.2"]
     arguments = compressing(models, tmp_path / "out", *sources, strategy="count-guided")
@@ -181,7 +216,7 @@ def test_a_run_on_several_sources_names_the_degraded_one(run: Run, models: Path,
     assert "The domain digits is degraded" in card and "Held-out text by source" in card
     again = run(*arguments, "--json")
     heldout = json.loads(again.out)["heldout"]
-    assert [each["domain"] for each in heldout["domains"]] == ["letters", "digits"]
+    assert [each["domain"] for each in heldout["domains"]] == ["digits", "letters"]
     assert [each["domain"] for each in heldout["degraded"]] == ["digits"]
 
 

@@ -78,7 +78,7 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         return stocks[number](input_ids=row[None]).logits[0, begin - 1 : -1].double().log_softmax(-1)
 
     assert found.text is not None and found.answers is not None and found.text.confidence == 0.9
-    for number, row in enumerate(found.text.domains):
+    for number, row in enumerate(sorted(found.text.domains, key=lambda row: row.domain)):
         pairs = [[logs(model, each, 1) for model in (0, 1)] for each in ids[number]]
         losses = [-sum(pair[m].gather(1, x[1:, None]).mean() for pair, x in zip(pairs, ids[number], strict=True)) / 9
                   for m in (0, 1)]  # fmt: skip

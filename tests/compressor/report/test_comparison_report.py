@@ -82,20 +82,27 @@ def test_each_of_several_evaluation_sources_has_a_column() -> None:
             "reap",
             8,
             2.0,
-            loss_by_source={"wiki": 1.75, "code": 2.25},
+            loss_by_source={"wiki": 1.75, "code": 3.5},
             degraded=("code",),
             kl_by_source={"wiki": 0.5, "code": 0.25},
-            flips_by_source={"wiki": 0.125, "code": 0.75},
+            flips_by_source={"wiki": 0.125, "code": 0.875},
+            errors_by_source={"loss": {"wiki": 0.0625}},
         ),
         row("auto", 8, 2.5, loss_by_source={"wiki": 2.5}),
     ]
     text = markdown(comparison(rows, evaluation={"wiki": 4096, "code": 2048}))
     losses, kl, flips = (text.partition(f"{what} by evaluation source")[2] for what in ("Loss", "KL", "Flips"))
     shown = table(losses.partition("KL by evaluation source")[0])
-    assert [cells["wiki"] for cells in shown] == ["1.0000", "1.7500", "2.5000"]
-    assert [cells["code"] for cells in shown] == ["1.5000", "**2.2500**", "-"]
+    assert [cells["wiki"] for cells in shown] == ["1.0000", "+0.7500 ± 0.0625", "+1.5000"]
+    assert [cells["code"] for cells in shown] == ["1.5000", "**+2.0000**", "-"]
+    assert list(shown[0]) == ["model", "experts", "wiki", "code"]  # wiki rises by 2.25 in all
+    assert [cells["worst source"].strip("*") for cells in table(text.partition("Loss by")[0])] == [
+        "-",
+        "code +2.0000",
+        "wiki +1.5000",
+    ]
     assert [cells["wiki"] for cells in table(kl.partition("Flips by")[0])] == ["-", "0.5000", "-"]
-    assert [cells["code"] for cells in table(flips)] == ["-", "**0.7500**", "-"]
+    assert [cells["code"] for cells in table(flips)] == ["-", "**0.8750**", "-"]
     assert [cells["model"] for cells in shown] == ["base", "reap", "auto"]
     assert "evaluated on wiki (4,096 tokens) and code (2,048 tokens), seed 7" in text
     assert "evaluation source" not in markdown(comparison([rows[0], rows[2]]))

@@ -81,6 +81,34 @@ def test_layers_that_too_few_tokens_reached_stay(missing: str) -> None:
     assert ("heldout_error" in figures) is (missing == "fit")
 
 
+@pytest.mark.parametrize("how", [RIDGE, TUNE], ids=lambda how: how.method)
+def test_the_worst_of_two_sources_counts_more(how: Correct) -> None:
+    """The second source's outputs are the first one's upside down, so that fitting both alike does justice to none."""
+
+    def of_two_sources() -> tuple[CutCase, list[Tensor]]:
+        found = cut_case("mixtral", sequences=48)
+        by_source = list[Tensor]()
+        for rows, batch in ((found.fit, 0), (found.heldout, 2)):
+            first, second = rows.tensor_split([3 * len(rows) // 4])
+            found.recording.numbers.buffer[first] = batch
+            found.recording.numbers.buffer[second] = batch + 1
+            found.recording.outputs[second] *= -1
+            by_source += [first, second]
+        found.recording.heldout = {2, 3}
+        return found, by_source[2:]
+
+    plain, heldout = of_two_sources()
+    corrected(plain, how)
+    balanced, _ = of_two_sources()
+    balanced.recording.sources = torch.tensor([0, 1, 0, 1])
+    before = [plain_error(balanced, rows) for rows in heldout]
+    figures = corrected(balanced, how)
+    errors = [plain_error(balanced, rows) for rows in heldout]
+    assert figures["heldout_error_before"] == pytest.approx(max(before), rel=1e-4)
+    assert figures["heldout_error"] == pytest.approx(max(errors), rel=1e-3)
+    assert max(errors) < max(plain_error(plain, rows) for rows in heldout)
+
+
 def test_rows_grow_past_what_was_expected() -> None:
     rows, whole = Rows(5), torch.randn(23, 4)
     for part in whole.split(4):
