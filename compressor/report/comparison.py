@@ -105,7 +105,8 @@ def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
     options = dict(
         read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
     )
-    prune = Prune(balance=options.pop("balance", None))
+    prune = make_step("prune", {"balance": options.pop("balance", None)})
+    assert isinstance(prune, Prune)
     strategy = load_strategy(name, options).balancing(prune.balance)
     methods = dict.fromkeys(corrections or ("none", strategy.correction))
     shown = " ".join([name, *(f"({setting})" for setting in settings)])

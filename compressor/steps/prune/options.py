@@ -71,9 +71,6 @@ class Prune(StepOptions):
     sample_tokens: SampleTokens = SAMPLE_TOKENS
     """Tokens of the text on which each layer's experts are compared, by strategies that compare outputs or router
     logits; or all. Sums, such as those of reap, are over the whole text."""
-    balance: Literal["sum", "worst"] | None = None
-    """How experts are kept for several sources of text: by the sum of their scores (the default), or worst: the source
-    that keeps the least share of its score gets its best expert, until the layer is full."""
     sequential: bool = False
     """Plan each layer on what the compressed earlier layers output."""
     top_k: int | None = Field(None, ge=1)
@@ -81,6 +78,9 @@ class Prune(StepOptions):
     mtp: Literal["keep", "drop"] | None = None
     """Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: keep where the
     layout is known)."""
+    balance: Literal["sum", "worst"] | None = None
+    """How experts are kept for several sources of text: by the sum of their scores (the default), or worst: the source
+    that keeps the least share of its score gets its best expert, until the layer is full."""
 
     @property
     def changes(self) -> frozenset[str]:
