@@ -156,6 +156,13 @@ def check_strategy(module: typing.Any, settings: typing.Mapping[str, typing.Any]
                     raise CompressionError(
                         f"{who} plans the same layer in two ways; draw from a torch.Generator with stats.seed"
                     )
+                if strategy.score is not None:
+                    stats = only(full, strategy.needs)
+                    stats = dataclasses.replace(stats, sources=(stats,))  # of a single source, so the plan is the same
+                    if strategy.balancing("worst").plan_layer(stats, keep, protected).groups != plans[0].groups:
+                        raise CompressionError(
+                            f"{who} does not keep experts by its score(); return what plan() ranks by"
+                        )
                 changed = touched(plans[0], protected)
                 if changed:
                     raise CompressionError(f"{who} does not keep protected expert {changed[0]}")

@@ -8,6 +8,7 @@ from strategies.ranked import energy
 CORRECTION = "tune"  # unless another is asked for
 
 NEEDS = energy.NEEDS
+score = energy.score
 
 
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:

@@ -49,7 +49,7 @@ def keep_salient(
             "try --dtype float32"
         )
     plan = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
-    return replace(plan, figures={share: kept_share(plan, saliency)})
+    return replace(plan, figures={share: kept_share(plan, saliency), **plan.figures})
 
 
 class Ranked:
@@ -184,6 +184,11 @@ class Reap:
         return SALIENCIES[options.saliency].NEEDS
 
     @staticmethod
+    def score(stats: LayerStatistics, options: Options) -> Tensor:
+        """The saliency: [E]."""
+        return SALIENCIES[options.saliency].score(stats)
+
+    @staticmethod
     def plan(
         stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
     ) -> LayerPlan:
@@ -233,15 +238,24 @@ class HubGuided:
         return mass | {"rank_change"} if options.exponent else mass
 
     @staticmethod
+    def score(stats: LayerStatistics, options: Options) -> Tensor:
+        """The mass, times the effect on later routers where it counts: [E]."""
+        mass: Tensor = getattr(stats, MASSES[options.mass])
+        return mass * listening_factors(stats.rank_change, options.exponent) if options.exponent else mass
+
+    @classmethod
     def plan(
-        stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+        cls,
+        stats: LayerStatistics,
+        keep: int,
+        protected: frozenset[int] = frozenset(),
+        options: Options = Options(),
     ) -> LayerPlan:
         """Keep the `keep` experts of highest score."""
         statistic = MASSES[options.mass]
-        mass = getattr(stats, statistic)
+        scores = cls.score(stats, options)
         if not options.exponent or not bool(stats.rank_change.any()):
-            return keep_salient(stats, mass, keep, protected, statistic)
-        scores = mass * listening_factors(stats.rank_change, options.exponent)
+            return keep_salient(stats, scores, keep, protected, statistic)
         plan = keep_salient(stats, scores, keep, protected, f"{statistic} x rank_change")
         figures = {**plan.figures, "kept_share_of_rank_change": kept_share(plan, stats.rank_change)}
         return replace(plan, figures=figures)

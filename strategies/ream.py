@@ -79,6 +79,11 @@ def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: 
     return groups
 
 
+def score(stats: LayerStatistics, options: Options = Options()) -> Tensor:
+    """REAP's saliency: [E]."""
+    return mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
+
+
 @torch.no_grad()
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
@@ -88,7 +93,7 @@ def plan(
     Where protected experts take every place, the others are dropped. Raises `CompressionError` where the groups of
     `group_size` have no room for all.
     """
-    saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
+    saliency = score(stats)
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
     _, table = similarity(stats)
     order = rounded(saliency)

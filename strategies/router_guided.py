@@ -34,6 +34,11 @@ def needs(options: Options) -> frozenset[str]:
     return NEEDS | options.merge_needs
 
 
+def score(stats: LayerStatistics, options: Options) -> Tensor:
+    """Tokens routed to each expert: [E]."""
+    return stats.routed_count
+
+
 def similarities(logits: Tensor) -> Tensor:
     """Cosine of every two experts' router logits over the tokens: [S, E] -> [E, E]; 0 without tokens."""
     columns = torch.nn.functional.normalize(as_float64(logits), dim=0)

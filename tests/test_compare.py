@@ -165,6 +165,8 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["--strategies", "reap,reap"], "--strategies names one twice"),
     (["--strategies", "reap:x=1"], "'reap' has no option 'x'"),
     (["--strategies", "reap:x"], "strategy 'reap:x': 'x' should be option=value"),
+    (["--strategies", "hope:balance=worst"], "'hope' keeps experts by no score, so balance=worst does not go with it"),
+    (["--strategies", "reap:balance=best"], "balance is 'best'; input should be 'sum' or 'worst'"),
     (["--strategies", ","], "',' names none; name some, or leave it out for the default"),
     (["--correct", "ridge,polish"], "correct: method is 'polish'; input should be 'auto', 'none', 'ridge' or 'tune'"),
     (["--correct", ""], "'' names none; name some, or leave it out"),

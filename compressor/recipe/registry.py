@@ -1,9 +1,9 @@
 """The contract of strategies and exporters, to which every plugin is held."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -12,6 +12,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, check_needs
+from compressor.tolerance import rounded
 
 CORRECTIONS = ("none", "ridge", "tune")
 SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> label, similarities [E, E]
@@ -29,15 +30,35 @@ class Strategy:
     correction: str = "none"  # the default correction of its plans
     similarity: SimilarityFunction | None = None
     similarity_needs: frozenset[str] = frozenset()
+    score: Callable[..., torch.Tensor] | None = None  # (statistics[, options]) -> [E], by which experts are kept
+    balances: bool = False  # True to keep them by maximin over the scores of each source of text
+
+    def balancing(self, sources: str | None) -> Self:
+        """Return the strategy that keeps experts for the sum of all sources of text, or for the `worst` of them."""
+        if sources == "worst" and self.score is None:
+            raise CompressionError(
+                f"strategy {self.name!r} keeps experts by no score, so balance=worst does not go with it; choose one "
+                "that ranks experts, such as energy, or leave out balance"
+            )
+        return replace(self, balances=sources == "worst")
+
+    def _shares(self, sources: Sequence[LayerStatistics], arguments: Sequence[Any]) -> torch.Tensor:
+        """Return the experts' shares of each source's score: [N, E]; 0 for a source without any."""
+        assert self.score is not None
+        shares = list[torch.Tensor]()
+        for source in sources:
+            scores = rounded(self.score(source, *arguments)).cpu()
+            shares.append(scores / (float(scores.sum()) or 1.0))
+        return torch.stack(shares)
 
     def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan one layer, with the options if the strategy has any; refuses what is no plan of this layer."""
         layer = statistics.layer
-        arguments = [statistics, keep, protected]
-        if self.options is not None:
-            arguments.append(self.options)
+        arguments = [] if self.options is None else [self.options]
         try:
-            plan = self.plan(*arguments)
+            if self.balances and statistics.sources:
+                statistics = replace(statistics, shares=self._shares(statistics.sources, arguments))
+            plan = self.plan(statistics, keep, protected, *arguments)
         except CompressionError:
             raise
         except Exception as error:  # plugins raise any exception
@@ -73,7 +94,8 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     check_needs(needs | similarity_needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     similarity = getattr(module, "similarity", None)
-    return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs)
+    score = getattr(module, "score", None)
+    return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs, score)
 
 
 def working_strategies() -> Iterator[Strategy]:

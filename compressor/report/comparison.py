@@ -97,12 +97,17 @@ def correction(method: str) -> Correct:
 
 
 def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
-    """Read name or name:option=value:option=value; by default, its own correction is tried beside none."""
+    """Read name or name:option=value:option=value; by default, its own correction is tried beside none.
+
+    The option `balance` is that of `prune`.
+    """
     name, *settings = text.split(":")
     options = dict(
         read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
     )
-    strategy = load_strategy(name, options)
+    prune = make_step("prune", {"balance": options.pop("balance", None)})
+    assert isinstance(prune, Prune)
+    strategy = load_strategy(name, options).balancing(prune.balance)
     methods = dict.fromkeys(corrections or ("none", strategy.correction))
     shown = " ".join([name, *(f"({setting})" for setting in settings)])
     return Candidate(shown, strategy, options, tuple(correction(method) for method in methods))

@@ -125,6 +125,10 @@ class Meter:
         """Return the value of the statistic."""
         raise NotImplementedError
 
+    def of_source(self, source: int) -> Any:
+        """Return the value for one source's tokens, unweighted; samples are not kept by source."""
+        return self.finish()
+
 
 class Sum(Meter):
     """A sum for each expert, [E] or [E, width], over all tokens; on the device until the end."""
@@ -157,6 +161,9 @@ class Sum(Meter):
 
     def finish(self) -> Tensor:
         return self.total
+
+    def of_source(self, source: int) -> Tensor:
+        return self.totals[source].cpu()
 
 
 class GateSum(Sum):

@@ -97,6 +97,8 @@ class LayerStatistics:
     tokens: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    sources: tuple["LayerStatistics", ...] = ()  # sums over each source's tokens, where there are several
+    shares: Tensor | None = None  # [N, E] of the score of each source, where these are balanced
 
     routed_count = Statistic[Tensor]("[E]", "tokens sent to each expert", GateSum, power=0)
     modality_count = Statistic[Tensor](
@@ -164,7 +166,8 @@ class LayerStatistics:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
 
     def adding(self, **values: Any) -> "LayerStatistics":
-        return replace(self, values={**self.values, **values})
+        sources = tuple(source.adding(**values) for source in self.sources)
+        return replace(self, values={**self.values, **values}, sources=sources)
 
 
 STATISTICS = {name: value for name, value in vars(LayerStatistics).items() if isinstance(value, Statistic)}
@@ -303,7 +306,14 @@ class Collector:
         for name, meter in self.meters.items():
             meter.combine(scales)
             values[name] = meter.finish()
-        return LayerStatistics(self.layer, tokens, values, self.observed.seed)
+        seed = self.observed.seed
+        sums = {name: meter for name, meter in self.meters.items() if not isinstance(meter, Sample)}
+        sources = list[LayerStatistics]()
+        for source, seen in enumerate(by_source):
+            if seen and len(by_source) > 1:
+                alone = {name: meter.of_source(source) for name, meter in sums.items()}
+                sources.append(LayerStatistics(self.layer, seen, alone, seed))
+        return LayerStatistics(self.layer, tokens, values, seed, tuple(sources))
 
 
 def smaller_routers(architecture: Architecture) -> Routers:

@@ -78,9 +78,12 @@ def both(run: Run, tmp_path: Path, size: int, *ask: Any, end: str = "") -> tuple
 COSTS = ("seconds", "calibration_seconds", "peak_memory", "items_per_second")
 FEW = ("--strategy", "count-guided", "--protect", "graph:3", "--samples", 5)  # for one rank is left without a batch
 
+WORST = ("--strategy", "reap", "--balance", "worst", "--calibration", "demo")
+
 
 @pytest.mark.parametrize(
-    ("size", "ask"), [(2, ("--strategy", "auto")), (3, ("--strategy", "hub-guided", "--split", "2")), (2, FEW)]
+    ("size", "ask"),
+    [(2, ("--strategy", "auto")), (3, ("--strategy", "hub-guided", "--split", "2")), (2, FEW), (2, WORST)],
 )
 def test_the_plan_is_the_same_for_any_number_of_ranks(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path, size: int, ask: tuple[str, ...]

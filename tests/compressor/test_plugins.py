@@ -111,3 +111,8 @@ def test_a_likeness_has_to_be_a_matrix() -> None:
     check_strategy(module_of(first, similarity=lambda stats, options: ("all alike", torch.ones(8, 8))))
     with pytest.raises(CompressionError, match=r"should return a label and a matrix \[8, 8\]"):
         check_strategy(module_of(first, similarity=lambda stats, options: ("all alike", torch.ones(8))))
+
+
+def test_a_score_has_to_be_what_the_plan_ranks_by() -> None:
+    with pytest.raises(CompressionError, match=r"'theirs' does not keep experts by its score\(\); return what"):
+        check_strategy(module_of(first, score=lambda stats: stats.routed_count))

@@ -78,6 +78,9 @@ class Prune(StepOptions):
     mtp: Literal["keep", "drop"] | None = None
     """Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: keep where the
     layout is known)."""
+    balance: Literal["sum", "worst"] | None = None
+    """How experts are kept for several sources of text: by the sum of their scores (the default), or worst: the source
+    that keeps the least share of its score gets its best expert, until the layer is full."""
 
     @property
     def changes(self) -> frozenset[str]:

@@ -235,7 +235,7 @@ def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
 
 def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
-    strategy = load_strategy(prune.strategy, prune.options)
+    strategy = load_strategy(prune.strategy, prune.options).balancing(prune.balance)
     experts = prune.count(model.architecture.layers, parts)
     given_protected(prune.protect, model.architecture.layers, experts)
     return PruneSpec(strategy, experts, chosen_heads(model, prune.mtp, experts))

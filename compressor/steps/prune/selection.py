@@ -262,14 +262,49 @@ def kept_share(plan: LayerPlan, scores: Tensor) -> float:
 def keep_best(
     stats: LayerStatistics, scores: Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
-    """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
-    if scores.isnan().any():  # an infinite score may mean always or never
-        expert = int(scores.isnan().int().argmax())
-        raise CompressionError(f"{stats.layer.name}: the score of expert {expert} is not a number")
+    """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert.
+
+    Where sources of text are balanced, theirs decide (`balanced`).
+    """
+    for values in (scores,) if stats.shares is None else (scores, *stats.shares):
+        if values.isnan().any():  # an infinite score may mean always or never
+            expert = int(values.isnan().int().argmax())
+            raise CompressionError(f"{stats.layer.name}: the score of expert {expert} is not a number")
+    blocks = blocks_of(stats.layer, keep, protected)
+    if stats.shares is not None:
+        kept = balanced(stats.shares, blocks)
+        least = round(float(stats.shares[:, kept].sum(1).min()), 6)
+        figures = {**details.pop("figures", {}), "kept_share_of_worst_source": least}
+        return LayerPlan.keep(stats.layer, kept, figures=figures, **details)
     ranked = rounded(scores).cpu()
-    kept = list[int]()
-    for block in blocks_of(stats.layer, keep, protected):
+    kept = []
+    for block in blocks:
         order = ranked[list(block.free)].argsort(descending=True, stable=True)
         best = [block.free[position] for position in order[: block.take].tolist()]
         kept += [*block.fixed, *best]
     return LayerPlan.keep(stats.layer, kept, **details)
+
+
+def balanced(shares: Tensor, blocks: Sequence[Block]) -> list[int]:
+    """Return the experts that maximin keeps: the source with the least share kept gets its best one, until all is full.
+
+    `shares` [N, E] are the experts' of each source's score. Ties go to the lower source and the lower expert. A source
+    that could gain nothing more passes.
+    """
+    kept = [expert for block in blocks for expert in block.fixed]
+    totals = shares[:, kept].sum(1)
+    values = shares.index_fill(1, torch.tensor(kept, dtype=torch.long), -1)  # of the experts that may still be kept
+    places = {block: block.take for block in blocks}
+    while True:
+        for block, left in places.items():
+            if not left:
+                values[:, list(block.free)] = -1
+        if not any(places.values()):
+            return kept
+        best, experts = values.max(dim=1)
+        source = stable_argmin(totals.masked_fill(best <= 0, torch.inf).tolist())
+        expert = int(experts[source])
+        kept.append(expert)
+        totals += shares[:, expert]
+        values[:, expert] = -1
+        places[next(block for block in blocks if expert in block.free)] -= 1

@@ -89,6 +89,10 @@ def test_the_mix_weights_sums_by_share_and_holds_every_sample(name: str, tmp_pat
         alone.append(gathered(model, of([parts[number] for number in mine], round(SAMPLE * share))))
     for layer, stats in whole.items():
         sources = [seen[layer] for seen in alone]
+        for source, part in zip(stats.sources, [part for part in sources if part.tokens], strict=True):
+            assert source.tokens == part.tokens
+            for key in SUMS:
+                check(source.values[key], part.values[key], key)
         assert stats.tokens == sum(part.tokens for part in sources)
         for key in SUMS:
             expected = torch.zeros(stats.values[key].shape, dtype=torch.float64)

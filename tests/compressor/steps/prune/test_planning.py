@@ -1,6 +1,7 @@
 """Several plans from one pass; text and pictures apart: what each sends to the experts, and the warning."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,63 @@ def test_plans_of_one_pass_are_those_of_a_pass_each(family: str, tmp_path: Path)
         assert planned.seconds >= 0
         alone = make_plan(model, asked.strategy, asked.experts, {}, data, Silent(), 3)
         assert planned.plan == alone.expert_plan
+
+
+def maximin(
+    scores: Sequence[Sequence[float]], blocks: Sequence[range], take: int, protected: frozenset[int]
+) -> list[int]:
+    """Kept experts, one by one: the best of the source that keeps the smallest share of its score."""
+    kept = [expert for block in blocks for expert in block if expert in protected]
+    while len(kept) < take * len(blocks):
+        full = {expert for block in blocks if sum(e in block for e in kept) == take for expert in block}
+        free = [expert for block in blocks for expert in block if expert not in {*kept, *full}]
+        held = [
+            math.inf if not any(row[expert] for expert in free) else sum(row[expert] for expert in kept) / sum(row)
+            for row in scores
+        ]
+        poorest = scores[held.index(min(held))]
+        kept.append(max(free, key=lambda expert: poorest[expert]))
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("name", ["energy", "reap", "hub-guided", "ream", "router-guided"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_the_worst_source_is_given_its_best_expert(family: str, name: str, tmp_path: Path) -> None:
+    stock, model = opened(family, tmp_path)
+    parts = batches(stock, (1, 2, 1, 2, 1))
+    data = sourced(parts, (0, 1, 2, 1, 0), (4,))
+    strategy = load_strategy(name)
+    alone = [Planner(model, calibration([parts[n] for n in numbers]), Silent()) for numbers in ((0,), (1, 3), (2,))]
+    protected = {model.architecture.layers[0].name: frozenset({5})}
+    worst = Planner(model, data, Silent()).plans([PruneSpec(strategy.balancing("worst"), 4)], protected)[0].plan
+    effects = Planner(model, data, Silent()).rank_changes([strategy])
+    needs = strategy.needs - {"rank_change", "expert_outputs", "router_logits"}
+    by_source = [list(collect(model, needs, planner.calibration, Silent())) for planner in alone]
+    differs = False
+    for layer, plan, *sources in zip(model.architecture.layers, worst.layers, *by_source, strict=True):
+        arguments = [] if strategy.options is None else [strategy.options]
+        assert strategy.score is not None
+        scores = list[list[float]]()
+        for stats in sources:
+            stats = stats.adding(rank_change=effects.get(layer.name, torch.zeros(layer.experts)))
+            scores.append(strategy.score(stats, *arguments).tolist())
+        size = layer.experts // layer.routing_groups
+        blocks = [range(begin, begin + size) for begin in range(0, layer.experts, size)]
+        kept = maximin(scores, blocks, 4 // len(blocks), protected.get(layer.name, frozenset()))
+        leaders = [group.members[group.router_coefficients.index(1.0)] for group in plan.groups]
+        assert name == "router-guided" or sorted(leaders) == kept  # there another may lead a group
+        assert all(len({*group.members} & {*kept}) == 1 for group in plan.groups)
+        differs |= kept != sorted(sum(map(torch.tensor, scores)).argsort(descending=True)[:4].tolist())
+    assert differs
+
+
+def test_one_source_is_its_own_worst(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    specs = [
+        PruneSpec(load_strategy(name).balancing(how), 4) for name in ("energy", "reap") for how in ("sum", "worst")
+    ]
+    plans = [planned.plan for planned in Planner(model, calibration(batches(stock)), Silent()).plans(specs)]
+    assert plans[0] == plans[1] and plans[2] == plans[3]
 
 
 CPU = torch.device("cpu")
