@@ -50,7 +50,7 @@ def test_each_layout_is_read_and_rendered(template: str | None, tmp_path: Path, 
         asked = f"question 3 of {name}"
         assert (f"<user>{asked}\n<assistant>" if template else f"user: {asked}\nassistant: ") in text
         assert ("answer 21" in text) is (name != names[-1])
-    called = "<assistant>look{'key': 7}" if template else 'assistant: [{"type": "function", "function": {"name": "look"'
+    called = '<assistant>look{"key": 7}' if template else 'assistant: [{"type": "function", "function": {"name": "look"'
     assert called in texts[-1] and (texts[-1].count("[look]") > 9) is bool(template)
 
 
