@@ -23,6 +23,7 @@ from pydantic import model_validator
 from compressor.answers.items import Item, read_items
 from compressor.answers.options import TaskOptions
 from compressor.answers.task_suites import RUNS_CODE, TaskSettings
+from compressor.data.sources import hub_id
 from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
@@ -135,6 +136,16 @@ class EvaluationTask:
     def generates(self) -> bool:
         """True if the model writes all answers."""
         return self.kinds == {"generate_until"}
+
+    @property
+    def benchmark(self) -> tuple[str, str] | None:
+        """Id of its data set on the Hub, with the configuration, or the task's name for several; None of other data."""
+        paths = {str(part.get_config("dataset_path")) for part in self.parts.values()}
+        names = {str(part.get_config("dataset_name") or "default") for part in self.parts.values()}
+        path = paths.pop()
+        if paths or hub_id(path) is None:
+            return None
+        return path, self.name if len(names) > 1 else names.pop()
 
     @property
     def likelihood(self) -> bool:

@@ -70,7 +70,7 @@ SHOWN = (  # by `compare --help`, others by `--help-all`
     "device",
     "help_all",
 )
-LISTS = ("steps", "strategies", "exporters", "optimizers")
+LISTS = ("steps", "strategies", "exporters", "optimizers", "text")
 
 
 def compare(
@@ -180,6 +180,12 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
         yield MONE, "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.", None
         for name, options in working(EXPORTERS, lambda name: (name, exporter_options(name))):
             yield name, _first_line(load_exporter(name).__doc__), options and type(options)
+    elif kind == "text":
+        from compressor.data.sources import BLEND, read_blend
+
+        yield "blend", f"These sources, read by default; copy {BLEND} to change them.", None
+        for entry in read_blend():
+            yield entry.domain, f"{entry.source} ({entry.licence}), weight {entry.weight:g}", None
     else:
         for name in described(step_class("distill"))["optimizer"].type_name.split(" | "):
             yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", None

@@ -214,7 +214,9 @@ def report(
 
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")],
-    repo_id: Annotated[str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME; made if it is missing.")],
+    repo_id: Annotated[
+        str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME, or NAMESPACE/; made if it is missing.")
+    ],
     running: Printing,
     private: Annotated[bool, flag("Make the repository private; never use a public one.")] = False,
     revision: Annotated[str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")] = None,
@@ -225,6 +227,7 @@ def push(
     require_gate: Annotated[
         Path | None, flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON")
     ] = None,
+    base_model: Annotated[str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")] = None,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
     if (checkpoint / GRAPH).is_file() or (checkpoint / "onnx" / GRAPH).is_file():
@@ -244,6 +247,7 @@ def push(
         tag=tag,
         dry_run=dry_run,
         require_gate=require_gate,
+        base_model=base_model,
     )
     print_report(running.as_json, summary.to_dict(), summary.blocks())
 

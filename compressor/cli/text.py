@@ -12,11 +12,14 @@ SHOWN = [option for option in TEXT if option[0] in ("samples", "sequence_length"
 
 
 def text(
-    sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Text, JSONL, CSV or parquet file, data set or 'demo'.")
-    ],
     options: Annotated[dict[str, Any], SHOWN],
     running: Printing,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCE...", help="Text, JSONL, CSV or parquet file, data set, 'demo', or a blend (default: blend)."
+        ),
+    ] = None,
     model: Annotated[str | None, flag("Model whose tokenizer and chat template read it; none is downloaded.")] = None,
     documents: Annotated[int, flag("Documents to show.", min=0)] = 3,
     seed: Seed = 0,
@@ -24,12 +27,13 @@ def text(
     """Show what calibration will read: rows, columns, the first documents as tokens, and the digest of all tokens."""
     from compressor.checkpoint.source import locate_tokenizer
     from compressor.data.batches import TextSpec, load_tokenizer
-    from compressor.data.sources import parse_sources
+    from compressor.data.sources import DEFAULT_SOURCE, parse_sources
     from compressor.recipe.step import TextOptions
     from compressor.report.preview import preview, preview_blocks
 
     chosen = TextOptions(**options)
-    spec = TextSpec(parse_sources(sources), chosen.samples, chosen.sequence_length, seed, strict=chosen.strict)
+    entries = parse_sources(sources or [DEFAULT_SOURCE])
+    spec = TextSpec(entries, chosen.samples, chosen.sequence_length, seed, strict=chosen.strict)
     tokenizer = None if model is None else load_tokenizer(locate_tokenizer(model).folder)
     previews = preview(spec, tokenizer, documents)
     blocks = (block for shown in previews for block in preview_blocks(shown, tokenizer is not None))

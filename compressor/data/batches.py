@@ -21,7 +21,17 @@ from torch import Tensor
 from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import content_of, divided, read_sequences
-from compressor.data.sources import SAMPLE_TOKENS, TextPart, WeightedSource, divide, shares, short_names
+from compressor.data.rows import hub_answers
+from compressor.data.sources import (
+    SAMPLE_TOKENS,
+    TextPart,
+    WeightedSource,
+    divide,
+    hub_id,
+    normalized,
+    shares,
+    short_names,
+)
 from compressor.errors import CompressionError, reason_of
 from compressor.model import tokenizer as checkpoint_tokenizer
 from compressor.model.inputs import Inputs
@@ -112,7 +122,7 @@ class TextSpec:
     """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and named parts.
 
     All are divided among the sources by weight. A share `heldout` of the calibration sequences is held out. With parts,
-    there may be no calibration sequences.
+    there may be no calibration sequences. Of more optional sources than sequences, the heaviest are read.
     """
 
     sources: tuple[WeightedSource, ...]
@@ -125,9 +135,10 @@ class TextSpec:
     strict: bool = False  # stop at a row that cannot be read
     emphasis: Emphasis = PLAIN
     evaluation: int = 0  # sequences after all others, as far as the text goes; not part of a plan's identity
+    left_out: tuple[str, ...] = ()  # sources that could not be read
 
     def __post_init__(self) -> None:
-        least = len(self.sources)
+        least = sum(not entry.is_optional for entry in self.sources)
         if self.samples < (0 if self.parts else 1) or self.sequence_length < 2:
             raise CompressionError(
                 f"--samples {self.samples} and --sequence-length {self.sequence_length} leave nothing to run; give at "
@@ -144,12 +155,27 @@ class TextSpec:
         """Return the spec that an identity in a plan names; raise `CompressionError` if it is incomplete."""
         try:
             content = {name: identity[name] for name in ("sources", "seed", "heldout")}
+            content["left_out"] = identity.get("left_out", ())
             content["emphasis"] = {"marked": identity.get("emphasis", {})}
             return TypeAdapter(cls).validate_python({**identity["asked"], **content})
         except (ValidationError, KeyError, TypeError) as error:
             raise CompressionError(
                 f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the plan or plan again"
             ) from error
+
+    def heaviest(self) -> "TextSpec":
+        """Return the spec without the lightest optional sources, where there are more sources than sequences."""
+        most = min(count for count in (self.samples, self.reserve, len(self.sources)) if count)
+        optional = [entry for entry in reversed(self.sources) if entry.is_optional]
+        optional.sort(key=lambda entry: entry.weight)
+        spare = optional[: len(self.sources) - most]
+        rest = [entry for entry in self.sources if entry not in spare]
+        return replace(self, sources=normalized(rest)) if spare else self
+
+    def without(self, names: Sequence[str]) -> "TextSpec":
+        """Return the spec without these sources, which cannot be read."""
+        rest = [entry for entry in self.sources if entry.source not in names]
+        return replace(self, sources=normalized(rest), left_out=(*self.left_out, *names))
 
     @property
     def heldout_wanted(self) -> int:
@@ -220,11 +246,10 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
 
     Parts are disjoint. If a source is too short for them, they start again from the beginning of its calibration text.
-    No sequence occurs twice in a part, and held-out or reserved text never occurs in one.
+    No sequence occurs twice in a part, and held-out or reserved text never occurs in one. Optional sources that cannot
+    be read are left out with a warning, or refused if `strict`.
     """
-    texts = list[_SourceText]()
-    for source, demand in zip(spec.sources, _demands(spec), strict=True):
-        texts.append(_cut_source(spec, source, demand, tokenizer, vocabulary))
+    spec, texts = _read_sources(spec, tokenizer, vocabulary)
     if spec.samples:
         shapes = list[tuple[int, int]]()
         for text in texts:
@@ -240,6 +265,34 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
         for use, rows in text.sequences.items():
             text.sequences[use] = tuple(opened(row, text.opening) for row in rows)
     return _text(spec, texts)
+
+
+def _read_sources(spec: TextSpec, tokenizer: Any, vocabulary: int) -> tuple[TextSpec, list[_SourceText]]:
+    """Read and cut the sources; return the spec of those that could be read, too."""
+    requested = len(spec.sources)
+    spec = spec.heaviest()
+    if len(spec.sources) < requested:
+        names = ", ".join(entry.source for entry in spec.sources)
+        logger.warning("fewer sequences than sources: only the heaviest are read (--samples adds others): %s", names)
+    first: CompressionError | None = None
+    texts = list[_SourceText]()
+    while len(texts) < len(spec.sources):
+        source = spec.sources[len(texts)]
+        try:
+            texts.append(_cut_source(spec, source, _demands(spec)[len(texts)], tokenizer, vocabulary))
+        except CompressionError as error:
+            if spec.strict or not source.is_optional:
+                raise
+            first = first or error
+            unread = [source.source]
+            if hub_id(source.source) and not hub_answers():
+                unread = [entry.source for entry in spec.sources if entry.is_optional and hub_id(entry.source)]
+            if len(unread) == len(spec.sources):
+                raise CompressionError(f"no source of the blend can be read; of the first one, {first}") from error
+            logger.warning("%s of the blend cannot be read, so the others count for more: %s", ", ".join(unread), error)
+            spec = spec.without(unread)
+            texts.clear()  # the others have more to give
+    return spec, texts
 
 
 def _demands(spec: TextSpec) -> list[Demand]:
@@ -485,6 +538,8 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
     }
     if marked:
         identity["emphasis"] = marked
+    if spec.left_out:
+        identity["left_out"] = list(spec.left_out)
     if spec.parts:
         identity["parts"] = {name: _counted(_rows_of(texts, name)) for name in spec.parts}
         identity["heldout_text"] = _counted(_rows_of(texts, HELD, BEHIND))

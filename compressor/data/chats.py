@@ -8,7 +8,7 @@ from typing import Any
 
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
 from compressor.formatting import joined
-from compressor.model.tokenizer import check_chat, has_chat_template
+from compressor.model.tokenizer import as_part, check_chat, has_chat_template, joined_text
 
 CHATS = ("messages", "conversations")  # some data sets hold them as JSON
 PAIRS = (
@@ -56,7 +56,7 @@ class Conversation:
 
 
 def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS) -> Conversation:
-    """Read the first of these combinations of columns that a row has, or the named column alone.
+    """Read the first of these combinations of columns that a row has, or the named column (or `one+other`) alone.
 
     A system prompt, earlier turns, and the data of an instruction are read, too. Raises `ItemError` for a row without
     text or with a malformed chat.
@@ -77,7 +77,7 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
 
 def _conversation(row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
     """Return the conversation in a row, without checking its messages."""
-    names = _columns_of(row, choices if column is None else ((column,),), where)
+    names = _columns_of(row, choices if column is None else (tuple(column.split("+")),), where)
     turns = [row[name] for name in names]
     if names[0] in CHATS:
         turns = [parse_json(turns[0], list) or turns[0]]
@@ -242,6 +242,18 @@ def require_template(tokenizer: Any, what: str) -> None:
             f"{what}, but the model's tokenizer has no chat template; name a column of text, or put the template of "
             "the instruct version beside the tokenizer"
         )
+
+
+def plain_chat(messages: Sequence[Message]) -> str:
+    """Return a chat as roles and contents, for models without a chat template."""
+    lines = list[str]()
+    for message in messages:
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = joined_text([as_part(part) for part in content])
+        calls = message.get("tool_calls")
+        lines.append(f"{message['role']}: {content}{json.dumps(calls, ensure_ascii=False) if calls else ''}\n")
+    return "".join(lines)
 
 
 def untaken(where: str, error: Exception, taker: str = "chat template") -> ItemError:

@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressor.data.chats import CHATS, note_columns, read_row, require_template, untaken, with_media
+from compressor.data.chats import CHATS, note_columns, plain_chat, read_row, require_template, untaken, with_media
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource
 from compressor.errors import CompressionError, LeftOut, wrap_faults
-from compressor.model.tokenizer import check_vocabulary, first_part, no_token, opening_of, render_chat, says_something
+from compressor.model.tokenizer import (
+    check_vocabulary,
+    first_part,
+    has_chat_template,
+    no_token,
+    opening_of,
+    render_chat,
+    says_something,
+)
 from compressor.progress import quiet_transformers
 
 PATIENCE = 100_000  # characters without a known token after which the tokenizer is refused
@@ -44,7 +52,10 @@ class TokenStream:
 def _document(
     row: Any, column: str | None, tokenizer: Any, where: str, left_out: LeftOut, purpose: Purpose
 ) -> Document:
-    """Return a row's text, or its chat rendered by the template; raise `ItemError` for a row without text."""
+    """Return a row's text, or its chat rendered by the template; raise `ItemError` for a row without text.
+
+    A chat in a named column is plain text where the model has no template.
+    """
     conversation = read_row(row, column, where)
     is_plain = column is not None and conversation.text is not None
     if purpose in ("calibration", "heldout") and not is_plain and with_media(row, conversation):
@@ -54,12 +65,16 @@ def _document(
     text = conversation.text
     is_rendered = isinstance(row, Mapping) and any(row.get(name) for name in CHATS)
     if text is None:
-        require_template(tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}")
+        is_rendered = has_chat_template(tokenizer)
+        if column is None:
+            require_template(tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}")
         try:
-            text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
+            if is_rendered:
+                text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
+            else:
+                text = plain_chat(conversation.messages)
         except Exception as error:  # templates raise anything
             raise untaken(where, error) from error
-        is_rendered = True
     return Document(text, is_rendered)
 
 

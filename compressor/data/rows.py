@@ -16,7 +16,6 @@ from compressor.data.chats import parse_json
 from compressor.data.demo import load_documents, load_items
 from compressor.data.sources import (
     COMPRESSED_SUFFIXES,
-    DEFAULT_SOURCE,
     DEMO_SOURCE,
     GIVEN,
     JSON_SUFFIXES,
@@ -32,6 +31,7 @@ Row = tuple[str, Any]  # the place of a row, for error messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by their first bytes
 PARQUET = b"PAR1"  # the first bytes of such a file
+C4 = "allenai/c4"  # without a config of that name, "en" is read
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set shuffled together
 
 
@@ -56,7 +56,7 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
         return SourceRows(_demo_rows(purpose))
     if isfile(path):
         if address.config or address.split:
-            plain = replace(address, config=None, split=None)
+            plain = replace(address, config=None, split=None, revision=None)
             raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
         return _file_rows(path, purpose)
     if has_text_suffix(address.name) and not path.exists():
@@ -64,6 +64,17 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
             f"{purpose} file {path} does not exist; name a text or JSONL file, a data set id, or 'demo'"
         )
     return SourceRows(_data_set_rows(address, seed, purpose), is_streamed=True)
+
+
+def hub_answers() -> bool:
+    """Return True if the Hub answers at all, with whatever status."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # the client's, which depend on its version, or a refusal to ask while offline
+        return False
+    return True
 
 
 def _demo_rows(purpose: Purpose) -> Iterator[Row]:
@@ -176,7 +187,7 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
 
     name = address.name
     split = address.split or "train"
-    config = address.config or ("en" if name == DEFAULT_SOURCE else None)
+    config = address.config or ("en" if name == C4 else None)
     try:
         if isfile(f"{name}/state.json") or isfile(f"{name}/dataset_dict.json"):
             saved = datasets.load_from_disk(name)
@@ -186,7 +197,7 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
                 saved = saved[split]
             rows = saved.shuffle(seed=seed).to_iterable_dataset()
         else:
-            stream = datasets.load_dataset(name, config, split=split, streaming=True)
+            stream = datasets.load_dataset(name, config, split=split, revision=address.revision, streaming=True)
             rows = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         if rows.features:
             rows = rows.decode(False)  # `data.media` opens pictures

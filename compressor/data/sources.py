@@ -1,4 +1,4 @@
-"""Names and weights of the sources of text: files, streamed data sets, the demo, or texts given in Python."""
+"""Names and weights of the sources of text: files, streamed data sets, blends, the demo, or texts given in Python."""
 
 import hashlib
 import json
@@ -11,17 +11,26 @@ from os.path import abspath, exists, isfile
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import CompressionError, without_tokens
-from compressor.formatting import distinct
+import yaml
 
-DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
+from compressor.errors import CompressionError, reason_of, without_tokens
+from compressor.formatting import distinct
+from compressor.options import Options, validated
+
+DEFAULT_SOURCE = "blend"
+BLEND = Path(__file__).with_name("blend.yaml")
 DEMO_SOURCE = "demo"
 SAMPLE_TOKENS = 512  # of the text, on which all of a layer's experts are compared
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-ADDRESS = re.compile(r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+))?(#(?P<column>[^#]+))?", re.DOTALL)
+ADDRESS = re.compile(
+    r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+)(@(?P<revision>[^@#/]+))?)?"
+    r"(#(?P<column>[^#]+))?",
+    re.DOTALL,
+)
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
+BLEND_SUFFIXES = (".yaml", ".yml")
 TEXT_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES, ".parquet", ".txt", ".text", ".md")
 GIVEN = "memory"  # texts given in Python are named `memory:DIGEST`
 
@@ -33,11 +42,12 @@ def has_text_suffix(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """The parts of `ID:config@split#column`; the name is an id, the path of a file or folder, or `demo`."""
+    """The parts of `ID:config@split@revision#column`; the name is an id, the path of a file or folder, or `demo`."""
 
     name: str
     config: str | None = None
     split: str | None = None
+    revision: str | None = None
     column: str | None = None
 
     @classmethod
@@ -48,7 +58,7 @@ class SourceSpec:
 
     def __str__(self) -> str:
         text = self.name
-        for sign, part in ((":", self.config), ("@", self.split), ("#", self.column)):
+        for sign, part in ((":", self.config), ("@", self.split), ("@", self.revision), ("#", self.column)):
             if part is not None:
                 text += f"{sign}{part}"
         return text
@@ -92,12 +102,41 @@ class WeightedSource:
     source: str
     weight: float  # relative to other sources
     rows: Sequence[Any] | None = field(default=None, repr=False, compare=False)
+    is_optional: bool = field(default=False, compare=False)  # of a blend, which is read without it if need be
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise CompressionError(
                 f"calibration source {self.source!r} has weight {self.weight}; give a positive number"
             )
+
+
+class BlendEntry(Options):
+    """A source in a blend, with notes for its readers."""
+
+    source: str
+    weight: float
+    domain: str = ""
+    licence: str = ""
+
+
+def is_blend(name: str) -> bool:
+    """Return True for the name of the default blend, and for a YAML file."""
+    return name.endswith(BLEND_SUFFIXES) or (name == DEFAULT_SOURCE and not exists(name))
+
+
+def read_blend(name: str = DEFAULT_SOURCE) -> list[BlendEntry]:
+    """Return the sources of the default blend, or those in a YAML file like it."""
+    path = BLEND if name == DEFAULT_SOURCE else Path(name)
+    remedy = f"give it a list of sources with weights, as in {BLEND}"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CompressionError(f"the blend {name} cannot be read ({reason_of(error, 200)}); {remedy}") from error
+    is_list = isinstance(content, list) and all(isinstance(entry, Mapping) for entry in content)
+    if not content or not is_list:
+        raise CompressionError(f"the blend {name} is no list of sources; {remedy}")
+    return [validated(BlendEntry, entry, str(path)) for entry in content]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +161,10 @@ def sources_or_texts(given: Any) -> Any:
 
 
 def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource, ...]:
-    """Parse `SOURCE` or `SOURCE=WEIGHT` arguments; weights sum to 1, and are equal if none is given."""
+    """Parse `SOURCE` or `SOURCE=WEIGHT` arguments; weights sum to 1, and are equal if none is given.
+
+    The sources of a blend share its weight.
+    """
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
     entries = list[WeightedSource]()
@@ -133,18 +175,33 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
         if weight is None:
             weight = 1.0
             bare.append(source)
-        address = SourceSpec.parse(source)
-        if exists(address.name):
-            address = replace(address, name=str(Path(address.name).resolve()))
-        if address in addresses:
-            raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
-        addresses.append(address)
-        entries.append(WeightedSource(source, weight, argument.rows if isinstance(argument, GivenTexts) else None))
-    if 0 < len(bare) < len(entries):
+        rows = argument.rows if isinstance(argument, GivenTexts) else None
+        group = blended(source) if is_blend(source) else (WeightedSource(source, 1.0, rows),)
+        for entry in group:
+            address = SourceSpec.parse(entry.source)
+            if exists(address.name):
+                address = replace(address, name=str(Path(address.name).resolve()))
+            if address in addresses:
+                raise CompressionError(
+                    f"calibration source {entry.source!r} is given twice; name it once, with a larger weight"
+                )
+            addresses.append(address)
+            entries.append(replace(entry, weight=weight * entry.weight))
+    if 0 < len(bare) < len(arguments):
         raise CompressionError(
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
-    return tuple(replace(entry, weight=share) for entry, share in zip(entries, shares(entries), strict=True))
+    return normalized(entries)
+
+
+def blended(name: str) -> tuple[WeightedSource, ...]:
+    """Return the sources of a blend, with weights that sum to 1."""
+    return normalized([WeightedSource(entry.source, entry.weight, is_optional=True) for entry in read_blend(name)])
+
+
+def normalized(sources: Sequence[WeightedSource]) -> tuple[WeightedSource, ...]:
+    """Return the sources with weights that sum to 1."""
+    return tuple(replace(entry, weight=share) for entry, share in zip(sources, shares(sources), strict=True))
 
 
 def _split_weight(argument: str) -> tuple[str, float | None]:
@@ -199,21 +256,26 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def hub_id(source: str) -> str | None:
+    """Return the id of a data set on the Hub; None for other sources."""
+    name = SourceSpec.parse(source).name
+    is_id = DATA_SET_ID.fullmatch(name) and not has_text_suffix(name) and not exists(name)
+    return name if is_id else None
+
+
 def local_name(source: str) -> str:
     """Return the source without the folders of its file or local data set."""
     address = SourceSpec.parse(source)
-    is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
-    if is_id and not exists(address.name):
-        return str(address)
-    return str(replace(address, name=Path(address.name).name))
+    return str(address if hub_id(source) else replace(address, name=Path(address.name).name))
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
-    """Return each file's name without folder and suffix, or the source itself; equal names are numbered."""
+    """Return each file's name without folder and suffix, or the source without revision; equal names are numbered."""
     names = list[str]()
     for source in sources:
-        name = SourceSpec.parse(source).name
-        names.append(Path(name).stem if isfile(name) else local_name(source))
+        address = SourceSpec.parse(source)
+        is_file = isfile(address.name)
+        names.append(Path(address.name).stem if is_file else local_name(str(replace(address, revision=None))))
     return tuple(distinct(names))
 
 
@@ -237,4 +299,5 @@ def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[st
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]
-    return {**identity, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}
+    unread = {"left_out": [name(source) for source in identity["left_out"]]} if "left_out" in identity else {}
+    return {**identity, **unread, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}

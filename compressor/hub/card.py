@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
+from compressor.data.sources import hub_id, read_blend, short_names
 from compressor.document.blocks import Block, Code, Details, Heading, Items, Link, Listing, Text, Words
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.opened import OpenModel, open_model
-from compressor.model.serving import FORMATS
-from compressor.pipeline.outcome import Outcome
+from compressor.model.opened import OpenModel, open_model, served_model
+from compressor.model.serving import FORMATS, Served, advise
+from compressor.pipeline.outcome import Outcome, read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import changed, step_line
@@ -64,6 +65,8 @@ class CardFacts:
     active: tuple[int | None, int] | None  # parameters less the experts that a token isn't routed to, before and after
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
+    served: Served | None  # as servers see it; None where only a graph lies
+    base_model: str | None = None  # on the Hub
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -113,6 +116,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
         active=_active_parameters(model, outcome) if model is not None else None,
         dtypes=_check_weights(folder, outcome.after) if has_weights else {},
         graph=graphs[0] if graphs else None,
+        served=None if model is None else served_model(model),
     )
 
 
@@ -179,20 +183,25 @@ def card_text(
     *,
     command: str | None = None,
     base: Path | None = None,
+    base_model: str | None = None,
 ) -> Card:
     """Return the card of the checkpoint in `folder` as the repository `repo_id`.
 
-    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, and
-    `base` the folder of a local base, whose card gives the licence.
+    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
+    the folder of a local base, whose card gives the licence, and `base_model` its id on the Hub, as its user says.
     """
     if not is_hub_id(repo_id):
         raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
     facts = read_facts(folder, gate)
     data = facts.outcome
+    recorded = base_id(data.plan.source)
+    if recorded is not None and base_model not in (None, recorded):
+        raise CompressionError(f"{folder} was made from {recorded}, not {base_model}; leave --base-model out")
+    facts = replace(facts, base_model=recorded or base_model)
     name = repo_id.rpartition("/")[2]
     drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
     images = {figure: f"images/{figure}.png" for figure in drawn}
-    header = metadata(facts, repo_id, base_metadata(data.plan.source, base))
+    header = metadata(facts, repo_id, base_metadata(data.plan.source, base, base_model))
     blocks: list[Block | None] = [
         Heading(one_line(name), 1),
         *introduction(facts),
@@ -252,9 +261,10 @@ def introduction(facts: CardFacts) -> Blocks:
     outcome = facts.outcome
     source = outcome.plan.source
     base: Words = f'the local checkpoint "{label(source.model)}"'
-    name = base_id(source)
+    name = facts.base_model
     if name is not None:
-        base = Link(name, f"{HUGGING_FACE}/{name}"), f" (revision {source.revision})"
+        revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
+        base = Link(name, f"{HUGGING_FACE}/{name}"), f" ({revision})"
     kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if outcome.layers else ".")
     if outcome.expert_plan.has_constants:
         kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
@@ -349,6 +359,9 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
     elif facts.dtypes:
         fault = facts.outcome.loader_fault
         blocks += [Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else _stock(facts, repo_id)
+        breaches = [] if facts.served is None else advise(facts.served).breaches
+        worst = [each.says for each in breaches if each.server == "vLLM" and each.effect in ("fails", "wrong")]
+        blocks += [Text(f"vLLM {sentence}.") for sentence in worst]
         if scheme is None or scheme in FORMATS["vllm"]:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
     if vllm:
@@ -396,7 +409,10 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
             "your own tasks before you use it."
         ]
     if outcome.plan.calibration is not None:
-        sentences.append("What experts do on other kinds of text than the calibration text did not count.")
+        domains = joined(domains_of(outcome.plan.calibration))
+        sentences.append(f"The calibration text was {domains}; what experts do on other text did not count.")
+        unread = outcome.plan.calibration.get("left_out")
+        sentences.append(f"Sources that could not be read: {', '.join(unread)}." if unread else "")
     elif outcome.layers:
         sentences.append("No text was read to choose experts: weights alone decided.")
     sentences.append(" ".join(_refitted(outcome)))
@@ -419,6 +435,41 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
     if not has_licence:
         sentences.append("No licence was found in a card of the base; the base's own terms hold.")
     return Heading("Limits"), Items(tuple(filter(None, sentences)))
+
+
+def domains_of(text: Mapping[str, Any]) -> list[str]:
+    """Return the domains of a text's sources where the default blend knows them, and the sources' names elsewhere."""
+    domains = {entry.source: entry.domain for entry in read_blend()}
+    sources = [entry["source"] for entry in text.get("sources", [text])]
+    names = zip(sources, short_names(sources), strict=True)
+    return [domains.get(source, name) for source, name in names]
+
+
+def data_sets(plan: Plan) -> list[str] | None:
+    """Return the ids on the Hub of all data sets that were read."""
+    ids = dict[str, None]()
+    for text in filter(None, [plan.calibration, *(step.text for step in plan.steps)]):
+        names = (hub_id(entry["source"]) for entry in text.get("sources", [text]))
+        ids |= dict.fromkeys(filter(None, names))
+    return list(ids) or None
+
+
+def suggested_name(folder: Path) -> str:
+    """Return the name that the field gives to a model like this one: `BASE-E96of128-W4A16`."""
+    try:
+        plan = read_plan(folder)
+    except (OSError, CompressionError):  # not made here
+        return folder.resolve().name
+    name = label(plan.source.model).rpartition("/")[2]
+    experts = plan.expert_plan
+    if experts.layers:
+        before = max(layer.experts for layer in experts.layers)
+        name += "-MoNE" if experts.has_constants else f"-E{experts.experts}of{before}"
+    for step in plan.of(QUANTIZE):
+        scheme = step.options.get("scheme", "int4")
+        bits = scheme.removeprefix("int")
+        name += f"-W{bits}A16" if bits.isdecimal() else f"-{scheme.upper()}"
+    return re.sub(r"[^\w.-]+|[-.]{2,}", "-", name, flags=re.ASCII).strip("-.")
 
 
 def _refitted(outcome: Report) -> Iterator[str]:
@@ -480,16 +531,17 @@ def base_id(source: Source) -> str | None:
     return source.model if source.revision is not None and is_hub_id(source.model) else None
 
 
-def base_metadata(source: Source, base: Path | None = None) -> Mapping[str, Any]:
+def base_metadata(source: Source, base: Path | None = None, base_model: str | None = None) -> Mapping[str, Any]:
     """Return the metadata of the base's card, in its folder `base` or on the Hub; empty where it can't be read."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
 
     try:
-        if base is not None:
+        if base is not None and (base_model is None or (base / CARD).is_file()):
             return metadata_load(base / CARD) or {}
-        if base_id(source) is not None:
-            return metadata_load(hf_hub_download(source.model, CARD, revision=source.revision)) or {}
+        name = base_model or base_id(source)
+        if name is not None:
+            return metadata_load(hf_hub_download(name, CARD, revision=source.revision)) or {}
     except Exception as error:  # no network, no card, no YAML: there is nothing to inherit, and nothing depends on it
         logger.debug("the card of the base cannot be read: %s", error)
     return {}
@@ -510,7 +562,8 @@ def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revis
     if link:
         is_complete = link.startswith("http") or (folder / link).is_file()
         if is_complete or repository is not None:
-            fields["license_link"] = link if is_complete else f"{HUGGING_FACE}/{repository}/blob/{revision}/{link}"
+            place = f"{HUGGING_FACE}/{repository}/blob/{revision or 'main'}"
+            fields["license_link"] = link if is_complete else f"{place}/{link}"
     return fields
 
 
@@ -527,7 +580,7 @@ def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelC
 
     outcome = facts.outcome
     layers = outcome.expert_plan.layers
-    repository = base_id(outcome.plan.source)
+    repository = facts.base_model
     tags = ["moe", "moe-compressor", *facts.strategies]
     if any(layer.merged for layer in layers):
         tags += ["merged", "expert-merging"]
@@ -548,6 +601,7 @@ def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelC
     return ModelCardData(
         language=languages(base),
         base_model=repository,
+        datasets=data_sets(outcome.plan),
         library_name=library if facts.dtypes else "onnx",
         pipeline_tag=base.get("pipeline_tag") or TASK,
         tags=tags,

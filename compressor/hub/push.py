@@ -14,11 +14,12 @@ from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes
 from compressor.hub import repository as hub
-from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here
-from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
+from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here, suggested_name
+from compressor.hub.check import EVAL_RESULTS, VerifiedFolder, default_message, require_pass, superseded, verify_folder
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.pipeline.outcome import Outcome
+from compressor.quality_gate.report import eval_results, gate_of
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import OutputOptions
 from compressor.records import read_object
@@ -54,6 +55,7 @@ class PushSummary:
     left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
     message: str
     dry_run: bool
+    suggested: str | None = None  # the repository's name as the field would have it
 
     @property
     def changed(self) -> bool:
@@ -85,6 +87,8 @@ class PushSummary:
             lines.append(f"Not pushed, since it is no part of the model: {', '.join(self.left_out)}")
         if self.tag is not None:
             lines.append(f"The commit {also} tagged {self.tag}.")
+        if self.dry_run and self.suggested not in (None, self.repo_id):
+            lines.append(f"As others name such models, it would be {self.suggested}.")
         if self.pull_request is not None:
             lines.append(f"Pull request: {self.pull_request}")
         return [*blocks, *map(Text, lines), Text(self.url)]
@@ -101,18 +105,29 @@ def push(
     tag: str | None = None,
     dry_run: bool = False,
     require_gate: str | Path | None = None,
+    base_model: str | None = None,
 ) -> PushSummary:
     """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
 
+    A `repo_id` that ends with a slash gets a name as the field's. `base_model` is the id on the Hub of a local base.
     Raises `CompressionError` before anything is sent if the folder is not whole, holds a secret, did not pass the gate
     that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+    namespace, slash, name = repo_id.partition("/")
+    suggested = suggested_name(Path(folder))
+    if slash and not name:
+        repo_id += suggested
+    elif not slash:
+        suggested = f"{namespace}/{suggested}"
+        raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as {suggested}")
     check_arguments(repo_id, revision, create_pr, message, tag)
+    if base_model is not None and not is_hub_id(base_model):
+        raise CompressionError(f"--base-model {base_model!r} is no model on the Hub; name it as owner/name")
     verified = verify_folder(Path(folder))
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
-    files = {**verified.files, **_staged(verified, repo_id, gate, require_gate)}
+    files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
@@ -134,6 +149,7 @@ def push(
         left_out=verified.left_out,
         message=title,
         dry_run=dry_run,
+        suggested=f"{namespace}/{suggested}",
     )
     head, summary = _compare(summary, repository, verified, added, remote)
     if remote is not None:
@@ -207,7 +223,7 @@ def check_access(repo_id: str, private: bool) -> None:
 
 
 def _staged(
-    verified: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
+    verified: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None, base_model: str | None
 ) -> dict[str, hub.Content]:
     """Return files pushed beside the folder's own, or in their place: card, pictures, gate, configs without code."""
     coded = [path for path in naming_code(verified.folder) if path.name in verified.files]  # code itself is left out
@@ -215,8 +231,12 @@ def _staged(
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
+    judged = gate_of(verified.folder, gate)
+    results = eval_results(judged) if judged is not None else b""
+    if results:
+        staged[EVAL_RESULTS] = results
     if CARD not in verified.files and COMPRESSION in verified.files:  # by which it is known how it was made
-        card = card_text(verified.folder, repo_id, gate, **known_here(verified.folder))
+        card = card_text(verified.folder, repo_id, gate, base_model=base_model, **known_here(verified.folder))
         return staged | {CARD: card.text.encode(), **card.pictures}
     return staged
 

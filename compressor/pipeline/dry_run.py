@@ -62,7 +62,7 @@ class TextNeed:
         parts = [(steps[name], part.sequences, part.length) for name, part in spec.parts.items()]
         parts += [("held out", spec.heldout_wanted, spec.heldout_length)] if parts else []
         parts += [(EVALUATION, spec.evaluation, spec.heldout_length)] if spec.evaluation else []
-        sources = tuple(entry.source for entry in spec.sources)
+        sources = tuple(entry.source for entry in spec.heaviest().sources)
         return cls(sources, spec.samples, spec.sequence_length, spec.heldout, tuple(parts))
 
 

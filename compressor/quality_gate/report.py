@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
 
-from huggingface_hub import EvalResult
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from compressor.answers.scores import REPORT
@@ -478,7 +479,7 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
         EvalResult(
             task_type="text-generation",
             dataset_name=task.task,
-            dataset_type=task.task,
+            dataset_type=result.benchmarks.get(task.task, (task.task,))[0],
             dataset_args={"version": task.version, "items": task.items},
             metric_type=task.metric,
             metric_name=(
@@ -491,3 +492,16 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
         for task in result.tasks
         if math.isfinite(task.compressed)
     ]
+
+
+def eval_results(result: GateResult) -> bytes:
+    """Return the compressed model's finite scores on benchmarks of the Hub as YAML for `.eval_results`; maybe none."""
+    entries = list[EvalResultEntry]()
+    for task in result.tasks:
+        if task.task in result.benchmarks and math.isfinite(task.compressed):
+            dataset_id, task_id = result.benchmarks[task.task]
+            lm_eval = f"{task.task} {task.version} of lm-eval {result.versions.get('lm-eval', '')}".rstrip()
+            notes = f"{task.metric} on {task.items:,} items, {lm_eval}"
+            value = float(f"{task.compressed:.6g}")
+            entries.append(EvalResultEntry(dataset_id, task_id, value, notes=notes))
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode() if entries else b""

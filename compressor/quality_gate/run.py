@@ -288,6 +288,7 @@ def run_gate(
         compressed_identity=compressed_identity,
         versions=versions((*PACKAGES, "lm-eval")),
         asked=asked,
+        benchmarks={task.name: task.benchmark for task in tasks if task.benchmark is not None},
         seconds=seconds,
         items_per_second=speeds,
         reused_base=bool(tasks) and ("base" not in evaluations or not evaluations["base"].missing),

@@ -105,6 +105,7 @@ class GateResult:
     compressed_identity: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: the form of its questions
+    benchmarks: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # by task: id on the Hub, and task there
     seconds: Mapping[str, float] = field(default_factory=dict)
     items_per_second: Mapping[str, float] = field(default_factory=dict)  # by model, without loading it
     reused_base: bool = False  # the base's results were stored by an earlier run

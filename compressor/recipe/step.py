@@ -53,8 +53,9 @@ class TextOptions(Options):
     """Options of the text: its sources and size."""
 
     data: tuple[Source, ...] | None = Field(None, max_length=MOST_SOURCES)
-    """Text, JSONL or parquet file, data set or 'demo' (default: C4). Rows may have pictures. A data set is ID, if need
-    be with :config@split#column. Repeat it for several sources, each with =WEIGHT if they should not count alike."""
+    """Text, JSONL or parquet file, data set, 'demo', or a blend of them in YAML (default: blend). The default blend is
+    public code, mathematics, chats, tool calls and prose. Rows may have pictures. A data set is ID, if need be with
+    :config@split@revision#column. Repeat it for several sources, each with =WEIGHT if they should not count alike."""
     samples: int = Field(256, ge=1)
     """Calibration sequences."""
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2)
@@ -63,7 +64,7 @@ class TextOptions(Options):
     """Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as
     end=8,think_end=8."""
     strict: bool = Field(False, exclude=True)  # no effect on the output, so no record holds it
-    """End at a row of text that cannot be read, instead of leaving it out."""
+    """End at a row of text, or a source of a blend, that cannot be read, instead of leaving it out."""
 
     @field_validator("emphasis", mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """A preview of the text that calibration reads of a source: rows, columns, and the first documents token by token."""
 
-import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,16 @@ from statistics import median
 from typing import Any
 
 from compressor.data.batches import TextSpec, read_text
+from compressor.data.chats import plain_chat
 from compressor.data.documents import HasMediaError, documents, pack
 from compressor.data.media import read_sequences
+from compressor.data.rows import hub_answers
 from compressor.data.sources import WeightedSource
 from compressor.document.blocks import Block, Facts, Heading, Listing
-from compressor.errors import LeftOut
+from compressor.errors import CompressionError, LeftOut
 from compressor.progress import quiet_transformers
+
+logger = logging.getLogger(__name__)
 
 ANY_VOCABULARY = 2**63
 MOST_PIECES = 64  # of a document that is shown
@@ -44,16 +48,21 @@ class _Plain:
 
     @staticmethod
     def apply_chat_template(messages: Sequence[Any], **_: Any) -> str:
-        lines = list[str]()
-        for message in messages:
-            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-            lines.append(f"{message.get('role')}: {message.get('content') or ''}{calls}")
-        return "\n".join(lines)
+        return plain_chat(messages)
 
 
 def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
     """Read each source as calibration would, and show its first `most` documents; the tokenizer may be None."""
-    return [_preview(replace(spec, sources=(entry,)), entry, tokenizer, most) for entry in spec.sources]
+    previews = list[Preview]()
+    for entry in spec.sources:
+        try:
+            previews.append(_preview(replace(spec, sources=(entry,)), entry, tokenizer, most))
+        except CompressionError as error:
+            is_last = entry is spec.sources[-1] and not previews
+            if spec.strict or is_last or not entry.is_optional or not hub_answers():
+                raise
+            logger.warning("source %s of the blend cannot be read: %s", entry.source, error)
+    return previews
 
 
 def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -> Preview:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import small, zoo
+from compressor.data.sources import SourceSpec, read_blend
+from tests.support import blends, small, zoo
 from tests.support.command_line import Result
 from tests.support.hub import Hub, serve
 
@@ -68,7 +69,35 @@ def test_inspect_fetches_headers_only_and_unknown_names_are_one_sentence(tmp_pat
         assert refusal.err.count("\n") == 1, refusal
 
 
-def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
+def test_the_default_calibration_is_the_blend_at_its_commits(tmp_path: Path) -> None:
+    small.save(tmp_path / "model")
+    (tmp_path / "home").mkdir()
+    folders = blends.data_sets(tmp_path / "sets", 60)
+    gone = folders.pop("argilla/Synth-APIGen-v0.1")
+    ask = ("compress", "../model", "--experts", "4", "--strategy", "count-guided", "--sequence-length", "32")
+    missing = (*ask, "--samples", "20", "-o", "../without", "--json")
+    strict = (*ask, "-o", "../strict", "--strict")
+    few = (*ask, "--samples", "3", "-o", "../few", "--json")
+    with serve() as hub:
+        for entry in read_blend():
+            address = SourceSpec.parse(entry.source)
+            if address.name in folders:
+                served = hub.serve(address.name, folders[address.name])
+                served.branches[str(address.revision)] = served.branches.pop("main")
+        without, refusal, heaviest = run(hub, tmp_path / "home", missing, strict, few)
+    assert without.status == 0, without
+    calibration = json.loads((tmp_path / "without" / "compression.json").read_text())["plan"]["calibration"]
+    assert [SourceSpec.parse(entry["source"]).name for entry in calibration["sources"]] == [*folders]
+    assert sum(entry["weight"] for entry in calibration["sources"]) == pytest.approx(1)
+    assert calibration["samples"] == 20 and calibration["left_out"] == [read_blend()[-1].source]
+    assert f"argilla/{gone.name}" in without.err and "count for more" in without.err
+    recipe = (tmp_path / "without" / "recipe.yaml").read_text()
+    assert all(str(entry["source"]) in recipe for entry in calibration["sources"])
+    assert refusal.status == 2 and "argilla/Synth-APIGen" in refusal.err and not (tmp_path / "strict").exists()
+    assert heaviest.status == 0 and "only the heaviest are read" in heaviest.err, heaviest
+
+
+def test_c4_is_streamed_by_its_name(tmp_path: Path) -> None:
     small.save(tmp_path / "model")
     data = tmp_path / "c4"
     (data / "en").mkdir(parents=True)
@@ -93,7 +122,8 @@ def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
     with serve() as hub:
         hub.serve("allenai/c4", data)
         hub.serve("org/chat", tmp_path / "chat")
-        done, split, *refusals = run(hub, tmp_path / "home", (*ask, "-o", "../out", "--json"), named, *others)
+        c4 = (*ask, "-o", "../out", "--json", "--calibration", "allenai/c4")
+        done, split, *refusals = run(hub, tmp_path / "home", c4, named, *others)
         assert any("c4-train" in request.path for request in hub.requests)
     assert done.status == 0, done
     calibration = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["calibration"]
