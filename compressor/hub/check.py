@@ -3,6 +3,7 @@
 Also the files of it that belong on the Hub, none of them a link out of it, and those that an earlier model left there.
 """
 
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,23 +23,26 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import TEMPLATES, file_digest
+from compressor.files import SUMS, TEMPLATES, file_digest
 from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.pipeline.outcome import read_plan
+from compressor.pipeline.verify import verify_against_base, verify_digests
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import RECIPE
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
+logger = logging.getLogger(__name__)
+
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json")  # what says how they were made and judged
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", SUMS)  # what says how they were made and judged
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 AGAIN = "export the checkpoint again with moe-compress export"
@@ -163,6 +167,19 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(attribute.g)
 
 
+def refuse_altered(folder: Path, base: Path | None) -> None:
+    """Refuse an output that is not what its digests or, if its base is here, its record say; pass without digests."""
+    result = verify_digests(folder)
+    if result.passed and result.digests and base is not None:
+        try:
+            result = verify_against_base(folder, str(base))
+        except CompressionError as error:
+            logger.info("The output is not compared with its base: %s", error)
+    if not result.passed:
+        hint = f"restore it, or remove {SUMS} to push it as it is"
+        raise CompressionError(f"{folder}: {result.faults[0]}, so nothing was pushed; {hint}")
+
+
 def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
     if verified.is_graph:
@@ -227,7 +244,7 @@ def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
 
     Raises `CompressionError` naming a file that is a link out of the folder.
     """
-    wanted = {*weights, CARD, RECIPE}
+    wanted = {*weights, CARD, RECIPE, SUMS}
     names = [path.name for path in folder.iterdir() if _beside(path.name) or path.name in wanted]
     names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
     names += _pictures(folder)

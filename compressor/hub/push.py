@@ -15,7 +15,14 @@ from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here
-from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
+from compressor.hub.check import (
+    VerifiedFolder,
+    default_message,
+    refuse_altered,
+    require_pass,
+    superseded,
+    verify_folder,
+)
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.pipeline.outcome import Outcome
@@ -111,6 +118,7 @@ def push(
 
     check_arguments(repo_id, revision, create_pr, message, tag)
     verified = verify_folder(Path(folder))
+    refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate)}
     refuse_secrets(files, verified.prefixes)
