@@ -1,5 +1,6 @@
 """An output against its digests and its base: what is the base's, what steps changed, and what is damaged."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ from compressor.checkpoint.reader import read_header
 from compressor.pipeline.outcome import read_plan
 from compressor.pipeline.verify import verify_against_base, verify_digests
 from tests.support import small
-from tests.support.command_line import names
+from tests.support.command_line import Run, names, refused
 
 PRUNE = compressor.Prune(strategy="aimer", experts=4)
 
@@ -89,7 +90,7 @@ def test_a_change_that_no_step_explains_is_a_fault(base: Path, pruned: Path, tmp
         f"model.safetensors: tensor {rows}", "tokenizer_config.json", "config.json: router_aux_loss_coef",
     ]  # fmt: skip
     other = small.save(tmp_path / "other", "qwen3_moe", num_hidden_layers=1)
-    with pytest.raises(CompressionError, match=r"was made from base, and .+other is another model"):
+    with pytest.raises(CompressionError, match=r"was not made from .+other: it was made from base"):
         verify_against_base(pruned, str(other))
 
 
@@ -123,3 +124,13 @@ def test_experts_of_a_foreign_model_are_found_by_its_routers_rows(base: Path, pr
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert "model.norm.weight differs" in verify_against_base(folder, str(base)).faults[0]
+
+
+def test_the_command_says_so_by_its_exit_status(run: Run, base: Path, pruned: Path, tmp_path: Path) -> None:
+    good = run("check", pruned, "--base", base, "--json")
+    assert good.status == 0 and json.loads(good.out)["passed"], good
+    shutil.copytree(pruned, tmp_path / "damaged")
+    flip(tmp_path / "damaged" / "config.json", 5)
+    bad = run("check", tmp_path / "damaged", "--base", base)
+    assert bad.status == 1 and "config.json is not what was written" in bad.out, bad
+    refused(run("check", pruned, "--base", pruned), "was not made from")
