@@ -18,7 +18,7 @@ from compressor.files import SUMS, file_digest, write_whole
 HEADING = "# SHA-256 of the lines below: "
 OF_TENSORS = "# CRC-32 of its tensors: "
 LINES = re.compile(rf"([0-9a-f]{{64}})  (.+)\n(?:{OF_TENSORS}(.+)\n)?")
-CHUNK = 2**24  # bytes read at once
+CHUNK = 2**20  # bytes read at once
 
 
 class Digest(NamedTuple):
