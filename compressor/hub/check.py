@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", SUMS)  # what says how they were made and judged
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json")  # what says how they were made and judged
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 AGAIN = "export the checkpoint again with moe-compress export"
@@ -296,7 +296,7 @@ def superseded(names: Collection[str], pushed: Iterable[str], weights_change: bo
     (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the weights change.
     """
     others = set(names) - set(pushed)
-    stale = {name for name in others if WEIGHT_NAMES.fullmatch(name)}
+    stale = {name for name in others if name == SUMS or WEIGHT_NAMES.fullmatch(name)}
     if weights_change:
         stale |= others & set(OF_THE_WEIGHTS)
         if f"{ONNX_FOLDER}/{ONNX_RECORD}" in names:

@@ -118,10 +118,10 @@ def push(
 
     check_arguments(repo_id, revision, create_pr, message, tag)
     verified = verify_folder(Path(folder))
-    refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate)}
     refuse_secrets(files, verified.prefixes)
+    refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
     api = repository.api
