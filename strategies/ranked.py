@@ -4,7 +4,7 @@ g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens 
 expert, and an expert that no token reached counts 0. Scores are [E] in float64.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -295,7 +295,7 @@ class Listed:
     class Options:
         """The list."""
 
-        order: Mapping[str, Sequence[int]] = field(
+        order: Mapping[str, str] = field(
             default_factory=dict, metadata={"help": "experts of each decoder layer by its number, the best first"}
         )
 
@@ -305,12 +305,15 @@ class Listed:
     ) -> LayerPlan:
         """Keep the first `keep` experts of the layer's list."""
         layer = stats.layer
-        order = options.order.get(str(layer.index), ())
-        if len(order) < keep or not {*order} <= {*range(layer.experts)}:
-            raise CompressionError(
-                f"{layer.name}: the list for layer {layer.index} is {[*order]}, and {keep} of {layer.experts} experts "
-                "are to stay; list that many, or pass --mtp drop if it is a head's that is missing"
-            )
+        order = [int(expert) for expert in options.order.get(str(layer.index), "").split()]
+        known = [expert for expert in order if expert in range(layer.experts)]
         scores = torch.full((layer.experts,), -torch.inf)
-        scores[[*order]] = -torch.arange(len(order), dtype=scores.dtype)
-        return keep_best(stats, scores, keep, protected, decided_by="list")
+        scores[known] = -torch.arange(len(known), dtype=scores.dtype)
+        plan = keep_best(stats, scores, keep, protected, decided_by="list")
+        unlisted = {group.members[0] for group in plan.groups} - {*known} - protected
+        if unlisted or len(known) < len(order):
+            raise CompressionError(
+                f"{layer.name}: the list for layer {layer.index} is {order}, and {keep} of {layer.experts} experts are "
+                "to stay, as many of each routing group; mend it, or pass --mtp drop if it is a head's that is missing"
+            )
+        return plan
