@@ -31,6 +31,7 @@ REPLACED = "replaced"  # where an older output lies between the two renames that
 ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
+SUMS = "SHA256SUMS"  # digests of an output's files
 RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a picture
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
@@ -373,7 +374,7 @@ def _strays(folder: Path) -> list[str]:
     """Return the names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
     records = _records(folder)
     strays = list[str]()
-    known = {*RECORDS}
+    known = {*RECORDS, SUMS}
     for record in records:
         known.update(record.get("files", ()))
     subfolders = {TEMPLATES, *entry_points.names(entry_points.EXPORTERS)}  # that compress makes

@@ -33,6 +33,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "divergence": "how far models are from their base on text: KL, loss, flips, and the acceptance rule",
     "answers": "models' answers to prompts and to the items of lm-eval's tasks, in memory, streamed or by a server",
     "quality_gate": "statistics, conditions and verdict on what compression cost",
+    "golden": "golden answers of a model, and whether something anywhere still computes them",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
     OPTIONS: "options and facts of the built-in steps, which load no torch",
     "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",

@@ -4,8 +4,8 @@ g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens 
 expert, and an expert that no token reached counts 0. Scores are [E] in float64.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -298,3 +298,36 @@ class Aimer:
         ratios = size_ratios(stats.weights, stats.layer.experts)
         figures = {"least_ratio": round(float(ratios.min()), 6), "largest_ratio": round(float(ratios.max()), 6)}
         return keep_best(stats, -ratios, keep, protected, decided_by="mean |w| over root mean square", figures=figures)
+
+
+class Listed:
+    """Listed: keep the experts that a list names, such as one that another tool has left; no data."""
+
+    NEEDS = frozenset[str]()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """The list."""
+
+        order: Mapping[str, str] = field(
+            default_factory=dict, metadata={"help": "experts of each decoder layer by its number, the best first"}
+        )
+
+    @staticmethod
+    def plan(
+        stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    ) -> LayerPlan:
+        """Keep the first `keep` experts of the layer's list."""
+        layer = stats.layer
+        order = [int(expert) for expert in options.order.get(str(layer.index), "").split()]
+        known = [expert for expert in order if expert in range(layer.experts)]
+        scores = torch.full((layer.experts,), -torch.inf)
+        scores[known] = -torch.arange(len(known), dtype=scores.dtype)
+        plan = keep_best(stats, scores, keep, protected, decided_by="list")
+        unlisted = {group.members[0] for group in plan.groups} - {*known} - protected
+        if unlisted or len(known) < len(order):
+            raise CompressionError(
+                f"{layer.name}: the list for layer {layer.index} is {order}, and {keep} of {layer.experts} experts are "
+                "to stay, as many of each routing group; mend it, or pass --mtp drop if it is a head's that is missing"
+            )
+        return plan

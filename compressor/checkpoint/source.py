@@ -32,7 +32,7 @@ from compressor.checkpoint.reader import (
 )
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, reason_of, without_tokens
-from compressor.files import TEMPLATES, json_object
+from compressor.files import SUMS, TEMPLATES, json_object
 from compressor.progress import Progress, Silent
 
 PASSING = (408, 429)  # temporary answers: too slow, too many requests
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 COMPANIONS = (
     *("*.json", "*.jinja", f"{TEMPLATES}/*"),
     *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
-    *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"),
+    *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", SUMS),
 )
 CARD = "README.md"  # names the licence
 NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")

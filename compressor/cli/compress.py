@@ -33,6 +33,7 @@ from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.model.serving import Advice, servers_in_words
+from compressor.recipe.keep_lists import options_of_list
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.steps.distill.options import Distill
 from compressor.steps.routers.options import Routers
@@ -65,10 +66,13 @@ def plan(
     running: Making,
     settings: Settings = None,
     imatrix: Imatrix = None,
+    listed: Annotated[Path | None, flag("File of another tool that says which experts stay.", None, "--from")] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
     package = package_of(context, model, imatrix)
+    if listed is not None:
+        flags = {**options_of_list(listed, flags), **flags}
     if package is None:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs

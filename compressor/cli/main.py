@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli import behaviour, compress, gate, inspection, measure, outputs, text
+from compressor.cli import behaviour, check, compress, gate, inspection, measure, outputs, text
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN as SHOWN_OF_RECIPES
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
@@ -157,6 +157,7 @@ for command in (
     on_ranks(compress.distill),
     on_ranks(measure.compare),
     on_ranks(gate.gate),
+    alone(check.check),
     alone(text.text),
     alone(behaviour.evaluate),
     alone(behaviour.traces),

@@ -3,6 +3,7 @@
 Also the files of it that belong on the Hub, none of them a link out of it, and those that an earlier model left there.
 """
 
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,18 +23,21 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import TEMPLATES, file_digest
+from compressor.files import SUMS, TEMPLATES, file_digest
 from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.pipeline.outcome import read_plan
+from compressor.pipeline.verify import verify_against_base, verify_digests
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import RECIPE
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
+
+logger = logging.getLogger(__name__)
 
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
@@ -164,6 +168,19 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(attribute.g)
 
 
+def refuse_altered(folder: Path, base: Path | None) -> None:
+    """Refuse an output that is not what its digests or, if its base is here, its record say; pass without digests."""
+    result = verify_digests(folder)
+    if result.passed and result.digests and base is not None:
+        try:
+            result = verify_against_base(folder, str(base))
+        except CompressionError as error:
+            logger.info("The output is not compared with its base: %s", error)
+    if not result.passed:
+        hint = f"restore it, or remove {SUMS} to push it as it is"
+        raise CompressionError(f"{folder}: {result.faults[0]}, so nothing was pushed; {hint}")
+
+
 def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
     if verified.is_graph:
@@ -228,7 +245,7 @@ def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
 
     Raises `CompressionError` naming a file that is a link out of the folder.
     """
-    wanted = {*weights, CARD, RECIPE}
+    wanted = {*weights, CARD, RECIPE, SUMS}
     names = [path.name for path in folder.iterdir() if _beside(path.name) or path.name in wanted]
     names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
     names += _pictures(folder)
@@ -280,7 +297,7 @@ def superseded(names: Collection[str], pushed: Iterable[str], weights_change: bo
     (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the weights change.
     """
     others = set(names) - set(pushed)
-    stale = {name for name in others if WEIGHT_NAMES.fullmatch(name)}
+    stale = {name for name in others if name == SUMS or WEIGHT_NAMES.fullmatch(name)}
     if weights_change:
         stale |= others & set(OF_THE_WEIGHTS)
         if f"{ONNX_FOLDER}/{ONNX_RECORD}" in names:

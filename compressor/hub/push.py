@@ -15,7 +15,15 @@ from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here, suggested_name
-from compressor.hub.check import EVAL_RESULTS, VerifiedFolder, default_message, require_pass, superseded, verify_folder
+from compressor.hub.check import (
+    EVAL_RESULTS,
+    VerifiedFolder,
+    default_message,
+    refuse_altered,
+    require_pass,
+    superseded,
+    verify_folder,
+)
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.pipeline.outcome import Outcome
@@ -129,6 +137,7 @@ def push(
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
+    refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
     api = repository.api

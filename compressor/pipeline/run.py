@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.answers.scores import REPORT
+from compressor.checkpoint.digests import write_digests
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
@@ -283,6 +284,8 @@ def _finish(
     if delivery.gate is not None:
         outcome = replace(outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress))
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
+    with state.clock.phase("write"):
+        ranks().broadcast(lambda: write_digests(work.output))
     outcome = replace(
         outcome,
         seconds=dict(state.clock.seconds),

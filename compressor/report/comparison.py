@@ -304,7 +304,8 @@ def candidates_of(grid: Grid) -> list[Candidate]:
     """
     if grid.constants:
         refuse_several("--format mone", "leave it out, or start the command without torchrun")
-    texts = grid.strategies or (["auto"] if grid.schemes else [strategy.name for strategy in working_strategies()])
+    measuring = [strategy.name for strategy in working_strategies() if strategy.needs]  # others follow a list
+    texts = grid.strategies or (["auto"] if grid.schemes else measuring)
     candidates = [parse_candidate(text, grid.corrections) for text in texts]
     none = (Correct(method="none"),)
     for seed in range(0 if grid.schemes else grid.random_seeds):

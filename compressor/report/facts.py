@@ -40,7 +40,8 @@ def _facts(outcome: Outcome) -> Iterator[Fact]:
     revision = f", revision {plan.source.revision}" if plan.source.revision else ""
     yield Fact("Base", f"{label(plan.source.model)}{revision}, fingerprint {plan.source.fingerprint}")
     yield Fact("Strategy", outcome.strategy)
-    yield Fact("Options", setting(plan.strategy_options) if plan.strategy_options else "")
+    options = {name: value for name, value in plan.strategy_options.items() if not isinstance(value, Mapping)}
+    yield Fact("Options", setting(options) if options else "")
     top = f", top {outcome.top_k}" if experts.layers else ""
     counts = f"{outcome.experts_before} before, {outcome.experts_after} after{top}"
     yield Fact("Experts per MoE layer", counts)

@@ -19,7 +19,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError
-from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, is_replaced, number_in
+from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, Substitutes, is_replaced, number_in
 from compressor.model.layout import expert_prefixes
 from compressor.model.moe_layer import MoeLayer, left_by
 from compressor.model.opened import OpenModel, open_substituted, pick_dtype
@@ -185,10 +185,8 @@ class ConstantsStep(Step[Constants]):
             written = Substitution(constants=planned)
         else:
             written = refitted_substitution(model, state.expert_plan().layers, files)
-        copies = list[OutputTensor]()
-        for name, role in roles.items():
-            if not is_replaced(role, planned):
-                copies.append(OutputTensor.copy(model.checkpoint, name, role.decoder_layer))
+        kept = kept_job(model, state.expert_plan())
+        copies = kept.outputs
         added = list[OutputTensor]()
         for layer in layers:
             prefixes = expert_prefixes(model.layout, layer)
@@ -198,9 +196,6 @@ class ConstantsStep(Step[Constants]):
                 content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
                 added.append(replace(tensor_output(name, value, layer.decoder_layer), content=content))
         outputs = in_order_of(model.architecture.decoder_layers, [*copies, *added])
-        config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
-        constants = {str(entry.layer): list(entry.constants) for entry in state.expert_plan().layers}
-        config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
 
         def produce(decoder_layer: str) -> Named:
             of_layer = [output for output in copies if output.decoder_layer == decoder_layer]
@@ -221,8 +216,27 @@ class ConstantsStep(Step[Constants]):
             check_carried(folder, model.source.folder)
             check_forward(folder, model, written)
 
-        layer_names = ("", *model.architecture.decoder_layers)
-        return OutputJob(tuple(outputs), layer_names, produce, files_with(model, config), verify, tuple(zeroed))
+        return replace(kept, outputs=tuple(outputs), produce=produce, verify=verify)
+
+
+def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
+    """Return the job of writing everything but the constants: copies of the tensors that stay, and the config."""
+    replaced = {layer.module: Substitutes(layer.constants, torch.empty(0)) for layer in plan.layers}
+    copies = list[OutputTensor]()
+    for name, role in model.layout.roles.items():
+        if not is_replaced(role, replaced):
+            copies.append(OutputTensor.copy(model.checkpoint, name, role.decoder_layer))
+    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
+    constants = {str(layer.layer): list(layer.constants) for layer in plan.layers}
+    config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
+    return OutputJob(
+        outputs=tuple(copies),
+        decoder_layers=("", *model.architecture.decoder_layers),
+        produce=partial(stored_decoder_layer, copies),
+        files=files_with(model, config),
+        verify=check_carried,
+        zeroed=tuple(zeroed),
+    )
 
 
 def _measured(state: State) -> dict[str, LayerConstants]:

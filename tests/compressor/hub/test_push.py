@@ -104,6 +104,8 @@ def test_a_tag_marks_the_commit_and_is_never_moved(folder: Path, hub: Hub) -> No
     push(folder, REPOSITORY, tag="v1-final")  # nothing to send, and still a tag
     assert there.tags == {"v1": summary.commit, "v1-final": summary.commit}
     small.edit_json(folder / "generation_config.json", lambda config: config.update(temperature=0.5))
+    refusal(folder, hub, "generation_config.json is not what was written, so nothing was pushed; restore it, or remove")
+    (folder / "SHA256SUMS").unlink()
     refusal(folder, hub, "has a tag 'v1' already, on the commit .*nothing was pushed", tag="v1")
     push(folder, REPOSITORY)
     refusal(folder, hub, "has a tag 'v1' already", tag="v1")  # nothing has changed, but it is on another commit
@@ -145,10 +147,11 @@ def test_a_dry_run_asks_and_sends_nothing(folder: Path, hub: Hub) -> None:
     assert (first.commit, first.dry_run) == (None, True)
     small.edit_json(folder / "generation_config.json", lambda config: config.update(temperature=0.5))
     (folder / "vocab.txt").write_text("a")
+    (folder / "SHA256SUMS").unlink()
     before = len(writes(hub))
     second = push(folder, REPOSITORY, dry_run=True, tag="v1", revision="b", message="m")
     assert [(f.path, f.state) for f in second.uploaded] == [("generation_config.json", "changed"), ("vocab.txt", "new")]
-    assert len(second.unchanged) == len(first.uploaded) - 1
+    assert len(second.unchanged) == len(first.uploaded) - 2 and second.removed == ("SHA256SUMS",)
     assert len(writes(hub)) == before
     assert set(hub.repositories[REPOSITORY].branches) == {"main"}
 

@@ -1,0 +1,98 @@
+"""SHA256SUMS: digests of all files of an output, which `sha256sum -c` checks, too.
+
+Comments hold the digest of the lines themselves, and a CRC-32 of each tensor, which says which one is damaged.
+"""
+
+import hashlib
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from compressor.checkpoint.reader import TensorInfo, read_header
+from compressor.errors import CompressionError
+from compressor.files import SUMS, file_digest, write_whole
+
+HEADING = "# SHA-256 of the lines below: "
+OF_TENSORS = "# CRC-32 of its tensors: "
+LINES = re.compile(rf"([0-9a-f]{{64}})  (.+)\n(?:{OF_TENSORS}(.+)\n)?")
+CHUNK = 2**20  # bytes read at once
+
+
+class Digest(NamedTuple):
+    """Digests of a file, and of its tensors in the order of their bytes."""
+
+    sha256: str
+    tensors: tuple[tuple[str, str], ...]  # name and CRC-32
+
+
+def digest_of(path: Path) -> Digest:
+    """Read a file once and return its digests; it has no tensors unless it is a readable safetensors file."""
+    infos = list[TensorInfo]()
+    if path.suffix == ".safetensors":
+        with suppress(CompressionError):
+            infos = sorted(read_header(path).values(), key=lambda info: (info.begin, info.end, info.name))
+    whole = hashlib.sha256()
+    tensors = list[tuple[str, str]]()
+    with path.open("rb", buffering=0) as stream:
+        if infos:
+            whole.update(stream.read(infos[0].begin))
+        for info in infos:
+            total = 0
+            while stream.tell() < info.end:
+                chunk = stream.read(min(CHUNK, info.end - stream.tell()))
+                whole.update(chunk)
+                total = zlib.crc32(chunk, total)
+            tensors.append((info.name, f"{total:08x}"))
+        while chunk := stream.read(CHUNK):
+            whole.update(chunk)
+    return Digest(whole.hexdigest(), tuple(tensors))
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digests of all files in a finished folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    lines = list[str]()
+    with ThreadPoolExecutor() as pool:
+        for path, digest in zip(paths, pool.map(digest_of, paths), strict=True):
+            lines.append(f"{digest.sha256}  {path.relative_to(folder).as_posix()}\n")
+            if digest.tensors:
+                lines.append(f"{OF_TENSORS}{''.join(crc for _, crc in digest.tensors)}\n")
+    body = "".join(lines)
+    write_whole(folder / SUMS, f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}")
+
+
+def damaged_files(folder: Path) -> list[str] | None:
+    """Return a sentence for each file, or tensor, that is not what was written; None where no digests are recorded.
+
+    A folder of the Hub's cache may lack files that no loader needs.
+    """
+    if not (folder / SUMS).is_file():
+        return None
+    heading, _, body = (folder / SUMS).read_bytes().partition(b"\n")
+    if heading != f"{HEADING}{hashlib.sha256(body).hexdigest()}".encode():
+        return [f"{SUMS} is not what was written: its first line is not the digest of the others"]
+    recorded = {name: (sha256, checksums) for sha256, name, checksums in LINES.findall(body.decode())}
+    if folder.parent.name == "snapshots":
+        recorded = {name: entry for name, entry in recorded.items() if (folder / name).is_file()}
+    with ThreadPoolExecutor() as pool:
+        faults = pool.map(lambda name: _fault(folder / name, name, *recorded[name]), recorded)
+        return [fault for fault in faults if fault]
+
+
+def _fault(path: Path, name: str, sha256: str, checksums: str) -> str:
+    """Return a sentence on a file that is missing or not what was written; empty if it is whole."""
+    if not path.is_file():
+        return f"{name} is missing"
+    if file_digest(path) == sha256:
+        return ""
+    tensors = digest_of(path).tensors
+    wrong = list[str]()
+    if 8 * len(tensors) == len(checksums):
+        for position, (tensor, crc) in enumerate(tensors):
+            if crc != checksums[8 * position : 8 * position + 8]:
+                wrong.append(tensor)
+    where = f", in tensor {', '.join(wrong)}" if wrong else ", in its header" if checksums else ""
+    return f"{name} is not what was written{where}"

@@ -1,0 +1,123 @@
+"""The file of golden answers: prompts as token ids, the most probable next tokens, and what rounding alone changes."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.files import write_whole
+from compressor.records import plain_json, read_as, read_object, readable_json
+
+NAME = "golden_answers.json"
+FORMAT = 1  # of the file
+KEPT = 20  # log-probabilities of each position: the most that servers give
+LEAST = -30.0  # below this a log-probability says nothing, and servers write anything
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The most probable next tokens after a position, the most probable first."""
+
+    tokens: tuple[int, ...]
+    logs: tuple[float, ...]
+
+    def distance(self, other: "Top") -> float:
+        """Return the root of the mean square of the differences between log-probabilities, in nats.
+
+        A token that only one of them has is at most as probable in the other as the last one there.
+        """
+        first = dict(zip(self.tokens, self.logs, strict=True))
+        second = dict(zip(other.tokens, other.logs, strict=True))
+        total = 0.0
+        tokens = first.keys() | second.keys()
+        for token in tokens:
+            here = max(first.get(token, self.logs[-1]), LEAST)
+            there = max(second.get(token, other.logs[-1]), LEAST)
+            hidden = (token not in first and there < here) or (token not in second and here < there)
+            total += 0.0 if hidden else (here - there) ** 2
+        return math.sqrt(total / len(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenPrompt:
+    """Token ids, and what comes next after some of them."""
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]  # of the tokens after which `top` comes; the last token is the last of them
+    top: tuple[Top, ...]
+    text: str | None = None  # that was tokenised, or a user's message; None for ids that were drawn
+    text_tokens: int = 0  # of the text alone
+    rendered_tokens: int = 0  # of the text in the chat template, where the ids may be the first of them
+    tools: tuple[Any, ...] = ()
+    continuation: tuple[int, ...] = ()  # greedy tokens after the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """How far one kind of rounding moves the answers."""
+
+    name: str
+    distances: tuple[float, ...]  # by position, over all prompts
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenAnswers:
+    """Answers of one model."""
+
+    format: int
+    model_type: str
+    vocabulary: int
+    parameters: int
+    bits: float  # of a stored weight, on average
+    dtype: str  # that the answers were computed in
+    prompts: tuple[GoldenPrompt, ...]
+    bands: tuple[Band, ...]  # the narrowest first
+    texts: Mapping[str, str]  # of the tokens among the answers, by id
+    is_chat: bool  # texts are messages of a user, in the chat template
+
+    @property
+    def top(self) -> tuple[Top, ...]:
+        """The answers of all prompts, one after the other."""
+        return tuple(top for prompt in self.prompts for top in prompt.top)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The number of the prompt, and the position in it, of each answer."""
+        return [(number, position) for number, prompt in enumerate(self.prompts) for position in prompt.positions]
+
+
+def write_golden(path: Path, golden: GoldenAnswers) -> None:
+    """Write golden answers as JSON, whole or not at all."""
+    write_whole(path, readable_json(plain_json(golden)))
+
+
+def read_golden(path: Path) -> GoldenAnswers:
+    """Read golden answers; raises `CompressionError` for a file of another version, or that holds something else."""
+    content = read_object(path)
+    found = content.get("format")
+    if found != FORMAT:
+        shown = json.dumps(found)
+        raise CompressionError(
+            f"{path} holds golden answers of format {shown}, and this version reads format {FORMAT}; write them anew "
+            f"with `moe-compress check --write MODEL`, or use the version that wrote them"
+        )
+    golden = read_as(GoldenAnswers, content, str(path))
+    for prompt in golden.prompts:
+        if not prompt.ids or len(prompt.top) != len(prompt.positions) or not all(top.tokens for top in prompt.top):
+            raise CompressionError(f"{path} has a prompt without answers; restore the file from its source")
+    return golden
+
+
+def find_golden(places: Sequence[Path]) -> Path:
+    """Return the first file of golden answers among folders and files; raises `CompressionError` if there is none."""
+    for place in places:
+        path = place / NAME if place.is_dir() else place
+        if path.is_file():
+            return path
+    raise CompressionError(
+        f"{places[0]} has no {NAME}; name one with --answers, or write one from the model itself with "
+        "`moe-compress check --write MODEL`"
+    )
