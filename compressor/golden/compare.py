@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from compressor.document.blocks import Block, Facts, Text
-from compressor.golden.answers import GoldenAnswers, Top
+from compressor.golden.answers import BANDS, GoldenAnswers, Top
 
 EXACT = 1e-4  # nats: what float32 and the digits of the file leave open
 UNTOUCHED = 2e-5  # nats: a smaller distance is none
@@ -20,7 +20,6 @@ LEVEL_OF_4_BITS = 1.5  # where faults are near
 FAR = 4.0  # times a band: an answer that is far off
 MOST_FAR = 0.06  # of the answers, where experts are nearly tied
 EVEN = 0.25  # of the median that nine tenths of the answers reach
-BANDS = ("float32", "bfloat16", "8-bit", "fp8", "4-bit")  # that are measured, the narrowest first
 MEANING = {
     "float32": "computes this model",
     "bfloat16": "computes this model, up to rounding as bfloat16 does",
