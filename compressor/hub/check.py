@@ -43,7 +43,8 @@ BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 EVAL_RESULTS = ".eval_results/moe-compressor.yaml"
-OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", EVAL_RESULTS)  # what says how they were made and judged
+# what says how the weights were made and judged
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", "golden_answers.json", EVAL_RESULTS)
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 AGAIN = "export the checkpoint again with moe-compress export"

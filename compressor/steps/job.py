@@ -50,6 +50,7 @@ NOT_CARRIED = (
     # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
     *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
     f"/{SUMS}",
+    "/golden_answers.json",
 )
 
 
