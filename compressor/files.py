@@ -37,7 +37,7 @@ PAGE_END = 2_000  # bytes at a page's end that hold who made it
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx\.data)")
 BESIDE = re.compile(
-    r"(.+[_-])?(config|tokenizer|template|params)\.json|(special_tokens_map|added_tokens|vocab|gate)\.json"
+    r"(.+[_-])?(config|tokenizer|template|params)\.json|(special_tokens_map|added_tokens|vocab|gate|golden_answers)\.json"
     r"|.+\.index\.json|(vocab|merges)\.txt|.+\.(tiktoken|spm|bpe|codes|jinja)|.*(tokenizer|spiece|sentencepiece).*\.model"
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py|recipe\.yaml|\.git(attributes|ignore)"
     r"|(readme|licen[cs]e|notice|copying|use_policy|acceptable_use_policy)([._-].*)?",

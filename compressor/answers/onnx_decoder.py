@@ -73,6 +73,10 @@ class OnnxDecoder:
         self._past = 0  # tokens that the caches hold
         self._seen: list[int] = []
 
+    def fresh(self) -> "OnnxDecoder":
+        """Return a decoder of the same graph that has seen nothing."""
+        return OnnxDecoder(self._session)
+
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         self._seen.extend(tokens)
         total = len(self._seen)

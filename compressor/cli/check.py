@@ -1,54 +1,113 @@
 """`check`: whether a model anywhere computes what its golden answers say."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
-from compressor.cli.options import RUNNING, Model, Running, flag, options_of
+from compressor.answers.options import ServerOptions
+from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
+from compressor.extras import require
 from compressor.records import plain_json
 
+GRAPH = "model.onnx"
+WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
+
 Checking = Annotated[Running, options_of(Running, RUNNING, ("revision", "device", "overwrite", "as_json"))]
+Serving = Annotated[ServerOptions, options_of(ServerOptions, SERVERS, ("server", "served_model", "timeout"))]
 
 
 def check(
-    model: Model,
+    model: Annotated[str, typer.Argument(help="A checkpoint or ONNX folder, a Hub id, or a GGUF file.")],
     running: Checking,
+    servers: Serving,
     answers: Annotated[
         Path | None, flag("The golden answers, or their folder (default: beside the model).", metavar="FILE")
+    ] = None,
+    bits: Annotated[
+        Literal["16", "8", "4"] | None, flag("Bits of the weights: how much rounding passes (default: as stored).")
     ] = None,
     write: Annotated[bool, flag("Write the model's golden answers instead.")] = False,
     output: Annotated[Path | None, flag("Where to write them (default: golden_answers.json in the folder).")] = None,
 ) -> None:
-    """Say whether this computes the model whose golden answers were kept: the same, up to rounding, or different.
+    """Say if this computes the model of the golden answers: the same, the same up to rounding, or a different one.
 
     Exit status 1 if it is different.
     """
-    from compressor.checkpoint.source import locate
-    from compressor.golden.answers import NAME, find_golden, read_golden, write_golden
-    from compressor.golden.compare import compare
-    from compressor.golden.measure import make_golden
-    from compressor.golden.things import ask_folder
-
     with progress_bars(running.as_json) as progress:
-        source = locate(model, running.revision, progress)
         if write:
-            target = output or answers or source.folder / NAME
-            target = target / NAME if target.is_dir() else target
-            if target.exists() and not running.overwrite:
-                raise CompressionError(f"{target} exists; pass --overwrite to replace it")
-            if not os.access(target.parent, os.W_OK):
-                raise CompressionError(f"nothing can be written to {target.parent}; name a file with --output")
-            write_golden(target, make_golden(source, running.device, progress))
-            print_report(running.as_json, {"written": str(target)}, written_line([target]))
-            return
-        golden = read_golden(find_golden([answers] if answers else [source.folder]))
-        verdict = compare(golden, ask_folder(golden, source, running.device, progress))
-    # the likeliest cause of a difference is looked for here
-    content = {**plain_json(verdict), "sentence": verdict.sentence}
-    print_report(running.as_json, content, verdict.blocks(golden))
-    if verdict.exit_status:
+            target = _write(model, output or answers, running, progress)
+            content = {"written": str(target)}
+            blocks = list(written_line([target]))
+        else:
+            verdict, golden = _checked(model, answers, bits, running, servers, progress)
+            content = {**plain_json(verdict), "sentence": verdict.sentence}
+            blocks = verdict.blocks(golden)
+    print_report(running.as_json, content, blocks)
+    if not write and verdict.exit_status:
         raise typer.Exit(verdict.exit_status)
+
+
+def _write(model: str, target: Path | None, running: Running, progress: Any) -> Path:
+    """Write a model's golden answers, and return their file."""
+    from compressor.checkpoint.source import locate
+    from compressor.golden.answers import NAME, write_golden
+    from compressor.golden.measure import make_golden
+
+    source = locate(model, running.revision, progress)
+    if target is None:
+        target = source.folder if source.revision is None else Path.cwd()
+    target = target / NAME if target.is_dir() else target
+    if target.exists() and not running.overwrite:
+        raise CompressionError(f"{target} exists; pass --overwrite to replace it")
+    if not os.access(target.parent, os.W_OK):
+        raise CompressionError(f"nothing can be written to {target.parent}; name a file with --output")
+    write_golden(target, make_golden(source, running.device, progress))
+    return target
+
+
+def _checked(
+    model: str, answers: Path | None, bits: str | None, running: Running, servers: ServerOptions, progress: Any
+) -> tuple[Any, Any]:
+    """Return the verdict on a model or its server, and the golden answers that it was compared with."""
+    path = Path(model)
+    is_file = model.lower().endswith(".gguf") and not path.is_dir()
+    is_graph = (path / GRAPH).is_file()
+    if is_file and not path.is_file():
+        raise CompressionError(f"{path} is no file; name a GGUF file, a folder or a Hub id")
+    if is_graph and servers.server is None:
+        require("onnxruntime")
+    from compressor.answers.server import open_server
+    from compressor.checkpoint.source import locate, locate_tokenizer
+    from compressor.golden.answers import find_golden, read_golden
+    from compressor.golden.compare import compare
+    from compressor.golden.served import ask_server
+    from compressor.golden.things import ask_folder, ask_gguf, ask_onnx, bits_of, gguf_files
+
+    source = None
+    places = [path, path.absolute().parent]
+    if not is_file and not is_graph:
+        # of a model that a server runs, the small files are enough
+        source = (
+            locate_tokenizer(model, running.revision) if servers.server else locate(model, running.revision, progress)
+        )
+        places = [source.folder]
+    golden = read_golden(find_golden([answers] if answers else places))
+    if servers.server is not None:
+        server = open_server(servers.server, servers.served_model, servers.timeout)
+        answered = ask_server(golden, server, bits_of(golden, gguf_files(path)) if is_file else None)
+    elif is_file:
+        answered = ask_gguf(golden, path)
+    elif source is None:
+        answered = ask_onnx(golden, path, running.device)
+    else:
+        answered = ask_folder(golden, source, running.device, progress)
+    if bits is not None:
+        answered = replace(answered, widest=WIDEST[bits])
+    verdict = compare(golden, answered)
+    # where it is different, the likeliest cause is looked for here
+    return verdict, golden

@@ -53,6 +53,7 @@ OF_OUTPUTS = (  # which a plan is without
     "output.private",
     "output.max_shard_bytes",
     "output.evaluate",
+    "output.golden_answers",
 )
 OF_PLANS = [option for option in OPTIONS if not option[0].startswith(OF_OUTPUTS)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.files import write_whole
+from compressor.files import replacing
 from compressor.records import plain_json, read_as, read_object, readable_json
 
 NAME = "golden_answers.json"
@@ -91,7 +91,8 @@ class GoldenAnswers:
 
 def write_golden(path: Path, golden: GoldenAnswers) -> None:
     """Write golden answers as JSON, whole or not at all."""
-    write_whole(path, readable_json(plain_json(golden)))
+    with replacing(path, path.with_name(f".{path.name}.fresh")) as fresh:
+        fresh.write_text(readable_json(plain_json(golden)), encoding="utf-8")
 
 
 def read_golden(path: Path) -> GoldenAnswers:

@@ -39,6 +39,9 @@ class Answered:
     top: Sequence[Top | None]  # by position, over all prompts; None where it was not asked
     widest: str  # band that its number format allows
     other_tokens: Sequence[int] = ()  # numbers of prompts of which it makes other tokens
+    golden: Sequence[Top | None] | None = (
+        None  # the golden answers in the tokens that it names, where these are not all
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,12 @@ def level_of(distances: Sequence[float], band: Sequence[float], is_exact: bool) 
 
 def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     """Return the verdict on answers, by the narrowest band that holds them."""
-    numbers = [number for number, top in enumerate(answered.top) if top is not None]
-    distances = [golden.top[number].distance(top) for number, top in enumerate(answered.top) if top is not None]
+    numbers = list[int]()
+    distances = list[float]()
+    for number, (first, second) in enumerate(zip(answered.golden or golden.top, answered.top, strict=True)):
+        if first is not None and second is not None:
+            numbers.append(number)
+            distances.append(first.distance(second))
     counted = BANDS[: BANDS.index(answered.widest) + 1]
     bands = {band.name: [band.distances[number] for number in numbers] for band in golden.bands}
     name = None if answered.other_tokens else _nearest(distances, {name: bands[name] for name in counted})

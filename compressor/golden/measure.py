@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from compressor.checkpoint.reader import Size
@@ -28,6 +28,8 @@ from compressor.progress import Progress, Silent
 DIGITS = 5  # of a log-probability
 BLOCK = 32  # weights that share a scale in llama.cpp's Q8_0 and Q4_0
 FP8_MAX = 448.0
+PADDING = 3  # tokens
+LAYERS = 3  # in memory at once: the model's, a rounded one, and what is computed
 BITS = re.compile(r'"(?:num_)?bits": (\d+)')
 _SILENT = Silent()
 
@@ -57,19 +59,30 @@ ROUNDINGS: Mapping[str, Rounding] = {
 
 
 class _Answers(LayerVisitor):
-    """Keeps the most probable tokens after wanted positions, by batch."""
+    """Keeps the most probable tokens after positions of each batch; the head sees no other ones."""
 
     repeatable = True
 
-    def __init__(self, positions: Sequence[Sequence[Sequence[int]]]) -> None:
-        self.positions = positions  # by batch and row
-        self.top = dict[int, list[Top]]()
+    def __init__(self, batches: Sequence[Tensor], places: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self.batches = batches
+        self.places = places  # rows and positions, by batch
+        self.top = dict[int, tuple[Top, ...]]()
+        self._selected = False
+
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Hidden states [B, L, H] -> [1, N, H] of the positions; those of a head of another form stay."""
+        hidden = args[0]
+        batch = self.at.batch
+        self._selected = hidden.shape[:-1] == self.batches[batch].shape
+        return (self._at_places(hidden, batch)[None], *args[1:]) if self._selected else None
 
     def on_batch_end(self, batch: int, output: Any) -> None:
-        answers = list[Top]()
-        for logits, positions in zip(output.logits, self.positions[batch], strict=True):
-            answers += top_of(logits[list(positions)])
-        self.top[batch] = answers
+        logits = output.logits
+        self.top[batch] = tuple(top_of(logits[0] if self._selected else self._at_places(logits, batch)))
+
+    def _at_places(self, values: Tensor, batch: int) -> Tensor:
+        rows, positions = zip(*self.places[batch], strict=True)
+        return values[list(rows), list(positions)]
 
 
 def top_of(logits: Tensor) -> list[Top]:
@@ -83,20 +96,30 @@ def ask_model(
     model: OpenModel,
     prompts: Sequence[GoldenPrompt],
     variants: Sequence[Substitution] = (AS_IT_IS,),
+    reordered: bool = False,
     progress: Progress = _SILENT,
 ) -> list[tuple[Top, ...]]:
-    """Return the answers of the model to each prompt alone, and those of variants to all prompts as one batch."""
-    require_head(model.partial.model)
-    alone = [torch.tensor([prompt.ids]) for prompt in prompts]
+    """Return the answers of each variant of a model to all prompts as one batch.
+
+    If `reordered`, those of the model in a batch of another order, with more padding, come last.
+    """
+    head = require_head(model.partial.model)
     longest = max(len(prompt.ids) for prompt in prompts)
-    rows = [pad(batch, (0, longest - batch.shape[1]), value=int(batch[0, -1])) for batch in alone]
-    batches = [*alone, *[torch.cat(rows)] * len(variants)]
-    positions = [prompt.positions for prompt in prompts]
-    answers = _Answers([*([row] for row in positions), *[positions] * len(variants)])
-    numbers = [*[None] * len(alone), *range(len(variants))]
-    Pass(model, batches, progress, "golden answers", to_end=True).run(SideBySide(model, variants, numbers), answers)
-    first = [top for number in range(len(alone)) for top in answers.top[number]]
-    return [tuple(first), *(tuple(answers.top[len(alone) + number]) for number in range(len(variants)))]
+    rows = [pad(torch.tensor(prompt.ids), (0, longest - len(prompt.ids)), value=prompt.ids[-1]) for prompt in prompts]
+    batch = torch.stack(rows)
+    places = [(row, position) for row, prompt in enumerate(prompts) for position in prompt.positions]
+    batches = [batch] * len(variants)
+    all_places = [places] * len(variants)
+    numbers: list[int | None] = [*range(len(variants))]
+    if reordered:
+        batches.append(pad(batch.flip(0), (0, PADDING), value=int(batch[0, 0])))
+        all_places.append([(len(prompts) - 1 - row, position) for row, position in places])
+        numbers.append(None)
+    answers = _Answers(batches, all_places)
+    run = Pass(model, batches, progress, "golden answers", to_end=True)
+    with head.register_forward_pre_hook(answers.before_head):
+        run.run(SideBySide(model, variants, numbers), answers)
+    return [answers.top[number] for number in range(len(batches))]
 
 
 def rounded_layers(model: OpenModel, rounding: Rounding) -> Substitution:
@@ -107,18 +130,22 @@ def rounded_layers(model: OpenModel, rounding: Rounding) -> Substitution:
         rounded = dict[str, Tensor]()
         for key in model.partial.keys_under(decoder_layer):
             value = model.partial.model.get_parameter_or_buffer(key)
-            if value.dim() >= 2 and value.is_floating_point() and not key.startswith(routers):
-                rounded[key] = rounding(value.float()).to(value.dtype)
+            if value.dim() < 2 or not value.is_floating_point() or key.startswith(routers):
+                continue
+            rounded[key] = torch.empty_like(value)
+            matrices = value.flatten(0, -3) if value.dim() > 2 else value[None]
+            for matrix, target in zip(matrices, rounded[key].view_as(matrices), strict=True):
+                target.copy_(rounding(matrix.float()))
         return rounded
 
     return Substitution(tensors)
 
 
 def open_exactly(source: ModelSource, device: str) -> OpenModel:
-    """Open a checkpoint in float32, or in its own dtype where two of its layers in float32 exceed the memory."""
+    """Open a checkpoint in float32, or in its own dtype where its layers in float32 exceed the memory."""
     model = open_model(source, "float32", device)
     budget = memory_budget(model.partial.device)
-    if budget is not None and 2 * model.largest_layer > budget:
+    if budget is not None and LAYERS * model.largest_layer > budget:
         return open_model(source, "auto", device)
     return model
 
@@ -141,14 +168,13 @@ def parameters_of(model: OpenModel) -> int:
 def make_golden(source: ModelSource, device: str = "auto", progress: Progress = _SILENT) -> GoldenAnswers:
     """Return the golden answers of a checkpoint, from two streamed passes; raises `CompressionError` without a head."""
     model = open_exactly(source, device)
-    longest = min(LONGEST, model.positions or LONGEST)
+    longest = max(1, min(LONGEST, model.positions or LONGEST) - PADDING)
     prompts = golden_prompts(source.folder, model.vocabulary, longest)
     variants = [rounded_layers(model, rounding) for rounding in ROUNDINGS.values()]
-    exact, reordered, *rounded = ask_model(model, prompts, [AS_IT_IS, *variants], progress)
-    if model.dtype_name == "bfloat16":
-        halved = reordered
-    else:
-        halved, _ = ask_model(open_model(source, "bfloat16", device), prompts, progress=progress)
+    exact, *rounded, reordered = ask_model(model, prompts, [AS_IT_IS, *variants], True, progress)
+    halved = reordered
+    if model.dtype_name != "bfloat16":
+        (halved,) = ask_model(open_model(source, "bfloat16", device), prompts, progress=progress)
     kinds = zip(("float32", "bfloat16", *ROUNDINGS), (reordered, halved, *rounded), strict=True)
     bands = tuple(Band(name, distances(exact, top)) for name, top in kinds)
     tokenizer = tokenizer_of(source.folder)

@@ -19,9 +19,11 @@ from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Evaluator
-from compressor.errors import CompressionError, without_tokens
+from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import clear, lock_output, work_folder
 from compressor.formatting import joined
+from compressor.golden.answers import NAME, GoldenAnswers, write_golden
+from compressor.golden.measure import make_golden
 from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike, open_model
@@ -282,7 +284,10 @@ def _finish(
             opened.partial.stream()
     if delivery.gate is not None:
         outcome = replace(outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress))
+    golden = ranks().broadcast(lambda: _golden_answers(resolved, state, work.output))
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
+    if golden is not None and ranks().is_first:
+        write_golden(work.output / NAME, golden)
     outcome = replace(
         outcome,
         seconds=dict(state.clock.seconds),
@@ -317,6 +322,19 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
     if not (accepted or gate.request.options.keep_failed):
         raise GateFailedError(out, [Attempt(outcome.experts_after, result, accepted=False)])
     return result
+
+
+def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> GoldenAnswers | None:
+    """Return the output's golden answers; None where they are not wanted, or cannot be had, which ends no run."""
+    if not resolved.recipe.output.golden_answers or state.plan.expert_plan.has_constants:
+        return None
+    source = ModelSource(str(folder), None, folder)
+    try:
+        with state.clock.phase("golden answers"):
+            return make_golden(source, str(state.base.partial.device))
+    except Exception as error:  # of models that take no plain text
+        logger.warning("no golden answers are kept: %s", reason_of(error))
+        return None
 
 
 def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) -> DomainDivergence | None:

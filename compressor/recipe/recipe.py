@@ -71,6 +71,8 @@ class OutputOptions(Options):
     """Largest weight file, in bytes; a tensor is never cut."""
     evaluate: bool = Field(True, exclude=True)  # which changes no weight, so that no recipe of an output holds it
     """Compare the output with its base on held-out text: loss, KL and flips."""
+    golden_answers: bool = Field(True, exclude=True)
+    """Keep answers in the output by which `moe-compress check` knows the model anywhere."""
     push_to_hub: str | None = Field(None, exclude=True)  # what publishes an output is no part of its recipe
     """Publish on the Hub as NAMESPACE/NAME. With a gate only if it passes."""
     private: bool = Field(False, exclude=True)

@@ -49,6 +49,7 @@ NOT_CARRIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json"),
     # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
     *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
+    "/golden_answers.json",
 )
 
 

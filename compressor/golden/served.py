@@ -1,0 +1,189 @@
+"""Asks a server of OpenAI's API (vLLM, SGLang, llama-server) for its answers to golden prompts."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import FiniteFloat, PositiveFloat
+
+from compressor.answers.server import AT_ONCE, Checked, Lenient, Logprobs, RefusedError, Server, Usage
+from compressor.errors import CompressionError
+from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.compare import FAR, Answered, widest_band
+
+ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
+FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, the best first
+    {"logprobs": KEPT, "return_tokens_as_token_ids": True},
+    {"logprobs": KEPT},
+    {"logprobs": 5},  # the most that some servers give
+)
+NAMED = "token_id:"  # before the id of a token, as vLLM writes it
+ASKED = 3  # prompts by which vocabulary and template are known
+FEWEST = 3  # tokens of an answer that can be compared
+BROKEN = "\ufffd"
+CHAT = 0.05  # nats by which an answer may differ from the same one asked by ids
+
+
+class TokenLog(Checked):
+    token: str
+    logprob: FiniteFloat
+    id: Lenient[int] = None
+    top_logprobs: "tuple[TokenLog, ...]" = ()
+
+
+class ContentLogs(Checked):
+    """Log-probabilities as chats have them, and all answers of llama-server."""
+
+    content: list[TokenLog]
+
+
+class Choice(Checked):
+    logprobs: Lenient[ContentLogs | Logprobs] = None
+
+
+class Answer(Checked):
+    choices: tuple[Choice]
+    usage: Lenient[Usage] = None
+
+    @property
+    def counted(self) -> int | None:
+        """The tokens of the prompt, where the server says."""
+        return None if self.usage is None else self.usage.prompt_tokens
+
+
+class Weights(Checked):
+    """What llama-server says of its model."""
+
+    size: PositiveFloat  # bytes
+    n_params: PositiveFloat
+
+
+class Vocabulary:
+    """The tokens of golden answers by the names that servers give them."""
+
+    def __init__(self, golden: GoldenAnswers) -> None:
+        counts = Counter(golden.texts.values())
+        self.by_text = {text: int(token) for token, text in golden.texts.items() if counts[text] == 1}
+        self.unclear = {text for text, count in counts.items() if count > 1}
+
+    def read(self, answer: Answer, golden: Top) -> tuple[Top, Top] | None:
+        """Return the golden and the given answer, both of the tokens that can be told apart; None if these are few."""
+        logs = answer.choices[0].logprobs
+        named = dict[Any, float]()
+        if isinstance(logs, ContentLogs) and logs.content:
+            for entry in logs.content[-1].top_logprobs:
+                named[entry.token if entry.id is None else entry.id] = entry.logprob
+        elif isinstance(logs, Logprobs) and logs.top_logprobs:
+            named = dict(logs.top_logprobs[-1] or {})
+        tokens = dict[int, float]()
+        by_id = False
+        for name, log in named.items():
+            token = int(name.removeprefix(NAMED)) if str(name).startswith(NAMED) else name
+            if isinstance(token, int):
+                by_id = True
+            elif token in self.unclear or BROKEN in token:
+                continue
+            else:
+                token = self.by_text.get(token, -1 - len(tokens))
+            tokens[token] = max(log, LEAST)
+        clear = {*golden.tokens} if by_id else {*self.by_text.values()}
+        first = {token: log for token, log in zip(golden.tokens, golden.logs, strict=True) if token in clear}
+        if min(len(first), len(tokens)) < min(FEWEST, len(golden.tokens)):
+            return None
+        best = sorted(tokens, key=tokens.__getitem__, reverse=True)
+        given = Top(tuple(best), tuple(tokens[token] for token in best))
+        return Top(tuple(first), tuple(first.values())), given
+
+
+def ask_server(golden: GoldenAnswers, server: Server, bits: float | None = None) -> Answered:
+    """Return the answers of a server of weights of so many `bits`, which llama-server says itself.
+
+    Raises `CompressionError` for another vocabulary, and where it gives no log-probabilities.
+    """
+    _check_vocabulary(golden, server)
+    form = _find_form(golden, server)
+    vocabulary = Vocabulary(golden)
+    questions = list(zip(range(len(golden.top)), golden.places, golden.top, strict=True))
+
+    def ask(question: tuple[int, tuple[int, int], Top]) -> tuple[int, tuple[Top, Top] | None]:
+        number, (prompt, position), top = question
+        ids = golden.prompts[prompt].ids[: position + 1]
+        payload = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(ids)}
+        return number, vocabulary.read(server.ask("/completions", Answer, payload), top)
+
+    answers = dict(server.all(questions, ask, AT_ONCE))
+    if not any(answers.values()):
+        raise CompressionError(
+            f"{server.label} gives no log-probabilities; start it so that it does (SGLang and vLLM do by default, "
+            "llama-server by its /v1/completions)"
+        )
+    pairs = [answers[number] for number in range(len(golden.top))]
+    with suppress(ValueError):
+        weights = Weights.model_validate(server.facts.get("meta"))
+        bits = bits or 8 * weights.size / weights.n_params
+    first = [pair and pair[0] for pair in pairs]
+    second = [pair and pair[1] for pair in pairs]
+    other_tokens = _other_template(golden, server, vocabulary)
+    return Answered(server.label, second, widest_band(bits), other_tokens, first)
+
+
+def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:
+    """Refuse a server that makes another number of tokens of a text; one more may open it."""
+    texts = [prompt for prompt in golden.prompts if prompt.text is not None]
+    for prompt in texts[:ASKED]:
+        question = {"model": server.model, **ONE_TOKEN, "prompt": prompt.text}
+        counted = server.ask("/completions", Answer, question).counted
+        if counted is not None and counted - prompt.text_tokens not in (0, 1):
+            raise CompressionError(
+                f"{server.label} is a server of another model: it makes {counted} tokens of a text that has "
+                f"{prompt.text_tokens} in the golden answers; serve this model, or name that one's with --answers"
+            )
+
+
+def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
+    """Return the settings by which the server gives the most log-probabilities."""
+    refusal = ""
+    for form in FORMS:
+        question = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(golden.prompts[0].ids)}
+        try:
+            server.ask("/completions", Answer, question)
+            return form
+        except RefusedError as error:
+            refusal = str(error).partition(";")[0]
+    raise CompressionError(
+        f"{server.label} gives no log-probabilities of tokens that it is asked by id ({refusal}); serve the model by "
+        "vLLM, SGLang or llama-server, or name its folder"
+    )
+
+
+def _other_template(golden: GoldenAnswers, server: Server, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Return the numbers of the prompts that the server puts into another chat template.
+
+    It makes another number of tokens of them, or answers them otherwise than their golden tokens.
+    """
+    numbers = list[int]()
+    chats = [(number, prompt) for number, prompt in enumerate(golden.prompts) if _is_chat(golden, prompt)]
+    for number, prompt in chats[:ASKED]:
+        messages = [{"role": "user", "content": prompt.text}]
+        question = {"model": server.model, **ONE_TOKEN, "messages": messages, "logprobs": True, "top_logprobs": KEPT}
+        ids = {"model": server.model, **ONE_TOKEN, "logprobs": KEPT, "prompt": list(prompt.ids)}
+        try:
+            answer = server.ask("/chat/completions", Answer, question)
+            direct = vocabulary.read(server.ask("/completions", Answer, ids), prompt.top[-1])
+        except RefusedError:  # it takes no chats
+            continue
+        counted = answer.counted
+        pair = vocabulary.read(answer, prompt.top[-1])
+        differs = counted is not None and counted != prompt.rendered_tokens
+        if pair is not None and direct is not None:
+            limit = max(FAR * direct[0].distance(direct[1]), CHAT)
+            differs = differs or pair[0].distance(pair[1]) > limit
+        if differs:
+            numbers.append(number)
+    return tuple(numbers)
+
+
+def _is_chat(golden: GoldenAnswers, prompt: GoldenPrompt) -> bool:
+    """Return True for a prompt that a server can render: whole, and without tools, which few servers take."""
+    return golden.is_chat and not prompt.tools and prompt.rendered_tokens == len(prompt.ids) > 0 and bool(prompt.text)
