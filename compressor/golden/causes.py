@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.golden.answers import LEAST, GoldenPrompt
-from compressor.golden.faults import Fault, choosing, faults_of, in_layers, of_expert, of_vocabulary
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError
+from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.compare import Answered
+from compressor.golden.faults import Cause, Fault, choosing, faults_of, in_layers, of_expert, of_vocabulary
+from compressor.golden.fingerprints import cause_of_weights, config_of, fingerprints
+from compressor.golden.measure import open_exactly
 from compressor.golden.prompts import rendered, tokenizer_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -22,16 +27,7 @@ from compressor.tolerance import stable_argmin
 EXPLAINED = 0.2  # share of the distance that a fault may leave
 SUSPECTS = 16  # experts tried
 PROMPTS = 4  # on which faults of single layers and experts are tried
-UNUSED = {"use_cache", "return_dict", "output_hidden_states", "max_position_embeddings"}  # in the stock forward
 _SILENT = Silent()
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The likeliest cause of a difference."""
-
-    name: str
-    sentence: str
 
 
 class _Planted(LayerVisitor):
@@ -132,7 +128,9 @@ def cause_of_answers(
 def cause_of_tokens(folder: Path, prompt: GoldenPrompt) -> Cause:
     """Return why the tokenizer in a folder makes other tokens of a prompt."""
     tokenizer = tokenizer_of(folder)
-    own = () if tokenizer is None or prompt.text is None else rendered(tokenizer, prompt.text, prompt.tools)
+    own: Sequence[int] = (
+        () if tokenizer is None or prompt.text is None else rendered(tokenizer, prompt.text, prompt.tools)
+    )
     steps = [token - golden for token, golden in zip(own, prompt.ids, strict=False)]
     step = max(steps, key=steps.count, default=0)
     if step and 2 * steps.count(step) > len(steps):
@@ -148,8 +146,42 @@ def cause_of_config(golden: Mapping[str, Any], own: Mapping[str, Any]) -> Cause 
     return None
 
 
-def config_of(model: OpenModel) -> dict[str, Any]:
-    """Return the fields of a model's config that may change what it computes."""
-    fields = model.config.get_text_config().to_dict()
-    kinds = (bool, int, float)
-    return {name: value for name, value in fields.items() if isinstance(value, kinds) and name not in UNUSED}
+def _observed(golden: GoldenAnswers, answers: Sequence[Top | None]) -> list[GoldenPrompt]:
+    """Return the prompts with the answers that came, as far as these are of known tokens."""
+    observed = [replace(prompt, positions=(), top=()) for prompt in golden.prompts]
+    for (number, position), top in zip(golden.places, answers, strict=True):
+        known = {token: log for token, log in zip(top.tokens, top.logs, strict=True) if token >= 0} if top else {}
+        if known:
+            prompt = observed[number]
+            answer = Top(tuple(known), tuple(known.values()))
+            observed[number] = replace(prompt, positions=(*prompt.positions, position), top=(*prompt.top, answer))
+    return [prompt for prompt in observed if prompt.top]
+
+
+def find_cause(
+    golden: GoldenAnswers,
+    reference: Path,
+    answered: Answered,
+    thing: ModelSource | None,
+    rounding: float,
+    device: str = "auto",
+    progress: Progress = _SILENT,
+) -> Cause | None:
+    """Return the likeliest cause of a difference; None if no known one explains it.
+
+    A checkpoint (`thing`) is compared with what the golden answers hold of weights and config. For all others, faults
+    are tried on the `reference`, the folder of the golden answers, if it holds a model.
+    """
+    if answered.other_tokens:
+        return cause_of_tokens(thing.folder if thing else reference, golden.prompts[answered.other_tokens[0]])
+    if thing is not None:
+        model = open_exactly(thing, device)
+        cause = cause_of_weights(golden.fingerprints, fingerprints(model))
+        cause = cause or cause_of_config(golden.config, config_of(model))
+        if cause is not None or thing.folder.samefile(reference):
+            return cause
+    try:
+        source = ModelSource(str(reference), None, reference)
+        return cause_of_answers(open_exactly(source, device), _observed(golden, answered.top), rounding, progress)
+    except CompressionError:  # there is no model, or one whose layers cannot be changed like this
+        return None

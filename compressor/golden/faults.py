@@ -28,6 +28,14 @@ Plant = Callable[[Any, MoeLayer], AbstractContextManager[None]]  # (live model, 
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """The likeliest cause of a difference."""
+
+    name: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """A fault in all layers or in one; by default, none."""
 
@@ -103,16 +111,21 @@ def _swapped(model: Any, layer: MoeLayer) -> dict[str, Tensor]:
     return swapped
 
 
+def _scaled_down(model: Any, layer: MoeLayer, by: float) -> dict[str, Tensor]:
+    """Return scaled down projections of the experts."""
+    tensors = _tensors(model, layer, True)
+    return {key: value * by for key, value in tensors.items() if key.endswith("down_proj")}
+
+
 def _permuted(experts: int, by: int, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Choose other experts: `by` further on, or with 0 in reverse order; skipped choices stay."""
     others = (index + by) % experts if by else experts - 1 - index
     return torch.where(index < experts, others, index), weights
 
 
-def _scaled(by: float, expert: int | None, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale the outputs of one expert, or of all."""
-    chosen = index == index if expert is None else index == expert
-    return index, torch.where(chosen, weights * by, weights)
+def _scaled(by: float, expert: int, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale the outputs of one expert."""
+    return index, torch.where(index == expert, weights * by, weights)
 
 
 @contextmanager
@@ -166,8 +179,8 @@ def faults_of(model: OpenModel) -> list[Fault]:
         plant = partial(choosing, choose=partial(_permuted, layer.experts, by))
         faults.append(Fault("experts permuted", f"experts are {how} against their router", plant))
     for scale in SCALES:
-        plant = partial(choosing, choose=partial(_scaled, scale, None))
-        faults.append(Fault("scale", f"experts' outputs are multiplied by about {scale:g}", plant))
+        plant = partial(_replacing, change=partial(_scaled_down, by=scale))
+        faults.append(Fault("scale", f"experts' down projections are multiplied by about {scale:g}", plant))
     return faults + _gate_faults(layer)
 
 

@@ -7,12 +7,12 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.golden.causes import Cause
-from compressor.golden.faults import gate_and_up
+from compressor.golden.faults import Cause, gate_and_up
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import TINY
@@ -20,6 +20,7 @@ from compressor.model.streaming import TINY
 ROWS = 64  # of an embedding or a head that are told apart
 TURNED = 0.3  # more than rounding changes a projection of weights of norm 1
 SCALED = 0.1  # share of a norm, more than rounding changes it
+UNUSED = {"use_cache", "return_dict", "output_hidden_states", "max_position_embeddings"}  # of a config, in a forward
 
 
 @cache
@@ -151,3 +152,10 @@ def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> Cause
     first = causes[kinds.index(commonest)]
     more = kinds.count(commonest) - 1
     return replace(first, sentence=f"{first.sentence}, and so in {more} more modules") if more else first
+
+
+def config_of(model: OpenModel) -> dict[str, Any]:
+    """Return the numbers and switches in a model's config."""
+    fields = model.config.get_text_config().to_dict()
+    kinds = (bool, int, float)
+    return {name: value for name, value in fields.items() if isinstance(value, kinds) and name not in UNUSED}
