@@ -18,7 +18,7 @@ GRAPH = "model.onnx"
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
 
 Checking = Annotated[Running, options_of(Running, RUNNING, ("revision", "device", "overwrite", "as_json"))]
-Serving = Annotated[ServerOptions, options_of(ServerOptions, SERVERS, ("server", "served_model", "timeout"))]
+Serving = Annotated[dict[str, Any], options_of(ServerOptions, SERVERS, ("server", "served_model", "timeout"))]
 
 
 def check(
@@ -44,7 +44,7 @@ def check(
             content = {"written": str(target)}
             blocks = list(written_line([target]))
         else:
-            verdict, golden = _checked(model, answers, bits, running, servers, progress)
+            verdict, golden = _checked(model, answers, bits, running, ServerOptions(**servers), progress)
             content = {**plain_json(verdict), "sentence": verdict.sentence}
             blocks = verdict.blocks(golden)
     print_report(running.as_json, content, blocks)

@@ -9,11 +9,12 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.files import replacing
-from compressor.records import plain_json, read_as, read_object, readable_json
+from compressor.records import RESTORE, plain_json, read_as, read_object, readable_json
 
 NAME = "golden_answers.json"
 FORMAT = 1  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
+BANDS = ("float32", "bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding, the narrowest first
 LEAST = -30.0  # below this a log-probability says nothing, and servers write anything
 
 
@@ -52,7 +53,6 @@ class GoldenPrompt:
     text_tokens: int = 0  # of the text alone
     rendered_tokens: int = 0  # of the text in the chat template, where the ids may be the first of them
     tools: tuple[Any, ...] = ()
-    continuation: tuple[int, ...] = ()  # greedy tokens after the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,10 @@ def read_golden(path: Path) -> GoldenAnswers:
             f"with `moe-compress check --write MODEL`, or use the version that wrote them"
         )
     golden = read_as(GoldenAnswers, content, str(path))
-    for prompt in golden.prompts:
-        if not prompt.ids or len(prompt.top) != len(prompt.positions) or not all(top.tokens for top in prompt.top):
-            raise CompressionError(f"{path} has a prompt without answers; restore the file from its source")
+    count = len(golden.places)
+    sizes = {band.name: len(band.distances) for band in golden.bands}
+    if not count or len(golden.top) != count or sizes != dict.fromkeys(BANDS, count):
+        raise CompressionError(f"{path} lacks answers to some prompts; {RESTORE}")
     return golden
 
 

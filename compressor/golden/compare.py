@@ -5,23 +5,21 @@ fault moves them further, or only those that it reaches. Where two experts are n
 so the median counts, and a few answers may be far off.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
 from compressor.document.blocks import Block, Facts, Text
-from compressor.golden.answers import GoldenAnswers, Top
+from compressor.golden.answers import BANDS, GoldenAnswers, Top
 
 EXACT = 1e-4  # nats: what float32 and the digits of the file leave open
 UNTOUCHED = 2e-5  # nats: a smaller distance is none
-LEVEL = 2.0  # times a band: embeddings, the head and activations may be rounded, too
+LEVEL = 1.8  # times a band: embeddings, the head and activations may be rounded, too
 LEVEL_OF_4_BITS = 1.5  # where faults are near
 FAR = 4.0  # times a band: an answer that is far off
 MOST_FAR = 0.06  # of the answers, where experts are nearly tied
 EVEN = 0.25  # of the median that nine tenths of the answers reach
-BANDS = ("float32", "bfloat16", "8-bit", "fp8", "4-bit")  # that are measured, the narrowest first
 MEANING = {
     "float32": "computes this model",
     "bfloat16": "computes this model, up to rounding as bfloat16 does",
@@ -90,12 +88,12 @@ class Verdict:
 def level_of(distances: Sequence[float], band: Sequence[float], is_exact: bool) -> float | None:
     """Return the median distance in units of a band; None where rounding of that kind does not explain them all."""
     typical = max(median(band), EXACT)
+    level = median(distances) / typical
     limits = [max(value, typical) for value in band]
     shares = sorted(value / limit for value, limit in zip(distances, limits, strict=True))
-    level = median(shares)
+    tenth = len(shares) // 10
     far = sum(share > FAR for share in shares)
-    least = sorted(distances)[len(distances) // 10]
-    is_even = least > UNTOUCHED and shares[len(shares) // 10] >= EVEN * level
+    is_even = sorted(distances)[tenth] > UNTOUCHED and shares[tenth] >= EVEN * median(shares)
     explained = far == 0 if is_exact else is_even and far <= MOST_FAR * len(shares)
     return level if explained else None
 
@@ -109,8 +107,12 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
             numbers.append(number)
             distances.append(first.distance(second))
     counted = BANDS[: BANDS.index(answered.widest) + 1]
-    bands = {band.name: [band.distances[number] for number in numbers] for band in golden.bands}
-    name = None if answered.other_tokens else _nearest(distances, {name: bands[name] for name in counted})
+    bands = dict[str, list[float]]()
+    for band in golden.bands:
+        bands[band.name] = [band.distances[number] for number in numbers]
+    name = next((name for name in counted if _holds(name, distances, bands[name])), None)
+    if answered.other_tokens:
+        name = None
     worst = max(range(len(distances)), key=distances.__getitem__)
     prompt, position = golden.places[numbers[worst]]
     kind: Literal["same", "same up to rounding", "different"] = "different"
@@ -130,16 +132,9 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     )
 
 
-def _nearest(distances: Sequence[float], bands: Mapping[str, Sequence[float]]) -> str | None:
-    """Return the band that comes nearest to these distances among those that hold them; exact ones need no other."""
-    levels = dict[str, float]()
-    for name, band in bands.items():
-        level = level_of(distances, band, name == BANDS[0])
-        if level is not None and level <= (LEVEL_OF_4_BITS if name == BANDS[-1] else LEVEL):
-            levels[name] = level
-    if BANDS[0] in levels:
-        return BANDS[0]
-    return min(levels, key=lambda name: abs(math.log(levels[name])), default=None)
+def _holds(name: str, distances: Sequence[float], band: Sequence[float]) -> bool:
+    level = level_of(distances, band, name == BANDS[0])
+    return level is not None and level <= (LEVEL_OF_4_BITS if name == BANDS[-1] else LEVEL)
 
 
 def widest_band(bits: float | None) -> str:

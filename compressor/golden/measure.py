@@ -89,8 +89,8 @@ class _Answers(LayerVisitor):
 def top_of(logits: Tensor) -> list[Top]:
     """Return the most probable tokens of logits [N, V]."""
     best = logits.float().log_softmax(-1).topk(min(KEPT, logits.shape[-1]))
-    rows = zip(best.indices.tolist(), best.values.double().cpu().tolist(), strict=True)
-    return [Top(tuple(tokens), tuple(round(log, DIGITS) for log in logs)) for tokens, logs in rows]
+    values = best.values.double().cpu().numpy().round(DIGITS).tolist()
+    return [Top(tuple(tokens), tuple(logs)) for tokens, logs in zip(best.indices.tolist(), values, strict=True)]
 
 
 def ask_model(

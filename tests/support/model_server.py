@@ -24,6 +24,8 @@ class Served:
     tokenizer: Any
     name: str = "served"
     forms: tuple[type, ...] = (list, str)  # of prompts that get log-probabilities: token ids, text
+    most: int = 20  # log-probabilities of an answer that it gives
+    like_llama: bool = False  # log-probabilities have the form and the ids of llama-server's
     answers: int = 10**9  # of this many requests; then it is silent until it is told to go on
     key: str | None = None
     busy: int = 0  # times that it refuses before it answers
@@ -72,8 +74,23 @@ class Served:
                 tops.append({f"{self.tokenizer.decode([top])}": float(logs[place, top])})
                 tops[-1].setdefault(f"{self.tokenizer.decode([token])}", float(logs[place, token]))
             choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
+        elif payload.get("logprobs") and self.most:
+            tops = self.top(ids, payload["logprobs"])
+            if self.like_llama:  # as chats have them
+                logs = [{"token": name, "id": token, "logprob": value} for name, token, value in tops]
+                choice["logprobs"] = {"content": [{"token": "", "logprob": 0.0, "top_logprobs": logs}]}
+            else:
+                logs = {name: value for name, _, value in tops}
+                choice["logprobs"] = {"tokens": [""], "token_logprobs": [0.0], "top_logprobs": [logs]}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
+
+    @torch.no_grad()
+    def top(self, ids: list[int], count: int) -> list[tuple[str, int, float]]:
+        """Texts, ids and log-probabilities of the most probable next tokens."""
+        best = self.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1).topk(count)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [(self.tokenizer.decode([token]), token, value) for token, value in pairs]
 
     def chat(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         text = self.tokenizer.apply_chat_template(
@@ -83,9 +100,15 @@ class Served:
             add_generation_prompt=True,
             **payload.get("chat_template_kwargs", {}),
         )
-        new, ended = self.written(self.tokenizer(text, add_special_tokens=False)["input_ids"], payload)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        new, ended = self.written(ids, payload)
         message = {"role": "assistant", "content": self.tokenizer.decode(new)}
-        return {"choices": [{"index": 0, "message": message, "finish_reason": ended}]}
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": ended}
+        if payload.get("top_logprobs"):
+            tops = self.top(ids, payload["top_logprobs"])
+            logs = [{"token": name, "logprob": value} for name, _, value in tops]
+            choice["logprobs"] = {"content": [{"token": "", "logprob": 0.0, "top_logprobs": logs}]}
+        return {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
 
     def answer(self, path: str, payload: dict[str, Any]) -> tuple[int, Any]:
         if payload.get("model") != self.name:
@@ -93,6 +116,8 @@ class Served:
         if self.busy:
             self.busy -= 1
             return 503, {"error": {"message": "busy"}}
+        if not payload.get("echo") and int(payload.get("logprobs") or 0) > self.most > 0:
+            return 400, {"error": {"message": f"at most {self.most} log-probabilities"}}
         if payload.get("echo") and not isinstance(payload["prompt"], self.forms):
             return 400, {"error": {"message": "no echo of this"}}
         with self.lock:

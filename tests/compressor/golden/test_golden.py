@@ -1,0 +1,172 @@
+"""Golden answers: what is different is called so, what only rounds is not, wherever the model runs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import small, zoo
+from tests.support.command_line import Run, refused
+from tests.support.model_server import serving
+
+pytestmark = pytest.mark.usefixtures("offline")
+FAMILIES = ("qwen3_moe", zoo.full("mixtral"), zoo.full("deepseek_v3"), "gpt_oss")
+GOLDEN = "golden_answers.json"
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Path:
+    """A model with its golden answers."""
+    folder = small.save(tmp_path / "model", request.param)
+    small.tokenizer(small.CHAT).save_pretrained(folder)
+    assert run("check", "--write", folder).status == 0
+    return folder
+
+
+def changed(folder: Path, change: Callable[[Any], Any]) -> Path:
+    """A copy whose model `change` has changed in place; without golden answers."""
+    copy = folder.with_name("changed")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    (copy / GOLDEN).unlink()
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    stock = zoo.reload(family, copy)
+    with torch.no_grad():
+        change(stock)
+    stock.save_pretrained(copy)
+    return copy
+
+
+def expert_modules(model: Any) -> list[Any]:
+    return list(zoo.experts(model).values())
+
+
+def router(model: Any) -> Tensor:
+    return next(value for name, value in model.named_parameters() if any(part in name for part in zoo.ROUTERS))
+
+
+def permute(model: Any) -> None:
+    for value in expert_modules(model)[0].parameters():
+        value.copy_(value.roll(1, 0))
+
+
+def swap(model: Any) -> None:
+    for experts in expert_modules(model):
+        value = experts.gate_up_proj
+        if hasattr(experts, "gate_up_proj_bias"):  # of gpt_oss, whose columns alternate
+            value.copy_(value.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
+        else:
+            value.copy_(value.unflatten(1, (2, -1)).flip(1).flatten(1, 2))
+
+
+def one_fewer(model: Any) -> None:
+    model.config.num_experts_per_tok -= 1
+
+
+def unnormalised(model: Any) -> None:
+    model.config.norm_topk_prob = not model.config.norm_topk_prob
+
+
+def without_bias(model: Any) -> None:
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if "mlp" in name and "bias" in name:
+            value.zero_()
+
+
+def zero_expert(model: Any) -> None:
+    for value in expert_modules(model)[-1].parameters():
+        value[2].zero_()
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "experts permuted": permute,
+    "gate and up swapped": swap,
+    "gates not normalised": unnormalised,
+    "bias dropped": without_bias,
+    "top-k off by one": one_fewer,
+    "one scale wrong": lambda model: expert_modules(model)[0].down_proj.mul_(1.1),
+    "router shifted": lambda model: router(model).copy_(router(model).roll(1, 0)),
+    "expert zeroed": zero_expert,
+    "vocabulary shifted": lambda model: model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0)),
+}
+
+
+def has(model: Path, fault: str) -> bool:
+    """Whether the family has what the fault changes."""
+    config = json.loads((model / "config.json").read_text())
+    needed = {"gates not normalised": "norm_topk_prob" in config}
+    needed["bias dropped"] = config["model_type"] in ("gpt_oss", "deepseek_v3")
+    return needed.get(fault, True)
+
+
+def to_blocks(value: Tensor) -> Tensor:
+    """Q8_0 of llama.cpp, by its equations."""
+    blocks = value.reshape(-1, 32)
+    scales = blocks.abs().amax(1, keepdim=True).half().float() / 127
+    return ((blocks / scales.clamp(min=1e-12)).round() * scales).view_as(value)
+
+
+def round_matrices(model: Any) -> None:
+    for name, value in model.named_parameters():
+        if value.dim() > 1 and not any(part in name for part in zoo.ROUTERS):
+            value.copy_(to_blocks(value))
+
+
+def test_what_rounds_is_the_same_model(model: Path, run: Run, tmp_path: Path) -> None:
+    verdict = json.loads(run("check", model, "--json").out)
+    assert verdict["verdict"] == "same" and verdict["largest"] < 1e-4
+    for change, arguments in ((lambda model: model.bfloat16(), ()), (round_matrices, ("--bits", "8"))):
+        copy = changed(model, change)
+        result = run("check", copy, "--answers", model, "--json", *arguments)
+        assert result.status == 0 and json.loads(result.out)["verdict"] == "same up to rounding"
+        with serving(copy) as served:
+            assert run("check", model, "--server", served.address).status == 0
+
+
+def test_faults_are_called_different(model: Path, run: Run) -> None:
+    for fault, change in FAULTS.items():
+        if not has(model, fault):
+            continue
+        copy = changed(model, change)
+        result = run("check", copy, "--answers", model, "--json")
+        assert (result.status, json.loads(result.out)["verdict"]) == (1, "different"), fault
+        with serving(copy, like_llama=fault < "f") as served:
+            assert run("check", model, "--server", served.address).status == 1, fault
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_fp8_and_templates(model: Path, run: Run, tmp_path: Path) -> None:
+    steps = tmp_path / "quantize.yaml"
+    steps.write_text(f"model: {model}\nsteps: [{{quantize: {{scheme: fp8}}}}]\n", encoding="utf-8")
+    assert run("compress", steps, "-o", tmp_path / "fp8").status == 0
+    result = run("check", tmp_path / "fp8", "--answers", model)
+    assert result.status == 0 and "as 8-bit weights would" in result.out
+    small.tokenizer(small.CHAT.replace("<", "[")).save_pretrained(tmp_path / "fp8")
+    with serving(model) as served:
+        served.tokenizer = small.tokenizer(small.CHAT.replace("<", "["))
+        for result in (run("check", tmp_path / "fp8"), run("check", model, "--server", served.address)):
+            assert result.status == 1 and "chat template" in result.out
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_bad_input_is_one_sentence(model: Path, run: Run, tmp_path: Path) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / GOLDEN).unlink()
+    refused(run("check", bare), "has no golden_answers.json")
+    refused(run("check", "--write", model), "exists")
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    refused(run("check", gguf, "--answers", model), f"llama-server -m {gguf}")
+    with serving(model, most=0) as served:
+        refused(run("check", model, "--server", served.address), "gives no log-probabilities")
+    with serving(model, most=5) as served:
+        assert run("check", model, "--server", served.address).status == 0
+        small.edit_json(model / GOLDEN, lambda golden: [x.update(text_tokens=7) for x in golden["prompts"]])
+        refused(run("check", model, "--server", served.address), "is a server of another model")
+    small.edit_json(model / GOLDEN, lambda golden: golden.update(format=99))
+    refused(run("check", model), "of format 99")
