@@ -14,7 +14,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.compare import Answered
-from compressor.golden.faults import Cause, Fault, choosing, faults_of, in_layers, of_expert, of_vocabulary
+from compressor.golden.faults import Cause, Fault, choosing, faults_of, in_layers, of_expert, of_vocabulary, scaled
 from compressor.golden.fingerprints import cause_of_weights, config_of, fingerprints
 from compressor.golden.measure import open_exactly
 from compressor.golden.prompts import rendered, tokenizer_of
@@ -24,6 +24,7 @@ from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress, Silent
 from compressor.tolerance import stable_argmin
 
+NUDGE = 1.05  # a scale whose effect is linear
 EXPLAINED = 0.2  # share of the distance that a fault may leave
 SUSPECTS = 16  # experts tried
 PROMPTS = 4  # on which faults of single layers and experts are tried
@@ -39,6 +40,7 @@ class _Planted(LayerVisitor):
         self.faults = faults
         self.prompts = prompts
         self.chosen = dict[str, Tensor]()  # experts [T, K] by layer, without a fault
+        self.errors = list[Tensor]()  # of all log-probabilities, by fault
         self.distances = list[Tensor]()  # [N] at all positions, by fault
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
@@ -60,13 +62,14 @@ class _Planted(LayerVisitor):
         return index, weights
 
     def on_batch_end(self, batch: int, output: Any) -> None:
-        distances = list[Tensor]()
+        errors = list[Tensor]()
         shift = self.faults[batch].outputs
         for logits, prompt in zip(output.logits, self.prompts, strict=True):
             logs = logits[list(prompt.positions)].float().log_softmax(-1).clamp(min=LEAST).roll(shift, -1).cpu()
             for row, top in zip(logs, prompt.top, strict=True):
-                distances.append((row[list(top.tokens)] - torch.tensor(top.logs)).square().mean().sqrt())
-        self.distances.append(torch.stack(distances))
+                errors.append(row[list(top.tokens)] - torch.tensor(top.logs))
+        self.errors.append(torch.cat(errors))
+        self.distances.append(torch.stack([error.square().mean().sqrt() for error in errors]))
 
 
 def _plant(model: OpenModel, faults: Sequence[Fault], prompts: Sequence[GoldenPrompt], progress: Progress) -> _Planted:
@@ -84,7 +87,7 @@ def _explained(planted: _Planted, rounding: float) -> Cause | None:
     means = [float(distances.mean()) for distances in planted.distances]
     best = stable_argmin(means)
     fault = planted.faults[best]
-    if not fault.name or means[best] > max(rounding, EXPLAINED * means[0]):
+    if not fault.name or means[best] > max(min(rounding, means[0] / 2), EXPLAINED * means[0]):
         return None
     return Cause(fault.name, fault.sentence)
 
@@ -116,13 +119,29 @@ def cause_of_answers(
     if cause is not None:
         return cause
     layers = reference.architecture.layers
-    single = in_layers(faults, layers)
+    single = in_layers([scaled(NUDGE), *faults], layers)
     for layer, expert in _suspects(planted, layers, rounding):
         single += of_expert(layer, expert)
     by_prompt = planted.distances[0].split([len(prompt.top) for prompt in observed])
     farthest = sorted(range(len(observed)), key=lambda number: -float(by_prompt[number].mean()))
     prompts = [observed[number] for number in farthest[:PROMPTS]]
-    return _explained(_plant(reference, [Fault(), *single], prompts, progress), rounding)
+    planted = _plant(reference, [Fault(), *single], prompts, progress)
+    cause = _explained(planted, rounding)
+    if cause is not None:
+        return cause
+    return _explained(_plant(reference, [Fault(), *_fitted(planted)], prompts, progress), rounding)
+
+
+def _fitted(planted: _Planted) -> list[Fault]:
+    """Return the scale of each layer's experts that would, to first order, come nearest to the answers."""
+    faults = list[Fault]()
+    for fault, error in zip(planted.faults, planted.errors, strict=True):
+        if fault.sentence.startswith(scaled(NUDGE).sentence) and fault.layer is not None:
+            effect = error - planted.errors[0]
+            is_clear = effect.abs() > effect.abs().median()
+            steps = -float((planted.errors[0] / effect)[is_clear].nanmedian())  # tokens that change experts are few
+            faults += in_layers([scaled(1 + steps * (NUDGE - 1))], [fault.layer])
+    return faults
 
 
 def cause_of_tokens(folder: Path, prompt: GoldenPrompt) -> Cause:

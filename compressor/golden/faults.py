@@ -178,10 +178,13 @@ def faults_of(model: OpenModel) -> list[Fault]:
         how = "shifted by one" if by else "in reverse order"
         plant = partial(choosing, choose=partial(_permuted, layer.experts, by))
         faults.append(Fault("experts permuted", f"experts are {how} against their router", plant))
-    for scale in SCALES:
-        plant = partial(_replacing, change=partial(_scaled_down, by=scale))
-        faults.append(Fault("scale", f"experts' down projections are multiplied by about {scale:g}", plant))
-    return faults + _gate_faults(layer)
+    return [*faults, *map(scaled, SCALES), *_gate_faults(layer)]
+
+
+def scaled(by: float) -> Fault:
+    """Return a wrong scale of the experts' outputs."""
+    plant = partial(_replacing, change=partial(_scaled_down, by=by))
+    return Fault("scale", f"experts' down projections are multiplied by about {by:.3g}", plant)
 
 
 def _gate_faults(layer: MoeLayer) -> list[Fault]:

@@ -19,7 +19,7 @@ from compressor.model.streaming import TINY
 
 ROWS = 64  # of an embedding or a head that are told apart
 TURNED = 0.3  # more than rounding changes a projection of weights of norm 1
-SCALED = 0.1  # share of a norm, more than rounding changes it
+SCALED = 0.04  # share of a norm, more than rounding changes it
 UNUSED = {"use_cache", "return_dict", "output_hidden_states", "max_position_embeddings"}  # of a config, in a forward
 
 
