@@ -127,7 +127,7 @@ def answered(golden: GoldenAnswers, model: Any) -> Answered:
     top = list[Top]()
     for prompt in golden.prompts:
         top += top_of(zoo.logits(model, torch.tensor([prompt.ids]))[0, list(prompt.positions)])
-    return Answered("it", top, "fp8")
+    return Answered("it", top, "bfloat16")
 
 
 def cases(few: Sequence[str], faults: Sequence[str] = tuple(FAULTS)) -> Iterator[Any]:
