@@ -29,7 +29,8 @@ def check(
         Path | None, flag("The golden answers, or their folder (default: beside the model).", metavar="FILE")
     ] = None,
     bits: Annotated[
-        Literal["16", "8", "4"] | None, flag("Bits of the weights: how much rounding passes (default: as stored).")
+        Literal["16", "8", "4"] | None,
+        flag("Bits of the weights: how much rounding passes (default: as stored).", metavar="16|8|4"),
     ] = None,
     write: Annotated[bool, flag("Write the model's golden answers instead.")] = False,
     output: Annotated[Path | None, flag("Where to write them (default: golden_answers.json in the folder).")] = None,
