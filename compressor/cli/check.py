@@ -99,7 +99,8 @@ def _checked(
     from compressor.answers.server import open_server
     from compressor.checkpoint.source import locate, locate_tokenizer
     from compressor.golden.answers import find_golden, read_golden
-    from compressor.golden.compare import compare
+    from compressor.golden.causes import find_cause
+    from compressor.golden.compare import LEVEL, compare
     from compressor.golden.served import ask_server
     from compressor.golden.things import ask_folder, ask_gguf, ask_onnx, bits_of, gguf_files
 
@@ -111,7 +112,8 @@ def _checked(
             locate_tokenizer(model, running.revision) if servers.server else locate(model, running.revision, progress)
         )
         places = [source.folder]
-    golden = read_golden(find_golden([answers] if answers else places))
+    file = find_golden([answers] if answers else places)
+    golden = read_golden(file)
     if servers.server is not None:
         server = open_server(servers.server, servers.served_model, servers.timeout)
         answered = ask_server(golden, server, bits_of(golden, gguf_files(path)) if is_file else None)
@@ -124,5 +126,8 @@ def _checked(
     if bits is not None:
         answered = replace(answered, widest=WIDEST[bits])
     verdict = compare(golden, answered)
-    # where it is different, the likeliest cause is looked for here
+    if verdict.exit_status:
+        thing = None if servers.server else source
+        cause = find_cause(golden, file.parent, answered, thing, LEVEL * verdict.allowed, running.device, progress)
+        verdict = replace(verdict, cause=cause.sentence if cause else "none of the known ones")
     return verdict, golden

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class GoldenAnswers:
     bands: tuple[Band, ...]  # the narrowest first
     texts: Mapping[str, str]  # of the tokens among the answers, by id
     is_chat: bool  # texts are messages of a user, in the chat template
+    config: Mapping[str, Any] = field(default_factory=dict)  # its numbers and switches
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of weights
 
     @property
     def top(self) -> tuple[Top, ...]:

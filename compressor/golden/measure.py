@@ -18,6 +18,7 @@ from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import require_head
 from compressor.golden.answers import FORMAT, KEPT, Band, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.fingerprints import config_of, fingerprints
 from compressor.golden.prompts import LONGEST, golden_prompts, tokenizer_of
 from compressor.model.opened import OpenModel, memory_budget, open_model
 from compressor.model.streaming import LayerVisitor, Pass
@@ -195,6 +196,8 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
         bands=bands,
         texts=_texts(tokenizer, answered),
         is_chat=tokenizer is not None and has_chat_template(tokenizer),
+        config=config_of(model),
+        fingerprints=fingerprints(model),
     )
 
 

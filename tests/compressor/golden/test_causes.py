@@ -1,0 +1,204 @@
+"""Faults planted in stock models are named, from a changed folder alone or from answers beside the sound model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.checkpoint.source import locate
+from compressor.golden.answers import GoldenAnswers, Top
+from compressor.golden.causes import find_cause
+from compressor.golden.compare import Answered, compare
+from compressor.golden.fingerprints import cause_of_weights, fingerprints
+from compressor.golden.measure import make_golden, to_fp8, top_of
+from compressor.golden.things import ask_folder
+from compressor.model.opened import open_model
+from compressor.progress import Silent
+from tests.support import zoo
+
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+Plant = Callable[[Any], object]
+
+
+def routers(model: nn.Module) -> Iterator[Any]:
+    for name, module in model.named_modules():
+        if name.endswith((".gate", ".router")) and hasattr(module, "weight") and hasattr(module, "top_k"):
+            yield module
+
+
+def permute(model: nn.Module, order: Sequence[int]) -> None:
+    for experts in zoo.experts(model).values():
+        for value in experts.parameters():
+            value.copy_(value[list(order)])
+
+
+def swap(model: nn.Module) -> None:
+    for experts in zoo.experts(model).values():
+        for name, value in experts.named_parameters():
+            if "gate_up" in name and experts.is_transposed:
+                value.copy_(torch.stack([value[..., 1::2], value[..., 0::2]], -1).flatten(-2))
+            elif "gate_up" in name:
+                value.copy_(torch.cat([*reversed(value.chunk(2, 1))], 1))
+
+
+def unnormalise(model: nn.Module) -> None:
+    for router in routers(model):
+        stock, score = router.forward, torch.sigmoid if hasattr(router, "e_score_correction_bias") else softmax
+        factor = getattr(router, "routed_scaling_factor", 1.0)
+
+        def forward(hidden: Tensor, stock: Any = stock, score: Any = score, factor: float = factor) -> Any:
+            logits, _, index = stock(hidden)
+            return logits, score(logits).gather(1, index) * factor, index
+
+        router.forward = forward
+
+
+def softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def drop_bias(model: nn.Module) -> None:
+    for module in (*zoo.experts(model).values(), *routers(model)):
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if "bias" in name:
+                value.zero_()
+
+
+def one_more(model: Any) -> None:
+    model.config.num_experts_per_tok += 1
+    for router in routers(model):
+        router.top_k += 1
+
+
+def scale(model: nn.Module) -> None:
+    next(iter(zoo.experts(model).values())).down_proj.mul_(2)
+
+
+def shift_router(model: nn.Module) -> None:
+    weight = [*routers(model)][-1].weight
+    weight.copy_(weight.roll(1, 0))
+
+
+def zero(model: nn.Module) -> None:
+    for value in [*zoo.experts(model).values()][-1].parameters():
+        value[5] = 0
+
+
+def shift_vocabulary(model: Any) -> None:
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.weight.copy_(module.weight.roll(1, 0))
+
+
+FAULTS: dict[str, tuple[str, Plant]] = {
+    "permuted": ("experts permuted", lambda model: permute(model, [*range(1, 8), 0])),
+    "swapped": ("gate and up swapped", swap),
+    "unnormalised": ("gates not normalised", unnormalise),
+    "biases": ("bias dropped", drop_bias),
+    "top-k": ("top-k", one_more),
+    "scale": ("scale", scale),
+    "router": ("router shifted", shift_router),
+    "zeroed": ("expert zeroed", zero),
+    "vocabulary": ("vocabulary shifted", shift_vocabulary),
+}
+WITH_BIAS = {"deepseek_v3", "gpt_oss"}
+
+
+@cache
+def golden_of(family: str) -> GoldenAnswers:
+    folder = zoo._models() / f"golden {family}"
+    zoo.save(family, folder)
+    return make_golden(locate(str(folder)), "cpu")
+
+
+@torch.no_grad()
+def faulty(family: str, plant: Plant) -> Any:
+    model = zoo.build(family)
+    plant(model)
+    return model
+
+
+@torch.no_grad()
+def answered(golden: GoldenAnswers, model: Any) -> Answered:
+    """The answers of a stock model in memory, as a server would give them."""
+    top = list[Top]()
+    for prompt in golden.prompts:
+        top += top_of(zoo.logits(model, torch.tensor([prompt.ids]))[0, list(prompt.positions)])
+    return Answered("it", top, "bfloat16")
+
+
+def cases(few: Sequence[str], faults: Sequence[str] = tuple(FAULTS)) -> Iterator[Any]:
+    for family in FAMILIES:
+        for fault in faults:
+            if fault != "biases" or family in WITH_BIAS:
+                yield (family, fault) if f"{family} {fault}" in few else zoo.full(family, fault)
+
+
+@pytest.mark.parametrize(("family", "fault"), cases(("mixtral router", "mixtral top-k")))
+def test_answers_name_the_fault(family: str, fault: str) -> None:
+    golden = golden_of(family)
+    name, plant = FAULTS[fault]
+    given = answered(golden, faulty(family, plant))
+    verdict = compare(golden, given)
+    assert verdict.verdict == "different"
+    cause = find_cause(golden, zoo._models() / f"golden {family}", given, None, verdict.allowed, "cpu")
+    assert cause is not None and cause.name == name, cause
+
+
+STORED = [fault for fault in FAULTS if fault not in ("unnormalised", "top-k")]
+FEW = [f"{family} {fault}" for family in ("mixtral", "deepseek_v3") for fault in ("permuted", "biases", "router")]
+
+
+@pytest.mark.parametrize(("family", "fault"), cases(FEW, STORED))
+def test_a_changed_folder_names_the_fault_by_itself(family: str, fault: str, tmp_path: Path) -> None:
+    name, plant = FAULTS[fault]
+    faulty(family, plant).save_pretrained(tmp_path)
+    check_folder(golden_of(family), tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [({"num_experts_per_tok": 3}, "num_experts_per_tok"), ({"norm_topk_prob": False}, "norm_topk_prob")],
+)
+def test_a_changed_config_is_named(changed: dict[str, Any], name: str, tmp_path: Path) -> None:
+    model = zoo.build("qwen3_moe")
+    model.config.update(changed)
+    model.save_pretrained(tmp_path)
+    check_folder(golden_of("qwen3_moe"), tmp_path, name)
+
+
+def test_any_permutation_is_named(tmp_path: Path) -> None:
+    faulty("mixtral", lambda model: permute(model, (3, 1, 2, 0, 7, 5, 6, 4))).save_pretrained(tmp_path)
+    check_folder(golden_of("mixtral"), tmp_path, "experts permuted")
+
+
+def round_to_fp8(model: nn.Module) -> None:
+    for value in model.parameters():
+        if value.dim() > 1:
+            value.copy_(to_fp8(value))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", *map(zoo.full, ("mixtral", "qwen3_moe", "deepseek_v3"))])
+@pytest.mark.parametrize("rounding", [nn.Module.bfloat16, round_to_fp8])
+def test_rounding_is_no_cause(family: str, rounding: Plant, tmp_path: Path) -> None:
+    faulty(family, rounding).save_pretrained(tmp_path)
+    own = fingerprints(open_model(locate(str(tmp_path)), "float32", "cpu"))
+    assert cause_of_weights(golden_of(family).fingerprints, own) is None
+
+
+def test_another_model_has_no_cause_in_answers() -> None:
+    golden = golden_of("mixtral")
+    given = answered(golden, zoo.build("mixtral", seed=7))
+    assert find_cause(golden, zoo._models() / "golden mixtral", given, None, 0.01, "cpu") is None
+
+
+def check_folder(golden: GoldenAnswers, folder: Path, name: str) -> None:
+    source = locate(str(folder))
+    given = ask_folder(golden, source, "cpu", Silent())
+    verdict = compare(golden, given)
+    cause = find_cause(golden, folder, given, source, verdict.allowed, "cpu")
+    assert verdict.verdict == "different"
+    assert cause is not None and cause.name == name, cause
