@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.answers.scores import REPORT
-from compressor.checkpoint.reader import Size
+from compressor.checkpoint.reader import CONFIG, Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import ranks
@@ -286,7 +286,8 @@ def _finish(
         outcome = replace(outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress))
     golden = ranks().broadcast(lambda: _golden_answers(resolved, state, work.output))
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
-    if golden is not None and ranks().is_first:
+    is_model = (work.output / CONFIG).is_file()  # not what an exporter of another kind has made of it
+    if golden is not None and is_model and ranks().is_first:
         write_golden(work.output / NAME, golden)
     outcome = replace(
         outcome,

@@ -47,7 +47,8 @@ def test_a_run_is_recorded_beside_nothing_in_the_output(tmp_path: Path, source: 
     found = read_record(tmp_path / "out")
     assert found is not None
     assert (found.source, found.revision, found.peak_memory) == (str(source), None, summary.peak_memory)
-    assert found.seconds == summary.seconds and set(found.seconds) == {"open", "read text", "plan", "write", "evaluate"}
+    phases = {"open", "read text", "plan", "write", "evaluate", "golden answers"}
+    assert found.seconds == summary.seconds and set(found.seconds) == phases
     assert found.calibration == summary.plan.calibration
     assert found.command == ("moe-compress", "compress", str(source), "--token", "***", "--option=key=***")
     assert found.finished.endswith("+00:00")
