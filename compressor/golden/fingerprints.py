@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.formatting import counted
 from compressor.golden.faults import Cause, gate_and_up
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
@@ -151,7 +152,7 @@ def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> Cause
     commonest = max(kinds, key=kinds.count)
     first = causes[kinds.index(commonest)]
     more = kinds.count(commonest) - 1
-    return replace(first, sentence=f"{first.sentence}, and so in {more} more modules") if more else first
+    return replace(first, sentence=f"{first.sentence}; so in {counted(more, 'more module')}") if more else first
 
 
 def config_of(model: OpenModel) -> dict[str, Any]:
