@@ -142,7 +142,8 @@ def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> Cause
         groups.setdefault((name.rpartition(".")[0], len(text)), []).append(name)
     causes = list[Cause]()
     for (module, _), names in groups.items():
-        old, new = (torch.stack([_decoded(texts[name]) for name in names], 1) for texts in (golden, own))
+        old = torch.stack([_decoded(golden[name]) for name in names], 1)
+        new = torch.stack([_decoded(own[name]) for name in names], 1)
         cause = _cause_in(module, names, old, new)
         if cause is not None:
             causes.append(cause)
