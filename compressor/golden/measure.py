@@ -6,8 +6,10 @@ In the pass every kind of rounding is a variant of the model that runs beside it
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.functional import pad
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import require_head
+from compressor.errors import CompressionError, wrap_faults
 from compressor.golden.answers import FORMAT, KEPT, Band, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.fingerprints import config_of, fingerprints
 from compressor.golden.prompts import LONGEST, golden_prompts, tokenizer_of
@@ -29,7 +32,6 @@ from compressor.progress import Progress, Silent
 DIGITS = 5  # of a log-probability
 BLOCK = 32  # weights that share a scale in llama.cpp's Q8_0 and Q4_0
 FP8_MAX = 448.0
-PADDING = 3  # tokens
 LAYERS = 3  # in memory at once: the model's, a rounded one, and what is computed
 BITS = re.compile(r'"(?:num_)?bits": (\d+)')
 _SILENT = Silent()
@@ -96,31 +98,28 @@ def top_of(logits: Tensor) -> list[Top]:
 def ask_model(
     model: OpenModel,
     prompts: Sequence[GoldenPrompt],
-    variants: Sequence[Substitution] = (AS_IT_IS,),
-    reordered: bool = False,
+    variants: Sequence[Substitution] = (),
     progress: Progress = _SILENT,
 ) -> list[tuple[Top, ...]]:
-    """Return the answers of each variant of a model to all prompts as one batch.
-
-    If `reordered`, those of the model in a batch of another order, with more padding, come last.
-    """
+    """Return the answers of a model to each prompt alone, and those of variants to all prompts as one batch."""
     head = require_head(model.partial.model)
+    alone = [torch.tensor([prompt.ids]) for prompt in prompts]
     longest = max(len(prompt.ids) for prompt in prompts)
-    rows = [pad(torch.tensor(prompt.ids), (0, longest - len(prompt.ids)), value=prompt.ids[-1]) for prompt in prompts]
-    batch = torch.stack(rows)
-    places = [(row, position) for row, prompt in enumerate(prompts) for position in prompt.positions]
-    batches = [batch] * len(variants)
-    all_places = [places] * len(variants)
-    numbers: list[int | None] = [*range(len(variants))]
-    if reordered:
-        batches.append(pad(batch.flip(0), (0, PADDING), value=int(batch[0, 0])))
-        all_places.append([(len(prompts) - 1 - row, position) for row, position in places])
-        numbers.append(None)
-    answers = _Answers(batches, all_places)
+    rows = [pad(batch, (0, longest - batch.shape[1]), value=int(batch[0, -1])) for batch in alone]
+    batches = [*alone, *[torch.cat(rows)] * len(variants)]
+    places = [list(zip(repeat(0), prompt.positions, strict=False)) for prompt in prompts]
+    together = [(row, position) for row, prompt in enumerate(prompts) for position in prompt.positions]
+    answers = _Answers(batches, [*places, *[together] * len(variants)])
+    side_by_side = SideBySide(model, variants, [*[None] * len(alone), *range(len(variants))])
     run = Pass(model, batches, progress, "golden answers", to_end=True)
-    with head.register_forward_pre_hook(answers.before_head):
-        run.run(SideBySide(model, variants, numbers), answers)
-    return [answers.top[number] for number in range(len(batches))]
+    kind = type(model.partial.model).__name__
+    faults = wrap_faults(
+        f"{kind} cannot be asked", "free some memory", "see whether stock transformers runs it on text"
+    )
+    with faults, head.register_forward_pre_hook(answers.before_head):
+        run.run(side_by_side, answers)
+    by_batch = [answers.top[number] for number in range(len(batches))]
+    return [tuple(chain.from_iterable(by_batch[: len(alone)])), *by_batch[len(alone) :]]
 
 
 def rounded_layers(model: OpenModel, rounding: Rounding) -> Substitution:
@@ -169,13 +168,15 @@ def parameters_of(model: OpenModel) -> int:
 def make_golden(source: ModelSource, device: str = "auto", progress: Progress = _SILENT) -> GoldenAnswers:
     """Return the golden answers of a checkpoint, from two streamed passes; raises `CompressionError` without a head."""
     model = open_exactly(source, device)
-    longest = max(1, min(LONGEST, model.positions or LONGEST) - PADDING)
+    longest = min(LONGEST, model.positions or LONGEST)
     prompts = golden_prompts(source.folder, model.vocabulary, longest)
     variants = [rounded_layers(model, rounding) for rounding in ROUNDINGS.values()]
-    exact, *rounded, reordered = ask_model(model, prompts, [AS_IT_IS, *variants], True, progress)
+    exact, reordered, *rounded = ask_model(model, prompts, [AS_IT_IS, *variants], progress)
     halved = reordered
     if model.dtype_name != "bfloat16":
-        (halved,) = ask_model(open_model(source, "bfloat16", device), prompts, progress=progress)
+        halved = rounded[0]  # moves answers about as far, where a kernel takes no bfloat16 of odd widths
+        with suppress(CompressionError):
+            (halved,) = ask_model(open_model(source, "bfloat16", device), prompts, progress=progress)
     kinds = zip(("float32", "bfloat16", *ROUNDINGS), (reordered, halved, *rounded), strict=True)
     bands = tuple(Band(name, distances(exact, top)) for name, top in kinds)
     tokenizer = tokenizer_of(source.folder)

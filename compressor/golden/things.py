@@ -11,12 +11,14 @@ from compressor.answers.onnx_decoder import onnx_decoder
 from compressor.checkpoint.reader import MODEL_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
+from compressor.files import json_object
 from compressor.golden.answers import GoldenAnswers, Top
 from compressor.golden.compare import Answered, widest_band
 from compressor.golden.measure import ask_model, open_exactly, stored_bits, top_of
 from compressor.golden.prompts import other_tokens
 from compressor.progress import Progress
 
+EXPORT = "onnx_export.json"
 SHARD = re.compile(r"-\d{5}-of-")  # in the name of a GGUF file of several
 
 
@@ -46,6 +48,8 @@ def ask_onnx(golden: GoldenAnswers, folder: Path, device: str) -> Answered:
     except Exception as error:  # ONNX Runtime's exceptions share no class
         raise CompressionError(f"{folder / MODEL_NAME} cannot be run ({reason_of(error)}); export it again") from error
     widest = widest_band(bits_of(golden, folder.glob(f"{MODEL_NAME}*")))
+    if (json_object(folder / EXPORT).get("options") or {}).get("quantize") == "int4":  # experts alone
+        widest = "4-bit"
     return Answered(folder.name, top, widest, other_tokens(folder, golden.prompts))
 
 
