@@ -100,12 +100,12 @@ def gate_and_up(experts: Any, value: Tensor) -> tuple[Tensor, int]:
     return value.unflatten(dim, (-1, 2)), dim + 1
 
 
-def _swapped(model: Any, layer: MoeLayer) -> dict[str, Tensor]:
-    """Return experts' parameters with gate for up, and up for gate."""
+def _swapped(model: Any, layer: MoeLayer, dims: tuple[int, ...] = (2, 3)) -> dict[str, Tensor]:
+    """Return experts' parameters of so many dimensions with gate for up, and up for gate."""
     experts = model.get_submodule(layer.name)
     swapped = dict[str, Tensor]()
     for key, value in _tensors(model, layer, True).items():
-        if "gate_up" in key:
+        if "gate_up" in key and value.dim() in dims:
             pair, dim = gate_and_up(experts, value)
             swapped[key] = pair.flip(dim).reshape(value.shape)
     return swapped
@@ -160,9 +160,11 @@ def faults_of(model: OpenModel) -> list[Fault]:
     layer = model.architecture.layers[0]
     live = model.partial.model
     faults = list[Fault]()
-    if _swapped(live, layer):
-        plant = partial(_replacing, change=_swapped)
-        faults.append(Fault("gate and up swapped", "gate and up projections are swapped", plant))
+    has_bias = live.get_submodule(layer.name).has_bias
+    for dims in ((2, 3), (3,))[: 1 + has_bias]:  # with biases, and weights alone
+        if _swapped(live, layer):
+            plant = partial(_replacing, change=partial(_swapped, dims=dims))
+            faults.append(Fault("gate and up swapped", "gate and up projections are swapped", plant))
     for of_experts, whose in ((True, "the experts'"), (False, "the router's")):
         if _no_biases(live, layer, of_experts):
             plant = partial(_replacing, change=partial(_no_biases, of_experts=of_experts))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.formatting import counted
 from compressor.golden.faults import Cause, gate_and_up
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
@@ -141,7 +142,8 @@ def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> Cause
         groups.setdefault((name.rpartition(".")[0], len(text)), []).append(name)
     causes = list[Cause]()
     for (module, _), names in groups.items():
-        old, new = (torch.stack([_decoded(texts[name]) for name in names], 1) for texts in (golden, own))
+        old = torch.stack([_decoded(golden[name]) for name in names], 1)
+        new = torch.stack([_decoded(own[name]) for name in names], 1)
         cause = _cause_in(module, names, old, new)
         if cause is not None:
             causes.append(cause)
@@ -151,7 +153,7 @@ def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> Cause
     commonest = max(kinds, key=kinds.count)
     first = causes[kinds.index(commonest)]
     more = kinds.count(commonest) - 1
-    return replace(first, sentence=f"{first.sentence}, and so in {more} more modules") if more else first
+    return replace(first, sentence=f"{first.sentence}; so in {counted(more, 'more module')}") if more else first
 
 
 def config_of(model: OpenModel) -> dict[str, Any]:

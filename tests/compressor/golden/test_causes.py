@@ -36,9 +36,11 @@ def permute(model: nn.Module, order: Sequence[int]) -> None:
             value.copy_(value[list(order)])
 
 
-def swap(model: nn.Module) -> None:
+def swap(model: nn.Module, fewest: int = 2) -> None:
     for experts in zoo.experts(model).values():
         for name, value in experts.named_parameters():
+            if value.dim() < fewest:
+                continue
             if "gate_up" in name and experts.is_transposed:
                 value.copy_(torch.stack([value[..., 1::2], value[..., 0::2]], -1).flatten(-2))
             elif "gate_up" in name:
@@ -96,6 +98,7 @@ def shift_vocabulary(model: Any) -> None:
 FAULTS: dict[str, tuple[str, Plant]] = {
     "permuted": ("experts permuted", lambda model: permute(model, [*range(1, 8), 0])),
     "swapped": ("gate and up swapped", swap),
+    "weights swapped": ("gate and up swapped", lambda model: swap(model, 3)),
     "unnormalised": ("gates not normalised", unnormalise),
     "biases": ("bias dropped", drop_bias),
     "top-k": ("top-k", one_more),
@@ -104,7 +107,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "zeroed": ("expert zeroed", zero),
     "vocabulary": ("vocabulary shifted", shift_vocabulary),
 }
-WITH_BIAS = {"deepseek_v3", "gpt_oss"}
+WITH_BIAS = {"biases": ("deepseek_v3", "gpt_oss"), "weights swapped": ("gpt_oss",)}
 
 
 @cache
@@ -133,7 +136,7 @@ def answered(golden: GoldenAnswers, model: Any) -> Answered:
 def cases(few: Sequence[str], faults: Sequence[str] = tuple(FAULTS)) -> Iterator[Any]:
     for family in FAMILIES:
         for fault in faults:
-            if fault != "biases" or family in WITH_BIAS:
+            if family in WITH_BIAS.get(fault, FAMILIES):
                 yield (family, fault) if f"{family} {fault}" in few else zoo.full(family, fault)
 
 
