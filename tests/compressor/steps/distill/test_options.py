@@ -100,7 +100,7 @@ def test_why_it_ends_and_which_state_is_the_best(
     curve: list[float], broken: int | None, ended: str, best: int, evaluations: int, tmp_path: Path
 ) -> None:
     engine: Any = Scripted(curve, broken)
-    text: Any = SimpleNamespace(of_step=lambda step, sequences, seed: [])
+    text: Any = SimpleNamespace(of_step=lambda *_: [])
     evaluator: Any = None
     training = Training(engine, text, evaluator, tmp_path / "steps", Silent())
     state = training.run()
