@@ -100,7 +100,7 @@ def test_a_change_that_no_step_explains_is_a_fault(base: Path, pruned: Path, tmp
     "steps",
     [
         (compressor.Split(2), PRUNE, compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32)),
-        (compressor.Prune(strategy="hc-smoe", experts=4), compressor.Quantize("int4", group_size=16)),
+        (compressor.Prune(strategy="hc-smoe", experts=4), compressor.Quantize("int4", group_size=8)),
         (compressor.Constants(experts=4),),
     ],
     ids=["split", "quantised", "constants"],
