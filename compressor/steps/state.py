@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compressor.data.batches import TextBatches
+from compressor.data.batches import Calibration, TextBatches
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.model.mtp import fitting_heads
@@ -48,6 +48,11 @@ class State:
     def text(self) -> TextBatches | None:
         """The step's own text, or that of the run."""
         return self.texts.get(self.number - self.first, self.texts.get(None))
+
+    @property
+    def fit(self) -> Calibration | None:
+        """The batches of that text that are fitted to; None where steps only train on it."""
+        return self.text.fit if self.text is not None and self.text.fit.batches else None
 
     def step_at(self, number: int) -> Step[Any]:
         """Return the step of that number in the plan."""

@@ -255,7 +255,6 @@ def planner_of(state: State) -> Planner:
     """Return the planner of the stage's model, whose routing attribution is run once for all steps."""
     key = f"planner {state.stage[0]}"
     if key not in state.shared:
-        calibration = None if state.text is None else state.text.fit
-        state.shared[key] = Planner(state.model, calibration, state.progress, state.seed)
+        state.shared[key] = Planner(state.model, state.fit, state.progress, state.seed)
     planner: Planner = state.shared[key]
     return planner

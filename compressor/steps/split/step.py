@@ -47,8 +47,7 @@ class SplitStep(Step[Split]):
         if self.parts == 1:
             return shapes_now
         changed = any(WEIGHTS in step.options.changes for step in state.steps)
-        text = None if state.text is None else state.text.fit
-        split = partitioned(state.model, text, state.progress, state.seed, changed).split or {}
+        split = partitioned(state.model, state.fit, state.progress, state.seed, changed).split or {}
         return {**split, **shapes_now}
 
     def apply_decision(self, decided: Mapping[str, Any], state: State) -> None:
