@@ -32,6 +32,7 @@ ARRIVING = "arriving"  # an output whose content is on its way into a folder tha
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
 SUMS = "SHA256SUMS"  # digests of an output's files
+GOLDEN = "golden_answers.json"  # what the model answers, by which a copy is known
 RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a picture
 PAGE_END = 2_000  # bytes at a page's end that hold who made it

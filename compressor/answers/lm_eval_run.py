@@ -24,7 +24,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
-from compressor.files import file_digest
+from compressor.files import GOLDEN, file_digest
 from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.opened import memory_budget, pick_dtype
@@ -139,7 +139,7 @@ def identity(source: ModelSource, server: Server | None = None, digests: bool = 
     if source.revision is not None:
         return {"repository": source.name, "commit": source.revision}
     texts = [path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()]
-    files = {path.name: file_digest(path) for path in sorted(texts) if path.name != REPORT}
+    files = {path.name: file_digest(path) for path in sorted(texts) if path.name not in (REPORT, GOLDEN)}
     weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
     facts: dict[str, Any] = {"weights": weights, "files": files}
     if digests:

@@ -12,6 +12,7 @@ from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.files import GOLDEN
 from compressor.records import plain_json
 
 GRAPH = "model.onnx"
@@ -70,13 +71,13 @@ def _verify(model: str, base: str, running: Running, progress: Any) -> None:
 def _write(model: str, target: Path | None, running: Running, progress: Any) -> Path:
     """Write a model's golden answers, and return their file."""
     from compressor.checkpoint.source import locate
-    from compressor.golden.answers import NAME, write_golden
+    from compressor.golden.answers import write_golden
     from compressor.golden.measure import make_golden
 
     source = locate(model, running.revision, progress)
     if target is None:
         target = source.folder if source.revision is None else Path.cwd()
-    target = target / NAME if target.is_dir() else target
+    target = target / GOLDEN if target.is_dir() else target
     if target.exists() and not running.overwrite:
         raise CompressionError(f"{target} exists; pass --overwrite to replace it")
     if not os.access(target.parent, os.W_OK):

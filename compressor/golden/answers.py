@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.files import replacing
+from compressor.files import GOLDEN, replacing
 from compressor.records import RESTORE, plain_json, read_as, read_object, readable_json
 
-NAME = "golden_answers.json"
 FORMAT = 1  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
 BANDS = ("float32", "bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding, the narrowest first
@@ -118,10 +117,10 @@ def read_golden(path: Path) -> GoldenAnswers:
 def find_golden(places: Sequence[Path]) -> Path:
     """Return the first file of golden answers among folders and files; raises `CompressionError` if there is none."""
     for place in places:
-        path = place / NAME if place.is_dir() else place
+        path = place / GOLDEN if place.is_dir() else place
         if path.is_file():
             return path
     raise CompressionError(
-        f"{places[0]} has no {NAME}; name one with --answers, or write one from the model itself with "
+        f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model itself with "
         "`moe-compress check --write MODEL`"
     )

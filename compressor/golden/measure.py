@@ -1,6 +1,6 @@
 """Asks a checkpoint for its answers in one streamed pass, and measures what kinds of rounding change of them.
 
-In the pass every kind of rounding is a variant of the model that runs beside it, on all prompts as one batch.
+In the pass the prompts go through each layer several times, as it is and rounded ever more coarsely.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -23,16 +23,18 @@ from compressor.errors import CompressionError, wrap_faults
 from compressor.golden.answers import FORMAT, KEPT, Band, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.fingerprints import config_of, fingerprints
 from compressor.golden.prompts import LONGEST, golden_prompts, tokenizer_of
+from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel, memory_budget, open_model
-from compressor.model.streaming import LayerVisitor, Pass
-from compressor.model.substitution import AS_IT_IS, SideBySide, Substitution
+from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.model.tokenizer import has_chat_template
 from compressor.progress import Progress, Silent
 
 DIGITS = 5  # of a log-probability
 BLOCK = 32  # weights that share a scale in llama.cpp's Q8_0 and Q4_0
 FP8_MAX = 448.0
-LAYERS = 3  # in memory at once: the model's, a rounded one, and what is computed
+LAYERS = 3  # in memory at once: the model's, rounded matrices of it, and what is computed
+AT_ONCE = 4  # prompts in a batch
+IN_OTHERS = 6  # in batches that show what their order changes
 BITS = re.compile(r'"(?:num_)?bits": (\d+)')
 _SILENT = Silent()
 
@@ -95,50 +97,80 @@ def top_of(logits: Tensor) -> list[Top]:
     return [Top(tuple(tokens), tuple(logs)) for tokens, logs in zip(best.indices.tolist(), values, strict=True)]
 
 
+class _Rounded(LayerVisitor):
+    """Rounds a layer's matrices before the batches of each kind of rounding pass it, upon the finer kinds before.
+
+    Routers stay, as quantisers leave them. A layer that is loaded again is as it was.
+    """
+
+    repeatable = True
+
+    def __init__(self, model: OpenModel, roundings: Sequence[Rounding | None]) -> None:
+        self.partial = model.partial
+        self.roundings = roundings  # by batch
+        self.routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
+        self._done: tuple[str, Rounding | None] = ("", None)
+
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        rounding = self.roundings[self.at.batch]
+        if rounding is not None and self._done != (decoder_layer, rounding):
+            self._done = (decoder_layer, rounding)
+            for key in self.partial.keys_under(decoder_layer):
+                value = self.partial.model.get_parameter_or_buffer(key)
+                if value.dim() > 1 and value.is_floating_point() and not key.startswith(self.routers):
+                    set_tensor(self.partial.model, key, _rounded(rounding, value))
+        return layer_forward
+
+
+def _rounded(rounding: Rounding, value: Tensor) -> Tensor:
+    """Round one matrix of [..., O, I] after the other, each in float32."""
+    rounded = torch.empty_like(value)
+    matrices = value.flatten(0, -3) if value.dim() > 2 else value[None]
+    for matrix, target in zip(matrices, rounded.view_as(matrices), strict=True):
+        target.copy_(rounding(matrix.float()))
+    return rounded
+
+
 def ask_model(
     model: OpenModel,
     prompts: Sequence[GoldenPrompt],
-    variants: Sequence[Substitution] = (),
+    roundings: Sequence[Rounding | None] = (),
     progress: Progress = _SILENT,
 ) -> list[tuple[Top, ...]]:
-    """Return the answers of a model to each prompt alone, and those of variants to all prompts as one batch."""
+    """Return a model's answers, and those with each kind of rounding, or with None in other batches alone."""
     head = require_head(model.partial.model)
-    alone = [torch.tensor([prompt.ids]) for prompt in prompts]
-    longest = max(len(prompt.ids) for prompt in prompts)
-    rows = [pad(batch, (0, longest - batch.shape[1]), value=int(batch[0, -1])) for batch in alone]
-    batches = [*alone, *[torch.cat(rows)] * len(variants)]
-    places = [list(zip(repeat(0), prompt.positions, strict=False)) for prompt in prompts]
-    together = [(row, position) for row, prompt in enumerate(prompts) for position in prompt.positions]
-    answers = _Answers(batches, [*places, *[together] * len(variants)])
-    side_by_side = SideBySide(model, variants, [*[None] * len(alone), *range(len(variants))])
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
+    numbers = list[list[int]]()  # of the prompts in each batch
+    kinds = list[int]()  # of the answers, by batch
+    for kind in range(1 + len(roundings)):
+        size = IN_OTHERS if kind else AT_ONCE
+        numbers += [order[begin : begin + size] for begin in range(0, len(order), size)]
+        kinds += [kind] * (len(numbers) - len(kinds))
+    batches = [_padded([prompts[number].ids for number in batch]) for batch in numbers]
+    places = list[list[tuple[int, int]]]()
+    for batch in numbers:
+        places.append([(row, position) for row, number in enumerate(batch) for position in prompts[number].positions])
+    answers = _Answers(batches, places)
+    rounded = _Rounded(model, [None if kind == 0 else roundings[kind - 1] for kind in kinds])
     run = Pass(model, batches, progress, "golden answers", to_end=True)
-    kind = type(model.partial.model).__name__
+    name = type(model.partial.model).__name__
     faults = wrap_faults(
-        f"{kind} cannot be asked", "free some memory", "see whether stock transformers runs it on text"
+        f"{name} cannot be asked", "free some memory", "see whether stock transformers runs it on text"
     )
     with faults, head.register_forward_pre_hook(answers.before_head):
-        run.run(side_by_side, answers)
-    by_batch = [answers.top[number] for number in range(len(batches))]
-    return [tuple(chain.from_iterable(by_batch[: len(alone)])), *by_batch[len(alone) :]]
+        run.run(rounded, answers)
+    by_prompt = [dict[int, tuple[Top, ...]]() for _ in range(1 + len(roundings))]
+    for place, (kind, batch) in enumerate(zip(kinds, numbers, strict=True)):
+        top = iter(answers.top[place])
+        for number in batch:
+            by_prompt[kind][number] = tuple(islice(top, len(prompts[number].positions)))
+    return [tuple(chain.from_iterable(found[number] for number in range(len(prompts)))) for found in by_prompt]
 
 
-def rounded_layers(model: OpenModel, rounding: Rounding) -> Substitution:
-    """Return the variant whose decoder layers have rounded matrices; routers stay, as quantisers leave them."""
-    routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
-
-    def tensors(decoder_layer: str) -> Mapping[str, Tensor]:
-        rounded = dict[str, Tensor]()
-        for key in model.partial.keys_under(decoder_layer):
-            value = model.partial.model.get_parameter_or_buffer(key)
-            if value.dim() < 2 or not value.is_floating_point() or key.startswith(routers):
-                continue
-            rounded[key] = torch.empty_like(value)
-            matrices = value.flatten(0, -3) if value.dim() > 2 else value[None]
-            for matrix, target in zip(matrices, rounded[key].view_as(matrices), strict=True):
-                target.copy_(rounding(matrix.float()))
-        return rounded
-
-    return Substitution(tensors)
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows of token ids [B, L], the shorter ones continued by their last token."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
 
 
 def open_exactly(source: ModelSource, device: str) -> OpenModel:
@@ -170,8 +202,7 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
     model = open_exactly(source, device)
     longest = min(LONGEST, model.positions or LONGEST)
     prompts = golden_prompts(source.folder, model.vocabulary, longest)
-    variants = [rounded_layers(model, rounding) for rounding in ROUNDINGS.values()]
-    exact, reordered, *rounded = ask_model(model, prompts, [AS_IT_IS, *variants], progress)
+    exact, reordered, *rounded = ask_model(model, prompts, [None, *ROUNDINGS.values()], progress)
     halved = reordered
     if model.dtype_name != "bfloat16":
         halved = rounded[0]  # moves answers about as far, where a kernel takes no bfloat16 of odd widths

@@ -11,7 +11,7 @@ from compressor.errors import CompressionError
 from compressor.golden.answers import GoldenPrompt
 from compressor.model.tokenizer import has_chat_template, load_tokenizer, templates_of
 
-LONGEST = 256  # tokens of a prompt
+LONGEST = 96  # tokens of a prompt
 POSITIONS = 8  # of each prompt that are recorded, evenly spread
 DRAWN = 32  # tokens of a prompt that is drawn
 PROMPTS = 16

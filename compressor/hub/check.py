@@ -23,7 +23,7 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import SUMS, TEMPLATES, file_digest
+from compressor.files import GOLDEN, SUMS, TEMPLATES, file_digest
 from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
@@ -44,7 +44,7 @@ LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 EVAL_RESULTS = ".eval_results/moe-compressor.yaml"
 # what says how the weights were made and judged
-OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", "golden_answers.json", EVAL_RESULTS)
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", GOLDEN, EVAL_RESULTS)
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 AGAIN = "export the checkpoint again with moe-compress export"

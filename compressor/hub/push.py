@@ -240,11 +240,11 @@ def _staged(
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
-    judged = gate_of(verified.folder, gate)
-    results = eval_results(judged) if judged is not None else b""
-    if results:
-        staged[EVAL_RESULTS] = results
     if CARD not in verified.files and COMPRESSION in verified.files:  # by which it is known how it was made
+        judged = gate_of(verified.folder, gate)
+        results = eval_results(judged) if judged is not None else b""
+        if results:
+            staged[EVAL_RESULTS] = results
         card = card_text(verified.folder, repo_id, gate, base_model=base_model, **known_here(verified.folder))
         return staged | {CARD: card.text.encode(), **card.pictures}
     return staged

@@ -18,7 +18,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import DTYPE_NAMES, MODELOPT, TORCH_DTYPES, Size, modelopt_file, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.files import SUMS, TEMPLATES
+from compressor.files import GOLDEN, SUMS, TEMPLATES
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
@@ -50,7 +50,7 @@ NOT_CARRIED = (
     # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
     *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
     f"/{SUMS}",
-    "/golden_answers.json",
+    f"/{GOLDEN}",
 )
 
 

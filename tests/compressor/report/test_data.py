@@ -62,7 +62,8 @@ def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
         assert (size.parameters, size.bytes) == (record["parameters"][when], record["bytes"][when])
     assert data.after.bytes < data.before.bytes
     assert data.plan.digest() == record["plan_digest"] and data.versions == record["versions"]
-    assert set(data.seconds) == {"open", "read text", "plan", "correct", "write", "evaluate"} and data.peak_memory > 0
+    phases = {"open", "read text", "plan", "correct", "write", "evaluate", "golden answers"}
+    assert set(data.seconds) == phases and data.peak_memory > 0
     assert data.command == ("moe-compress", "compress", "in")
     assert (data.missing, data.gate, data.hubs) == ((), None, ())
     for layer, planned in zip(data.layers, record["plan"]["steps"][0]["plan"]["layers"], strict=True):
