@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from compressor.checkpoint.reader import TensorInfo, read_header
 from compressor.errors import CompressionError
-from compressor.files import SUMS, file_digest, write_whole
+from compressor.files import SUMS, file_digest, wrap_full_disk
+from compressor.formatting import counted
 
 HEADING = "# SHA-256 of the lines below: "
 OF_TENSORS = "# CRC-32 of its tensors: "
@@ -61,7 +62,8 @@ def write_digests(folder: Path) -> None:
             if digest.tensors:
                 lines.append(f"{OF_TENSORS}{''.join(crc for _, crc in digest.tensors)}\n")
     body = "".join(lines)
-    write_whole(folder / SUMS, f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}")
+    with wrap_full_disk(folder):
+        (folder / SUMS).write_text(f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}", encoding="utf-8")
 
 
 def damaged_files(folder: Path) -> list[str] | None:
@@ -94,5 +96,6 @@ def _fault(path: Path, name: str, sha256: str, checksums: str) -> str:
         for position, (tensor, crc) in enumerate(tensors):
             if crc != checksums[8 * position : 8 * position + 8]:
                 wrong.append(tensor)
-    where = f", in tensor {', '.join(wrong)}" if wrong else ", in its header" if checksums else ""
-    return f"{name} is not what was written{where}"
+    where = f", in tensor {wrong[0]}" if wrong else ", in its header" if checksums else ""
+    others = f" and {counted(len(wrong) - 1, 'other')}" if len(wrong) > 1 else ""
+    return f"{name} is not what was written{where}{others}"

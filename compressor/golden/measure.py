@@ -139,19 +139,19 @@ def ask_model(
 ) -> list[tuple[Top, ...]]:
     """Return a model's answers, and those with each kind of rounding, or with None in other batches alone."""
     head = require_head(model.partial.model)
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-    numbers = list[list[int]]()  # of the prompts in each batch
-    kinds = list[int]()  # of the answers, by batch
+    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
+    asked = list[tuple[int, list[int]]]()  # the kind of rounding, and the numbers of the prompts, by batch
     for kind in range(1 + len(roundings)):
         size = IN_OTHERS if kind else AT_ONCE
-        numbers += [order[begin : begin + size] for begin in range(0, len(order), size)]
-        kinds += [kind] * (len(numbers) - len(kinds))
-    batches = [_padded([prompts[number].ids for number in batch]) for batch in numbers]
+        asked += [(kind, by_length[begin : begin + size]) for begin in range(0, len(by_length), size)]
+    batches = list[Tensor]()
     places = list[list[tuple[int, int]]]()
-    for batch in numbers:
-        places.append([(row, position) for row, number in enumerate(batch) for position in prompts[number].positions])
+    for _, numbers in asked:
+        rows = [prompts[number] for number in numbers]
+        batches.append(_padded(rows))
+        places.append([(row, position) for row, prompt in enumerate(rows) for position in prompt.positions])
     answers = _Answers(batches, places)
-    rounded = _Rounded(model, [None if kind == 0 else roundings[kind - 1] for kind in kinds])
+    rounded = _Rounded(model, [(None, *roundings)[kind] for kind, _ in asked])
     run = Pass(model, batches, progress, "golden answers", to_end=True)
     name = type(model.partial.model).__name__
     faults = wrap_faults(
@@ -159,18 +159,23 @@ def ask_model(
     )
     with faults, head.register_forward_pre_hook(answers.before_head):
         run.run(rounded, answers)
-    by_prompt = [dict[int, tuple[Top, ...]]() for _ in range(1 + len(roundings))]
-    for place, (kind, batch) in enumerate(zip(kinds, numbers, strict=True)):
-        top = iter(answers.top[place])
-        for number in batch:
-            by_prompt[kind][number] = tuple(islice(top, len(prompts[number].positions)))
-    return [tuple(chain.from_iterable(found[number] for number in range(len(prompts)))) for found in by_prompt]
+    found = dict[tuple[int, int], tuple[Top, ...]]()
+    for batch, (kind, numbers) in enumerate(asked):
+        top = iter(answers.top[batch])
+        for number in numbers:
+            found[kind, number] = tuple(islice(top, len(prompts[number].positions)))
+    answered = list[tuple[Top, ...]]()
+    for kind in range(1 + len(roundings)):
+        in_order = (found[kind, number] for number in range(len(prompts)))
+        answered.append(tuple(chain.from_iterable(in_order)))
+    return answered
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows of token ids [B, L], the shorter ones continued by their last token."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
+def _padded(prompts: Sequence[GoldenPrompt]) -> Tensor:
+    """Return the token ids of prompts [B, L], the shorter ones continued by their last token."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    rows = [(*prompt.ids, *prompt.ids[-1:] * (longest - len(prompt.ids))) for prompt in prompts]
+    return torch.tensor(rows)
 
 
 def open_exactly(source: ModelSource, device: str) -> OpenModel:
