@@ -12,7 +12,7 @@ from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import GOLDEN
+from compressor.files import GOLDEN, SUMS
 from compressor.records import plain_json
 
 GRAPH = "model.onnx"
@@ -78,6 +78,8 @@ def _write(model: str, target: Path | None, running: Running, progress: Any) -> 
     if target is None:
         target = source.folder if source.revision is None else Path.cwd()
     target = target / GOLDEN if target.is_dir() else target
+    if target.exists() and (target.parent / SUMS).is_file():
+        raise CompressionError(f"the digest of {target} is in {SUMS}; write to another file with --output")
     if target.exists() and not running.overwrite:
         raise CompressionError(f"{target} exists; pass --overwrite to replace it")
     if not os.access(target.parent, os.W_OK):
