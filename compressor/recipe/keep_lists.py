@@ -12,7 +12,7 @@ from typing import Any
 
 from compressor.errors import CompressionError, reason_of
 
-LAYER = re.compile(r"(?:main_)?(\d+)")
+LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
 SUFFIXES = (".pt", ".pth")
 HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
