@@ -184,6 +184,7 @@ def process_group() -> Iterator[Ranks]:
     store = _joined(group)
     _entered.append(group)
     try:
+        group.barrier()  # none leaves while others still connect
         yield group
         group.barrier()
     except LostRankError as error:
