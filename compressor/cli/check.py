@@ -9,13 +9,13 @@ import typer
 
 from compressor.answers.options import ServerOptions
 from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
+from compressor.cli.outputs import GRAPH
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.files import GOLDEN, SUMS
 from compressor.records import plain_json
 
-GRAPH = "model.onnx"
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
 
 Checking = Annotated[Running, options_of(Running, RUNNING, ("revision", "device", "overwrite", "as_json"))]

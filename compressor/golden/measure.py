@@ -206,16 +206,17 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
     """Return the golden answers of a checkpoint, from two streamed passes; raises `CompressionError` without a head."""
     model = open_exactly(source, device)
     longest = min(LONGEST, model.positions or LONGEST)
-    prompts = golden_prompts(source.folder, model.vocabulary, longest)
+    tokenizer = tokenizer_of(source.folder)
+    prompts = golden_prompts(tokenizer, model.vocabulary, longest)
     exact, reordered, *rounded = ask_model(model, prompts, [None, *ROUNDINGS.values()], progress)
     halved = reordered
     if model.dtype_name != "bfloat16":
         halved = rounded[0]  # moves answers about as far, where a kernel takes no bfloat16 of odd widths
         with suppress(CompressionError):
-            (halved,) = ask_model(open_model(source, "bfloat16", device), prompts, progress=progress)
+            in_bfloat16 = model.partial.computing_in(torch.bfloat16, model.partial.device)
+            (halved,) = ask_model(replace(model, partial=in_bfloat16), prompts, progress=progress)
     kinds = zip(("float32", "bfloat16", *ROUNDINGS), (reordered, halved, *rounded), strict=True)
     bands = tuple(Band(name, distances(exact, top)) for name, top in kinds)
-    tokenizer = tokenizer_of(source.folder)
     answered = list[GoldenPrompt]()
     begin = 0
     for prompt in prompts:

@@ -40,11 +40,10 @@ TEXTS = (
 )
 
 
-def golden_prompts(folder: Path, vocabulary: int, longest: int) -> tuple[GoldenPrompt, ...]:
-    """Return a model's prompts without answers, in its own chat template; drawn ids where it has no tokenizer."""
+def golden_prompts(tokenizer: Any, vocabulary: int, longest: int) -> tuple[GoldenPrompt, ...]:
+    """Return a model's prompts without answers, in its own chat template; drawn ids where the tokenizer is None."""
     prompts = list[GoldenPrompt]()
     known: Sequence[int] = range(vocabulary)
-    tokenizer = tokenizer_of(folder)
     if tokenizer is not None:
         special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", {})}
         known = [token for token in range(min(vocabulary, len(tokenizer))) if token not in special]

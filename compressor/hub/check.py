@@ -174,7 +174,7 @@ def refuse_altered(folder: Path, base: Path | None) -> None:
     result = verify_digests(folder)
     if result.passed and result.digests and base is not None:
         try:
-            result = verify_against_base(folder, str(base))
+            result = verify_against_base(folder, str(base), result)
         except CompressionError as error:
             logger.info("The output is not compared with its base: %s", error)
     if not result.passed:

@@ -87,15 +87,15 @@ def verify_digests(folder: Path) -> OutputVerification:
     return OutputVerification(str(folder), damaged is not None, tuple(damaged or ()))
 
 
-def verify_against_base(folder: Path, base: str, revision: str | None = None) -> OutputVerification:
-    """Compare a folder with its digests, and then with the model it was made from.
+def verify_against_base(folder: Path, base: str, digests: OutputVerification | None = None) -> OutputVerification:
+    """Compare a folder with its digests, unless it has been, and then with the model it was made from.
 
     Raises `CompressionError` for a base that it was not made from.
     """
-    result = verify_digests(folder)
+    result = digests or verify_digests(folder)
     if not result.passed:
         return result
-    model = open_model(find_model(base, revision), device="cpu")
+    model = open_model(find_model(base), device="cpu")
     is_substituted = declared(read_object(folder / CONFIG))
     opening = open_substituted if is_substituted else open_model
     output = opening(ModelSource(str(folder), None, folder), device="cpu")
