@@ -176,8 +176,9 @@ class Recording:
 
     def sources_of(self, rows: Tensor) -> Tensor:
         """Return the source [n] of the tokens at `rows` [n]."""
-        batches = self.batches[rows.cpu()]
-        return self.sources[batches] if len(self.sources) else torch.zeros_like(batches)
+        if not len(self.sources):
+            return torch.zeros(len(rows), dtype=torch.long)
+        return self.sources[self.batches[rows.cpu()]]
 
     def positions(self, heldout: bool) -> Tensor:
         """Return the positions [n] of the tokens that are held out, or of the others."""
