@@ -3,14 +3,19 @@
 After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
 """
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from compressor.attribution.figures import (
     Attribution,
     Pair,
     Sender,
+    is_measured,
     kind_shares,
     pairs,
     sender_labels,
@@ -21,11 +26,14 @@ from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of,
 from compressor.document.blocks import Figure
 from compressor.document.drawing import (
     HEAT,
+    LETTER,
+    LINE,
     MARKERS,
-    Panel,
     colour,
-    draw_panels,
-    log_scale,
+    draw_heat,
+    label_axes,
+    log_limits,
+    log_locator,
     scale_axis,
 )
 from compressor.document.picture import FONT, Drawing
@@ -47,6 +55,7 @@ TITLES = {
 }
 GROUPS = {**TITLES, "shared": "shared experts"}
 VARIANCE = {"variance of sub-scores": HEAT}
+PROMOTING, INHIBITING = "YlOrRd", "YlGnBu"
 HUB = "★"
 HUBS_NAMED = 8  # in a legend
 # of the graph
@@ -62,7 +71,25 @@ PLACES = {
     "mlp": 0.6,
 }
 
+# of heat maps, in inches
+PANEL, LEAST_PANEL = 4.8, 2.6
+LEAST_CELL, MOST_CELL = 0.1, 0.5
+HEIGHT, LEAST_ROW, MOST_ROW = 5.6, 0.09, 0.24
+LEAST_BODY = 2.6  # of height that a colour bar needs
+BESIDE = 0.75  # above and below a panel
+BAR = 1.05  # a colour bar with its label
+
 Group = tuple[str, Sequence[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One heat map of a figure with several."""
+
+    title: str
+    rows: Sequence[str]
+    values: Sequence[Sequence[float | None]]  # [rows, receivers]; None leaves its cell blank
+    colours: str = HEAT
 
 
 def pictures(
@@ -82,7 +109,9 @@ def _row(sender: Sender, name: str) -> list[float | None]:
     return [None if value is None else abs(value) for value in getattr(sender, name)]
 
 
-def _panels(attribution: Attribution, kinds: Iterable[str], name: str, score: str = "", scale: int = 0) -> list[Panel]:
+def _panels(
+    attribution: Attribution, kinds: Iterable[str], name: str, score: str = "", colours: str = HEAT
+) -> list[Panel]:
     """A heat map for each kind of component, with a row for each sender that has a value."""
     panels = []
     for kind in kinds:
@@ -92,8 +121,8 @@ def _panels(attribution: Attribution, kinds: Iterable[str], name: str, score: st
         if None not in layers and len(layers) == len(senders):  # layers alone, where each sender has another
             labels = [f"L{sender.layer}" for sender in senders]
         if senders:
-            values = tuple(tuple(_row(sender, name)) for sender in senders)
-            panels.append(Panel(f"{TITLES[kind]}{score}", tuple(labels), values, scale))
+            values = [_row(sender, name) for sender in senders]
+            panels.append(Panel(f"{TITLES[kind]}{score}", labels, values, colours))
     return panels
 
 
@@ -103,18 +132,60 @@ def _heat(
     alt: str,
     attribution: Attribution,
     columns: Sequence[Sequence[Panel]],
-    scales: Mapping[str, str],
+    scales: Mapping[str, str] = VARIANCE,
 ) -> Figure:
-    """Columns of heat maps; `scales` has the colours of each by its label, over the values of all panels."""
+    """Return columns of heat maps on one scale; `scales` has the colours of each colour bar by its label."""
     title = f"{attribution.model}: {title}"
+    columns = [column for column in columns if column]
+    if not columns:
+        return Figure(name, title, "", (Drawing(title, "Nothing to show.", (5.0, 1.2), _write_nothing),))
     layers = [str(receiver.layer) for receiver in attribution.receivers]
-    label = "layer of the receiving router"
-    values = list[float | None]()
-    for panel in chain.from_iterable(columns):
-        values += chain.from_iterable(panel.values)
-    drawn = [log_scale(measure, values, colours) for measure, colours in scales.items()]
-    drawing = draw_panels(title, alt, columns, layers, drawn, label, roomy=name == "experts")
-    return Figure(name, title, "", (drawing,))
+    width = max(LEAST_PANEL, len(layers) * min(max(PANEL / len(layers), LEAST_CELL), MOST_CELL))
+    tallest = max(len(panel.rows) for column in columns for panel in column)
+    row_height = min(max(HEIGHT / tallest, 1.2 * LINE if name == "experts" else LEAST_ROW), MOST_ROW)
+    widths = list[float]()
+    height = LEAST_BODY
+    values = list[float]()
+    for column in columns:
+        longest = max(len(label) for panel in column for label in panel.rows)
+        widths.append(0.4 + width + LETTER * longest)
+        height = max(height, sum(BESIDE + row_height * len(panel.rows) for panel in column))
+        for panel in column:
+            values += filter(is_measured, chain.from_iterable(panel.values))
+    widths += [BAR] * len(scales)
+    low, high = log_limits(values) or (0.1, 1.0)
+    low = low if low < high else high / 10
+    extend = "min" if values and min(values) < low else "neither"
+
+    def draw(canvas: "FigureBase") -> None:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import LogNorm
+
+        norm = LogNorm(low, high)
+        parts = canvas.subfigures(1, len(widths), squeeze=False, width_ratios=widths)[0]
+        for part, column in zip(parts, columns, strict=False):
+            heights = [len(panel.rows) * row_height for panel in column]
+            grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+            for axes, panel, panel_height in zip(grid, column, heights, strict=True):
+                # smaller numbers share the first colour, and blank cells stay NaN
+                shown = np.maximum(np.array(panel.values, dtype=float), low)
+                draw_heat(axes, shown, None, None, norm=norm, cmap=panel.colours)
+                label_axes(axes, panel.rows, layers, width, panel_height)
+                lines = textwrap.wrap(readable(panel.title), max(12, int(width / 0.075)))
+                axes.set_title("\n".join(lines), loc="left", fontsize=FONT)
+                axes.set_xlabel("layer of the receiving router", fontsize=FONT - 1)
+        for part, (label, colours) in zip(parts[len(columns) :], scales.items(), strict=True):
+            axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
+            scale = ScalarMappable(norm, colours)
+            bar = part.colorbar(scale, cax=axes, extend=extend, ticks=log_locator(low, high), format="%.2g")
+            bar.minorticks_off()
+            bar.set_label(label, fontsize=FONT - 1)
+
+    return Figure(name, title, "", (Drawing(title, alt, (sum(widths), height), draw),))
+
+
+def _write_nothing(canvas: "FigureBase") -> None:
+    canvas.text(0.03, 0.5, "nothing to show", va="center")
 
 
 def influence_figure(attribution: Attribution) -> Figure:
@@ -126,16 +197,16 @@ def influence_figure(attribution: Attribution) -> Figure:
     shares = [f"{TITLES[kind.kind]} {100 * kind.share:.1f}%" for kind in kind_shares(attribution) if kind.share]
     alt = f"Shares of all influence: {', '.join(shares) or 'none'}."
     title = "influence on routing, by the layer of the sender (rows)"
-    return _heat("influence", title, alt, attribution, columns, VARIANCE)
+    return _heat("influence", title, alt, attribution, columns)
 
 
 def scores_figure(attribution: Attribution) -> Figure:
     """Draw how each component promotes experts (APS, left) and inhibits them (ANS, right), on one scale."""
     columns = [
-        _panels(attribution, TITLES, "positive", ": APS", 0),
-        _panels(attribution, TITLES, "negative", ": ANS", 1),
+        _panels(attribution, TITLES, "positive", ": APS", PROMOTING),
+        _panels(attribution, TITLES, "negative", ": ANS", INHIBITING),
     ]
-    scales = {"APS: mean positive score": "YlOrRd", "-ANS: mean negative score": "YlGnBu"}
+    scales = {"APS: mean positive score": PROMOTING, "-ANS: mean negative score": INHIBITING}
     alt = "Mean positive and mean negative sub-scores; attribution.json has the numbers."
     title = "promoting (APS) and inhibiting (ANS) sub-scores, by the layer of the sender (rows)"
     return _heat("scores", title, alt, attribution, columns, scales)
@@ -160,16 +231,16 @@ def experts_figure(
             note = f", {HUB} hub" if is_hub else note
             labels.append(f"{HUB} {label}" if is_hub else label)
         if senders:
-            rows = tuple(sender.influence for sender in senders)
-            panels.append(Panel(f"strongest {name}{note}", tuple(labels), rows))
+            rows = [sender.influence for sender in senders]
+            panels.append(Panel(f"strongest {name}{note}", labels, rows))
             alt.append(f"Strongest {name}: {', '.join(labels)}.")
     without = ", ".join(attribution.without)
     for index, name in enumerate(("with all experts", f"without {without}") if compared else ()):
         senders = tuple(pair[index] for pair in compared)
-        rows = tuple(sender.influence for sender in senders)
-        panels.insert(index, Panel(name, tuple(sender_labels(senders)), rows))
+        rows = [sender.influence for sender in senders]
+        panels.insert(index, Panel(name, sender_labels(senders), rows))
     title = "influence of single experts and heads"
-    return _heat("experts", title, " ".join(alt), attribution, [panels], VARIANCE)
+    return _heat("experts", title, " ".join(alt), attribution, [panels])
 
 
 def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:

@@ -1,13 +1,11 @@
 """Parts of all drawings: colours, type, scales of axes, keys, and marks: bars, dots with intervals and heat maps."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from compressor.document.picture import FONT, Drawing
 from compressor.formatting import readable
 
 if TYPE_CHECKING:
@@ -46,14 +44,7 @@ ROLES: Mapping[str, str] = {  # on white; in dark mode the page turns whole pict
 TINIEST = 1e-30  # less counts as nothing
 DECADES = 6  # of a scale at the most
 MOST_LABELS = 60  # of rows, that do not touch
-LEAST_GAP = 0.045  # of an axis between two numbers on it
 LETTER, LINE = 0.068, 0.13  # inches of a letter and of a line
-PANEL, LEAST_PANEL = 4.8, 2.6  # inches of a heat map among several
-LEAST_CELL, MOST_CELL = 0.1, 0.5  # inches
-HEIGHT, LEAST_ROW, MOST_ROW = 5.6, 0.09, 0.24
-LEAST_BODY = 2.6  # inches of height that a colour bar needs
-BESIDE = 0.75  # inches above and below a panel
-BAR = 1.05  # inches of a colour bar with its label
 
 
 def ink_on(background: str) -> str:
@@ -74,13 +65,11 @@ def log_limits(values: Iterable[float], decades: int = DECADES) -> tuple[float, 
     return max(min(sizes), greatest / 10.0**decades), greatest
 
 
-def ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Return round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; or ends."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high <= 100 * low else (1,)
-    round_numbers = [float(f"{step}e{decade}") for decade in decades for step in steps]
-    marks = [mark for mark in round_numbers if low <= mark <= high]
-    return marks[:: math.ceil(len(marks) / most)] if len(marks) > 1 else [low, high]
+def log_locator(low: float, high: float) -> Any:
+    """Return where a logarithmic axis has numbers: at powers of ten, with 2 and 5 of each within two decades."""
+    from matplotlib.ticker import LogLocator
+
+    return LogLocator(subs=(1, 2, 5) if high <= 100 * low else (1,))
 
 
 def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], decades: int = DECADES) -> str:
@@ -94,25 +83,22 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
     if limits is None or limits[1] <= 10 * limits[0]:
         bottom, top = min(least, 0.0), max(most, 0.0)
         room = 0.06 * ((top - bottom) or 1.0)
-        below = 1.25 * room if least < 0 else room / 4
-        axes.set(**{f"{which}lim": (bottom - below, top + room)})
+        axes.set(**{f"{which}lim": (bottom - room, top + room)})
         return ""
     low, high = limits
+    axis = getattr(axes, f"{which}axis")
     if least >= low:
         axes.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.3, high * 1.3)})
-        marks = ticks(low, high)
+        axis.set_major_locator(log_locator(low, high))
         words = "logarithmic"
     else:
         below = float(f"1e{math.floor(math.log10(low))}")
         getattr(axes, f"set_{which}scale")("symlog", linthresh=below, linscale=0.5)
-        negative = -least if least < -below else 0.0
-        axes.set(**{f"{which}lim": (-1.3 * negative - below / 3, high * 1.3)})
-        mirrored = ticks(below, negative) if negative > below else []
-        marks = sorted([*(-mark for mark in mirrored if mark <= negative), 0.0, *ticks(below, high)])
+        axes.set(**{f"{which}lim": (1.3 * min(least, -below / 4), high * 1.3)})
+        axis.get_major_locator().set_params(numticks=6)
         words = f"logarithmic, linear below {below:g}"
-    set_ticks = getattr(axes, f"set_{which}ticks")
-    set_ticks(marks, labels=[f"{mark:.3g}" for mark in marks])
-    set_ticks([], minor=True)
+    axis.set_major_formatter("{x:.3g}")
+    axis.set_minor_formatter("")
     return words
 
 
@@ -183,12 +169,11 @@ def draw_dots(
         axes.axvspan(limit, high + room, facecolor=ROLES["faint"], edgecolor="none", zorder=0)
         axes.axvline(limit, color=ROLES["ink"], linewidth=1.1, linestyle=(0, (3, 1.5)))
         axes.axvline(0.0, color=ROLES["muted"], linewidth=0.7)
-    ends: dict[str, Any] = {"marker": "|", "markersize": 7, "solid_capstyle": "butt", "linewidth": 1.6, "zorder": 1.5}
     for kind in kinds:
         shade = ROLES[kind.role]
         for row, bound in enumerate(kind.bounds):
             if bound is not None:
-                axes.plot(bound, [row, row], color=shade, **ends)
+                axes.plot(bound, [row, row], color=shade, marker="|", markersize=7, linewidth=1.6, zorder=1.5)
         dots = [(value, row) for row, value in enumerate(kind.values) if value is not None]
         if dots:
             axes.plot(
@@ -196,10 +181,8 @@ def draw_dots(
                 label=kind.label,
                 linestyle="none",
                 marker=kind.marker,
-                markersize=7.0 if kind.marker == "X" else 5.0,
+                color=shade,
                 markerfacecolor=shade if kind.is_filled else ROLES["paper"],
-                markeredgecolor=shade,
-                markeredgewidth=1.1,
             )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     step = math.ceil(len(rows) / MOST_LABELS)
@@ -212,52 +195,6 @@ def draw_dots(
 
 def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
-
-
-def spaced(places: Iterable[float]) -> list[float]:
-    """Return places whose numbers do not touch on an axis: the smallest, the greatest and what fits between."""
-    first, *others = sorted(set(places))
-    if not others:
-        return [first]
-    last = others.pop()
-    gap = LEAST_GAP * (last - first)
-    chosen = [first]
-    for position in others:
-        if position - chosen[-1] >= gap and last - position >= gap:
-            chosen.append(position)
-    return [*chosen, last]
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One heat map of a figure with several."""
-
-    title: str
-    rows: tuple[str, ...]
-    values: tuple[tuple[float | None, ...], ...]  # [rows, columns]; None leaves its cell blank
-    scale: int = 0  # number of its colour scale
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A logarithmic colour scale: the numbers of its first and last colour, and whether there are smaller ones."""
-
-    label: str
-    low: float
-    high: float
-    has_smaller: bool = False
-    colours: str = HEAT
-
-
-def log_scale(label: str, values: Iterable[float | None], colours: str = HEAT) -> Scale:
-    """Return a scale for these numbers, over six decades at the most; from 0.1 to 1 if none is above 0."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    limits = log_limits(value for value in finite if value > 0)
-    if limits is None:
-        return Scale(label, 0.1, 1.0, bool(finite), colours)
-    low, high = limits
-    low = low if low < high else high / 10
-    return Scale(label, low, high, min(finite) < low, colours)
 
 
 def draw_heat(axes: "Axes", values: Any, low: float | None, high: float | None, **style: Any) -> Any:
@@ -278,65 +215,3 @@ def label_axes(axes: "Axes", rows: Sequence[str], columns: Sequence[str], width:
     axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows[::step]])
     axes.tick_params(length=2, pad=1.5)
     axes.spines[:].set(visible=True, color="#999999")
-
-
-def draw_panels(
-    title: str,
-    alt: str,
-    columns: Sequence[Sequence[Panel]],
-    numbers: Sequence[str],
-    scales: Sequence[Scale],
-    label: str,
-    roomy: bool = False,
-) -> Drawing:
-    """Return columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale.
-
-    `roomy` gives each row's name a line. Without any panel the drawing says so.
-    """
-    columns = [column for column in columns if column]
-    if not columns:
-        return Drawing(title, "Nothing to show.", (5.0, 1.2), _write_nothing)
-    width = max(LEAST_PANEL, len(numbers) * min(max(PANEL / len(numbers), LEAST_CELL), MOST_CELL))
-    ratios = list[float]()
-    for column in columns:
-        longest = max(len(name) for panel in column for name in panel.rows)
-        ratios.append(0.4 + width + LETTER * longest)
-    ratios += [BAR] * len(scales)
-    tallest = max(len(panel.rows) for column in columns for panel in column)
-    row = min(max(HEIGHT / tallest, 1.2 * LINE if roomy else LEAST_ROW), MOST_ROW)
-
-    def draw(figure: "FigureBase") -> None:
-        import numpy as np
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import LogNorm
-
-        parts = figure.subfigures(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
-        norms: list[Any] = [{"norm": LogNorm(scale.low, scale.high), "cmap": scale.colours} for scale in scales]
-        for part, column in zip(parts, columns, strict=False):
-            inner = [len(panel.rows) * row for panel in column]
-            grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": inner})[:, 0]
-            for axes, panel, height in zip(grid, column, inner, strict=True):
-                # smaller numbers share the first colour, and blank cells stay NaN
-                values = np.maximum(np.array(panel.values, dtype=float), scales[panel.scale].low)
-                draw_heat(axes, values, None, None, **norms[panel.scale])
-                label_axes(axes, panel.rows, numbers, width, height)
-                lines = textwrap.wrap(readable(panel.title), max(12, int(width / 0.075)))
-                axes.set_title("\n".join(lines), loc="left", fontsize=FONT)
-                axes.set_xlabel(label, fontsize=FONT - 1)
-        for part, scale, norm in zip(parts[len(columns) :], scales, norms, strict=True):
-            axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
-            extend = "min" if scale.has_smaller else "neither"
-            bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend=extend)
-            marks = ticks(scale.low, scale.high)
-            bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
-            bar.minorticks_off()
-            bar.set_label(scale.label, fontsize=FONT - 1)
-
-    height = LEAST_BODY
-    for column in columns:
-        height = max(height, sum(BESIDE + row * len(panel.rows) for panel in column))
-    return Drawing(title, alt, (sum(ratios), height), draw)
-
-
-def _write_nothing(figure: "FigureBase") -> None:
-    figure.text(0.03, 0.5, "nothing to show", va="center")

@@ -15,7 +15,7 @@ import numpy as np
 from compressor.checkpoint.source import locate
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Text
-from compressor.document.drawing import colour, spaced
+from compressor.document.drawing import colour
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import short
 from compressor.model.moe_layer import resolve_count
@@ -182,7 +182,7 @@ def _lines(title: str, values: Mapping[str, Sequence[float | None]], numbers: Se
         for number, (name, heights) in enumerate(values.items()):
             known = np.array(heights, dtype=float)  # None becomes NaN, which leaves a gap
             axes.plot(numbers, known, marker="o", markersize=3, color=colour(number), label=name)
-        axes.set_xticks(spaced(numbers))
+        axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="decoder layer", ylabel=title.lower())
         canvas.legend(loc="outside upper left", ncols=2, fontsize=FONT)
 

@@ -21,7 +21,6 @@ from compressor.document.drawing import (
     draw_key,
     ink_on,
     label_axes,
-    spaced,
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, listed, percent, readable, short, span
@@ -364,7 +363,7 @@ def distillation(data: Report) -> Figure | None:
         if best in points:
             ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none"}
             axes.plot([best], [points[best]], color=ROLES["good"], **ring)
-        axes.set_xticks(spaced([*points]))
+        axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("steps")
         axes.set_ylabel("nats per token from the base")
         axes.grid(axis="y")

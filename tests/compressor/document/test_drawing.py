@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from compressor.document.drawing import COLOURS, DECADES, ROLES, Dots, draw_dots, draw_heat, ink_on, scale_axis, ticks
+from compressor.document.drawing import COLOURS, DECADES, ROLES, Dots, draw_dots, draw_heat, ink_on, scale_axis
 
 
 def fresh() -> Axes:
@@ -53,12 +53,6 @@ def test_ink_is_seen_on_every_colour() -> None:
 
 SIZES = st.floats(1e-25, 1e25)
 VALUES = st.lists(st.one_of(SIZES, SIZES.map(lambda size: -size), st.just(0.0)), min_size=1, max_size=12)
-
-
-def test_ticks_by_hand() -> None:
-    assert ticks(0.004, 0.13) == [0.005, 0.01, 0.02, 0.05, 0.1]
-    assert ticks(1e-4, 10.0) == [1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0]
-    assert ticks(0.21, 0.4) == [0.21, 0.4]
 
 
 @given(VALUES, st.sampled_from(["x", "y"]))
