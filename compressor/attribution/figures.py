@@ -234,20 +234,20 @@ def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
 
 
 def rank_correlation(pairs: Sequence[Pair]) -> float | None:
-    """Return Spearman's rank correlation of influence and AARV."""
-    return spearman([pair.influence for pair in pairs], [pair.rank_change for pair in pairs])
+    """Return Spearman's rank correlation of influence and AARV.
+
+    None where all values of one side are the same, or there are fewer than 3.
+    """
+    from scipy.stats import spearmanr
+
+    influences = [pair.influence for pair in pairs]
+    changes = [pair.rank_change for pair in pairs]
+    if len(pairs) < 3 or len(set(influences)) == 1 or len(set(changes)) == 1:
+        return None
+    return float(spearmanr(influences, changes).statistic)
 
 
 def equal_where_tied(values: Iterable[float]) -> list[float]:
     """Return the numbers with those equal that differ by rounding alone."""
     equal: list[float] = rounded(torch.tensor([*values], dtype=torch.float64)).tolist()
     return equal
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The rank correlation; None where all values of one side are the same, or there are fewer than 3."""
-    if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
-        return None
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(first, second).statistic)

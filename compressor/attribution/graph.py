@@ -18,7 +18,6 @@ router and expert j of the next one, of which n_i and n_j tokens are routed to e
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ from compressor.attribution.figures import (
     is_measured,
     router_labels,
     sender_labels,
-    spearman,
 )
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
@@ -133,23 +131,6 @@ def ranking(centrality: Centrality, measure: str) -> list[str]:
     degrees = equal_where_tied(centrality[DEGREE].values())
     order = sorted(range(len(experts)), key=lambda index: (-values[index], -degrees[index]))
     return [experts[index] for index in order if values[index] > 0]
-
-
-def agreements(centrality: Centrality) -> list[dict[str, Any]]:
-    """Return the rank agreement of every two measures, and the number of experts in the `TOP` of both.
-
-    The correlation is Spearman's, None for fewer than 3 experts or where a measure is the same for all.
-    """
-    tops = {measure: set(ranking(centrality, measure)[:TOP]) for measure in centrality}
-    return [
-        {
-            "first": first,
-            "second": second,
-            "correlation": spearman([*centrality[first].values()], [*centrality[second].values()]),
-            "shared": len(tops[first] & tops[second]),
-        }
-        for first, second in combinations(centrality, 2)
-    ]
 
 
 def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":

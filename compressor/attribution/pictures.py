@@ -18,8 +18,8 @@ from compressor.attribution.figures import (
     is_measured,
     kind_shares,
     pairs,
+    rank_correlation,
     sender_labels,
-    spearman,
     strongest,
 )
 from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of, ranking
@@ -261,7 +261,7 @@ def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
     points = [pair for _, members, _ in groups for pair in members]
     influences = [pair.influence for pair in points]
     changes = [pair.rank_change for pair in points]
-    value = spearman(influences, changes)
+    value = rank_correlation(points)
     correlation = "no rank correlation" if value is None else f"Spearman rank correlation {value:.2f}"
     correlation = f"{correlation} ({len(points):,} pairs)"
 

@@ -23,7 +23,6 @@ from compressor.attribution.graph import (
     RELATIVE,
     TOP,
     Centrality,
-    agreements,
     measured_graph,
     ranking,
 )
@@ -165,16 +164,6 @@ def full_content(findings: Findings) -> dict[str, Any]:
     return {**brief_content(findings), **rounded(more)}
 
 
-def graph_content(graph: "nx.DiGraph", centrality: Centrality) -> dict[str, Any]:
-    """The graph's size, the first experts by each measure, and where measures agree."""
-    return {
-        "nodes": graph.number_of_nodes(),
-        "edges": graph.number_of_edges(),
-        "first": {measure: ranking(centrality, measure)[:TOP] for measure in MEASURES},
-        "agreement": agreements(centrality),
-    }
-
-
 def _json(content: Any, indent: int | None = None) -> str:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, indent=indent)
 
@@ -195,8 +184,13 @@ def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list
     """
     with whole_folder(folder, NAMES, overwrite) as working:
         graph, centrality = measured_graph(findings.attribution)
+        graph_content = {
+            "nodes": graph.number_of_nodes(),
+            "edges": graph.number_of_edges(),
+            "first": {measure: ranking(centrality, measure)[:TOP] for measure in MEASURES},
+        }
         texts = (
-            _json({**full_content(findings), "graph": rounded(graph_content(graph, centrality))}, 0) + "\n",
+            _json({**full_content(findings), "graph": graph_content}, 0) + "\n",
             markdown(whole_blocks(findings, graph, centrality)),
             _json(rounded(tuple(findings.hubs)), 2) + "\n",
         )
@@ -373,21 +367,11 @@ def _graph_blocks(graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
 
 
 def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ...]:
-    """The central experts, how the measures agree, and the groups of experts."""
+    """The central experts, and the groups of experts."""
     central = []
     for expert in ranking(centrality, RELATIVE)[:TOP]:
         figures = [f"{centrality[measure][expert]:.3g}" for measure in MEASURES]
         central.append((expert, *figures))
-    cells: dict[tuple[str, str], str] = {}
-    for pair in agreements(centrality):
-        first = pair["first"]
-        second = pair["second"]
-        value = pair["correlation"]
-        cells[first, second] = cells[second, first] = f"{'-' if value is None else f'{value:.2f}'}, {pair['shared']}"
-    agreed = []
-    for measure in MEASURES:
-        row = [cells.get((measure, other), "") for other in MEASURES]
-        agreed.append((measure, *row))
     members: dict[int, list[str]] = {}  # of each community, those that most tokens are routed to first
     for node, data in sorted(graph.nodes(data=True), key=lambda entry: -entry[1].get("share", 0.0)):
         if "community" in data:
@@ -398,11 +382,9 @@ def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ..
         layers = {graph.nodes[expert]["layer"] for expert in experts}
         groups.append((str(number), str(len(experts)), str(len(layers)), ", ".join(experts[:4])))
     title = "The most central experts, by relative PageRank: PageRank over the mean of their layer's experts"
-    agreement = f"Spearman's rank correlation between measures, and how many experts are among the first {TOP} by both"
     together = f"Experts that are routed to together over layers: {counted(len(several), 'group')} of several"
     columns = ("community", "experts", "layers", "most tokens")
     return (
         Table(title, ("expert", *MEASURES), tuple(central)),
-        Table(agreement, ("measure", *MEASURES), tuple(agreed)),
         Table(together, columns, tuple(groups), frozenset({columns[-1]})),
     )
