@@ -290,7 +290,7 @@ def _hub_blocks(findings: Findings) -> Blocks:
     return (
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
-        Table(f"{findings.attribution.model}: routing hubs", columns, tuple(rows), frozenset({"super expert"})),
+        Table(f"{findings.attribution.model}: routing hubs", columns, rows, {"super expert"}),
         Text(keep),
     )
 
@@ -307,7 +307,7 @@ def _blocked_blocks(findings: Findings) -> Blocks:
     title = f"Without {', '.join(findings.attribution.without)}"
     note = "No router chooses these experts. All other figures here are without them; tokens are those routed."
     columns = ("expert", "influence before", "without", "AARV before", "without", "tokens before", "without")
-    return Heading(title), Text(note), Table(title, columns, tuple(rows))
+    return Heading(title), Text(note), Table(title, columns, rows)
 
 
 def _kind_blocks(attribution: Attribution) -> Blocks:
@@ -328,7 +328,7 @@ def _sender_blocks(findings: Findings) -> Blocks:
     title = "Strongest senders"
     columns = ("sender", "kind", "influence", "AARV", "tokens")
     note = "Heads are parts of their attention, routed and shared experts of their MoE layer."
-    return Heading(title), Table(title, columns, tuple(rows), frozenset({"kind"})), Text(note)
+    return Heading(title), Table(title, columns, rows, {"kind"}), Text(note)
 
 
 def _super_table(findings: Findings) -> Block:
@@ -337,7 +337,7 @@ def _super_table(findings: Findings) -> Block:
     for output in findings.supers:
         figures = map(short, (output.max_entry, output.max_norm, output.mean_norm))
         rows.append((output.label, *figures))
-    return Table("Super experts", columns, tuple(rows)) if rows else Text("None were found.")
+    return Table("Super experts", columns, rows) if rows else Text("None were found.")
 
 
 def _key_blocks(attribution: Attribution) -> Blocks:
@@ -354,7 +354,7 @@ def _key_blocks(attribution: Attribution) -> Blocks:
     note = "Shares of a head's influence on one sequence; a key may be the first token and the query's own."
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"
-    return Heading(title), Table(title, columns, tuple(rows), frozenset({columns[-1]})), Text(note)
+    return Heading(title), Table(title, columns, rows, {columns[-1]}), Text(note)
 
 
 def _graph_blocks(graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
@@ -385,6 +385,6 @@ def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ..
     together = f"Experts that are routed to together over layers: {counted(len(several), 'group')} of several"
     columns = ("community", "experts", "layers", "most tokens")
     return (
-        Table(title, ("expert", *MEASURES), tuple(central)),
-        Table(together, columns, tuple(groups), frozenset({columns[-1]})),
+        Table(title, ("expert", *MEASURES), central),
+        Table(together, columns, groups, {columns[-1]}),
     )

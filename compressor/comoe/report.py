@@ -157,7 +157,7 @@ def _workload(evaluation: ComoeEvaluation) -> Table:
     for result in evaluation.tasks:
         shares = [f"{100 * share:.1f}%" for share in result.shares]
         rows.append((result.task or "-", *shares))
-    return Table("Share of activations by expert, mean over layers", columns, tuple(rows))
+    return Table("Share of activations by expert, mean over layers", columns, rows)
 
 
 def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
@@ -242,7 +242,7 @@ def scatter_figures(evaluation: ComoeEvaluation) -> tuple[Figure, ...]:
         "silhouette says how far the experts are apart before they are projected: 1 at the most, about 0 where they "
         "answer alike."
     )
-    figure = Figure("scatter", "Outputs of the experts by task", caption, tuple(drawings))
+    figure = Figure("scatter", "Outputs of the experts by task", caption, drawings)
     return (figure,) if drawings else ()
 
 

@@ -3,7 +3,7 @@
 Every plain `str` is data: each renderer shows it as it is written, whatever it looks like in the renderer's language.
 """
 
-from collections.abc import Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +82,7 @@ class Text:
 class Items:
     """A list with bullets."""
 
-    items: tuple[Words, ...]
+    items: Sequence[Words]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Listing:
 class Facts:
     """Names and what they stand for."""
 
-    pairs: tuple[tuple[str, "Words | Items"], ...]
+    pairs: Collection[tuple[str, "Words | Items"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ class Table:
     """Rows of cells; the first column and those in `texts` hold words, the others numbers."""
 
     caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Words, ...], ...]
-    texts: Set[str] = frozenset()
-    optional: tuple[str, ...] = ()  # columns that a narrow terminal leaves out, the first of them first
-    ruled: Set[int] = frozenset()  # rows that a rule stands below, where there are rules
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Words]]
+    texts: Collection[str] = ()
+    optional: Sequence[str] = ()  # columns that a narrow terminal leaves out, the first of them first
+    ruled: Collection[int] = ()  # rows that a rule stands below, where there are rules
 
     def is_text(self, place: int) -> bool:
         """Return True for a column of words, which begin at the left; numbers end at the right."""
@@ -123,7 +123,7 @@ class Figure:
     name: str  # of its file, without an ending
     title: str
     caption: str
-    drawings: tuple[Drawing, ...]
+    drawings: Sequence[Drawing]
 
     @property
     def alt(self) -> str:
@@ -147,7 +147,7 @@ class Details:
     """Blocks that fold away below their summary; a terminal leaves them out."""
 
     summary: Words
-    blocks: tuple["Block", ...]
+    blocks: Sequence["Block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Sides:
     """Texts side by side, which a page can filter by the values of each name; only pages show them."""
 
     filters: tuple[str, ...]
-    sides: tuple[Side, ...]
+    sides: Sequence[Side]
 
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:

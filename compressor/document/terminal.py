@@ -1,6 +1,6 @@
 """Blocks on a terminal, through rich; nothing of what they say is taken for rich's markup."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from rich.cells import cell_len
@@ -85,7 +85,7 @@ def _facts(block: blocks.Facts, title: str) -> RichTable:
     return grid
 
 
-def _table(block: Table, title: str, room: int) -> tuple[RichTable, tuple[str, ...]]:
+def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str]]:
     """Return the table and the optional columns that it leaves out, so that words and numbers stay whole."""
     for number in range(len(block.optional) + 1):
         left_out = block.optional[:number]

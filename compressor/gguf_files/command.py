@@ -119,6 +119,4 @@ def show_inspection(report: "GgufInspection", as_json: bool) -> None:
         **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
         **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
     }
-    print_report(
-        as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
-    )
+    print_report(as_json, asdict(report), [Heading(report.model), Facts(facts.items()), *inspected_sizes(report)])

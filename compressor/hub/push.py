@@ -81,7 +81,7 @@ class PushSummary:
             title = f"{self.repo_id}{' (dry run: nothing is sent)' if self.dry_run else ''}"
             rows = [(file.path, human_bytes(file.nbytes), str(file.state)) for file in self.uploaded]
             rows += [(name, "-", "removed") for name in self.removed]
-            blocks.append(Table(title, ("file", "size", "on the Hub"), tuple(rows), frozenset({"on the Hub"})))
+            blocks.append(Table(title, ("file", "size", "on the Hub"), rows, {"on the Hub"}))
             files = f"{counted(len(self.uploaded), 'file')}, {human_bytes(self.uploaded_bytes)}"
             target = f"{'a pull request against ' if self.create_pr else ''}{self.branch} of {self.repo_id}"
             lines += [f"Commit: {self.message}", f"{files} {verb} to {target} in one commit."]

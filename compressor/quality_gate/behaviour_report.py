@@ -49,7 +49,7 @@ def written_blocks(written: Written, base: str, smaller: str, confidence: float)
         rows.append((rate.measure, rate.domain, f"{rate.answers:,}", *figures, counts))
     asked = f"{counted(written.prompts, 'prompt')}, {counted(written.seeds, 'answer')} to each"
     caption = f"Answers of {smaller} compared with {base}: {asked}, bounds with confidence {100 * confidence:g}% each"
-    table = Table(caption, columns, tuple(rows), frozenset({"domain"}), ("more / fewer", "answers"))
+    table = Table(caption, columns, rows, {"domain"}, ("more / fewer", "answers"))
     return table, Text(LEGEND, "note")
 
 
@@ -140,7 +140,7 @@ def answers_page(behaviour: Behaviour) -> str:
     more = f" {left_out:,} more pairs are in {NAMES[3]} alone." if left_out else ""
     note = Text(f"Underlined: the first word that differs. Coloured: a loop.{more}", "note")
     document: list[Block] = [Heading("Measures", 2, "measures"), *behaviour_blocks(behaviour)[1:]]
-    document += [Heading("Answers side by side", 2, "answers"), note, Sides(("Domain", "Verdict"), tuple(sides))]
+    document += [Heading("Answers side by side", 2, "answers"), note, Sides(("Domain", "Verdict"), sides)]
     counts = Counter(pair.verdict for pair in pairs)
     tiles = Facts(tuple((name.capitalize(), f"{counts[name]:,}") for name in FIRST))
     return html.page(behaviour.smaller, "Behaviour report", lead(behaviour), tiles, document, f"{MADE_BY} evaluate.")

@@ -158,7 +158,7 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, 
     if divergence.together is not None:
         title = f"{title}; worst first"
     blocks: list[Block] = [Text(Strong(domain.sentence), "bad") for domain in divergence.degraded]
-    blocks.append(Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled))
+    blocks.append(Table(title, columns, rows, {"domain"}, ("tokens", "sequences"), ruled))
     legend = LEGEND.format(confidence=100 * divergence.confidence)
     for index, stop_tokens in enumerate(divergence.domains[0].stop_tokens):
         if index == 0:
@@ -168,7 +168,7 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, 
             figures = row.stop_tokens[index]
             ends.append((row.domain, f"{figures.count:,}", *_both(figures.here), *_both(figures.elsewhere)))
         caption = f"Probability of the token that ends {stop_tokens.name}"
-        blocks.append(Table(caption, END_COLUMNS, tuple(ends), frozenset({"domain"}), ("ends",), ruled))
+        blocks.append(Table(caption, END_COLUMNS, ends, {"domain"}, ("ends",), ruled))
     return (*blocks, Text(legend))
 
 

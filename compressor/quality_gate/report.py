@@ -196,7 +196,7 @@ def power_blocks(power: "PowerAnalysis") -> tuple[Block, ...]:
             " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
             "one shown."
         )
-    return *forms, Table(caption, columns, tuple(cells), ruled=frozenset({len(power.tasks) - 1})), Text(text)
+    return *forms, Table(caption, columns, cells, ruled={len(power.tasks) - 1}), Text(text)
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
@@ -209,7 +209,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     sentences = [anomaly.sentence for anomaly in result.anomalies]
     sentences += [*advice(result), *asked_sentences(result.asked)]
     if sentences:
-        blocks.append(Items(tuple(sentences)))
+        blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
     for row in result.rows:
         figures = [show(row) for show in COLUMNS.values()]
@@ -220,7 +220,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
         )
         last_task = frozenset({len(result.tasks) - 1})
-        blocks.append(Table(caption, (*COLUMNS, "verdict"), tuple(rows), TEXTS, OPTIONAL, last_task))
+        blocks.append(Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, last_task))
     for row in result.rows:
         if row.decides:
             sentence = "equivalent" if row.equivalent else "not shown to be equivalent"

@@ -162,4 +162,4 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
         )
         for condition in conditions
     )
-    return Table("Conditions on behaviour", columns, rows, frozenset({"of", "verdict"}), ("of", "at least"))
+    return Table("Conditions on behaviour", columns, rows, {"of", "verdict"}, ("of", "at least"))

@@ -156,7 +156,7 @@ def base_blocks(data: BaseReport) -> Iterator[Block]:
     groups = f"{data.groups} groups by {MAPPED}"
     columns = ("", *MEASURES, groups, "silhouette")
     caption = "Mean similarity of two experts, 0 to 1, by layer"
-    yield Table(caption, columns, tuple(rows), frozenset({groups}), optional=(groups,))
+    yield Table(caption, columns, rows, {groups}, optional=(groups,))
     note = (
         f"Outputs of all experts on {data.compared_tokens:,} of {data.tokens:,} tokens of {data.text}. Silhouette: 1 "
         "where groups are tight and far apart, 0 where they overlap, below 0 where experts are closer to other groups."
@@ -216,7 +216,7 @@ def map_figure(data: BaseReport) -> Figure | None:
         "Experts by linear CKA of their outputs on the two largest principal components; those of a group have one "
         "colour and mark, grey ones are alone."
     )
-    return Figure("map", "Map of the experts, with their groups", caption, tuple(drawings)) if drawings else None
+    return Figure("map", "Map of the experts, with their groups", caption, drawings) if drawings else None
 
 
 def base_figures(data: BaseReport) -> tuple[Figure, ...]:

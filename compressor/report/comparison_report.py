@@ -431,7 +431,7 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
     if comparison.base.tasks:
         caption += "; scores of tasks, their difference to the base's and its bounds"
         optional = (*OPTIONAL, "increase", "KL", "loss")
-    tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset({"format"}), optional, ruled)]
+    tables = [Table(caption, tuple(cells[0]), lines, {"format"}, optional, ruled)]
     if len(comparison.evaluation) > 1:
         columns = [name for name in ("model", "experts", "format") if name in cells[0]]
         sources = comparison.worst_first
@@ -443,7 +443,7 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
                     text = _source_cell(comparison, row, measure, source)
                     line.append(Strong(text) if source in row.degraded else text)
                 lines.append(tuple(line))
-            tables.append(Table(title, (*columns, *sources), tuple(lines), ruled=ruled))
+            tables.append(Table(title, (*columns, *sources), lines, ruled=ruled))
     return tables
 
 
@@ -565,7 +565,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
         draw = partial(_draw_tasks, comparison=comparison, lines=lines, labels=labels)
         drawings.insert(0, Drawing(title, _scores_text(comparison, lines), size, draw))
         caption += " Bands of scores are the bounds of the difference to the base."
-    return Figure("comparison", title, caption, tuple(drawings))
+    return Figure("comparison", title, caption, drawings)
 
 
 def _scores_text(comparison: Comparison, lines: Mapping[str, Sequence[Sequence[Row]]]) -> str:

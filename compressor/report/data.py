@@ -27,8 +27,6 @@ FORMAT = "moe-compressor-report/3"
 ERRORS = {  # what a layer's fields are called
     "error": "error of the block",
     "cosine": "cosine",
-    "stream_error": "error of the stream",
-    "stream_cosine": "cosine of the stream",
     "heldout_error_before": "held-out error, before reconstruction",
     "heldout_error_after": "held-out error, after reconstruction",
 }
@@ -65,8 +63,6 @@ class LayerMeasures:
     visits_after: tuple[float, ...] | None = None  # [N] of the compressed model's, on its own hidden states
     error: float | None = None  # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
     cosine: float | None = None  # of y' and y, the mean over tokens
-    stream_error: float | None = None  # the same of the decoder layer's output, each model run on its own
-    stream_cosine: float | None = None
 
     def fields(self) -> dict[str, Any]:
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
@@ -95,7 +91,7 @@ class Speed:
             f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one sequence of "
             f"{self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of {self.repetitions} turns"
         )
-        return Table(caption, ("", "base", "output", "ratio"), tuple(rows))
+        return Table(caption, ("", "base", "output", "ratio"), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +296,7 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
                 cells["held-out error"] = f"{before:.4g}{outcome}"
         rows.append(cells)
     columns = tuple(rows[0])
-    return Table(caption, columns, tuple(tuple(cells.values()) for cells in rows), frozenset(columns))
+    return Table(caption, columns, tuple(tuple(cells.values()) for cells in rows), columns)
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:

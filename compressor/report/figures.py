@@ -23,7 +23,7 @@ from compressor.document.drawing import (
     label_axes,
 )
 from compressor.document.picture import FONT, Drawing
-from compressor.formatting import counted, listed, percent, readable, short, span
+from compressor.formatting import counted, percent, readable, short, span
 from compressor.quality_gate.report import gate_figure
 from compressor.recipe.document import changed
 from compressor.report.data import (
@@ -32,8 +32,6 @@ from compressor.report.data import (
     Report,
     all_dispositions,
     gone,
-    load_of,
-    mean,
     order,
     roles,
     within,
@@ -57,7 +55,6 @@ MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups di
 SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
-MOST_NAMED = 8  # groups in a text alternative
 MOST_LETTERS = 24  # at the end of a layer's name, where modules differ
 DASHES = (0, (3, 2))
 
@@ -164,9 +161,10 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
     size = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW)
     margins = (LEFT, BELOW, 0.08, ABOVE)
     draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
-    drawings = [
-        Drawing(layer.name, matrix_alt(layer), size, partial(draw, layer=layer), margins=margins) for layer in layers
-    ]
+    drawings = list[Drawing]()
+    for layer in layers:
+        alt = f"{all_dispositions([layer.plan])}; the tables have the numbers."
+        drawings.append(Drawing(layer.name, alt, size, partial(draw, layer=layer), margins=margins))
     labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in layers if layer.similarity_label))
     caption = (
         f"A square for each layer shows how similar the base's experts are{f' ({labels})' if labels else ''}. "
@@ -188,26 +186,6 @@ def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     low = math.floor(10 * min(finite, default=0)) / 10
     high = math.ceil(10 * max(finite, default=1)) / 10
     return low, max(high, low + 0.1)
-
-
-def matrix_alt(layer: LayerReport) -> str:
-    """Return a matrix in numbers, as its text alternative."""
-    plan = layer.plan
-    groups = plan.merged
-    pairs = within(layer, range(plan.experts))
-    inside = list(chain.from_iterable(within(layer, group) for group in groups))
-    named = ", ".join("+".join(map(str, group)) for group in groups[:MOST_NAMED]) or "none"
-    more = " and more" if len(groups) > MOST_NAMED else ""
-    alt = (
-        f"{counted(plan.experts, 'expert')} in {counted(len(plan.groups), 'slot')}; merged groups: {named}{more}; "
-        f"{gone([plan])}: {listed(plan.dropped)}. Mean similarity of all pairs {short(mean(pairs))}"
-        f"{f', within merged groups {short(mean(inside))}' if inside else ''}."
-    )
-    if not pairs:
-        return alt
-    first, second = np.triu_indices(plan.experts, 1)
-    most = int(np.argmax(pairs))
-    return f"{alt} The most similar are {first[most]} and {second[most]} with {short(pairs[most])}."
 
 
 def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any) -> None:
@@ -281,10 +259,10 @@ def visits(data: Report) -> Figure | None:
                 axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
 
     margins = (0.42, 0.2, 0.1, 0.32)
-    drawings = [
-        Drawing(layer.name, visit_alt(layer), (2.5, 2.0), partial(draw, layer=layer), margins=margins)
-        for layer in layers
-    ]
+    drawings = list[Drawing]()
+    for layer in layers:
+        alt = f"{all_dispositions([layer.plan])}; the table below has the shares."
+        drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer), margins=margins))
     caption = (
         f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed model's slots below, "
         "each model with its own routing; the dashed line is an even share."
@@ -296,59 +274,33 @@ def _tokens(data: Report) -> str:
     return f" on {data.measured_on}" if data.measured_tokens else ""
 
 
-def visit_alt(layer: LayerReport) -> str:
-    """Return a layer's bars in numbers, as their text alternative."""
-    parts = []
-    for when, unit, shares in (("Before", "expert", layer.visits_before), ("After", "slot", layer.visits_after)):
-        if not shares:
-            parts.append(f"{when}: not counted.")
-            continue
-        load = load_of(shares)
-        if load is None:
-            parts.append(f"{when}: {counted(len(shares), unit)}, which no token reached.")
-            continue
-        least = f"{percent(min(shares))} ({unit} {shares.index(min(shares))})"
-        most = f"{percent(max(shares))} ({unit} {shares.index(max(shares))})"
-        parts.append(
-            f"{when}: {counted(len(shares), unit)}, from {least} to {most}; maximum {short(load.maximum_to_mean)} "
-            f"times the mean, entropy {short(load.entropy)}."
-        )
-    return " ".join(parts)
-
-
 def errors(data: Report) -> Figure | None:
     """Return dots of each layer's errors; None if no error is known."""
-    rows: list[tuple[LayerReport, Mapping[str, float]]] = []  # of each layer its errors that can be drawn
-    for layer in data.layers:
-        errors = {field: getattr(layer, field) for field in DRAWN_ERRORS}
-        known = {field: value for field, value in errors.items() if value is not None and abs(value) < LARGEST}
-        if known:
-            rows.append((layer, known))
-    if not rows:
-        return None
-    alts = []
-    kinds = []
+    kinds = list[Dots]()
+    alts = list[str]()
     for field, dots in DRAWN_ERRORS.items():
-        values = {layer.name: known[field] for layer, known in rows if field in known}
-        if values:
-            least = min(values, key=values.__getitem__)
-            most = max(values, key=values.__getitem__)
-            ends = f"from {short(values[least])} ({least}) to {short(values[most])} ({most})"
-            alts.append(f"{dots.label.capitalize()}: {ends}.")
-            kinds.append(replace(dots, values=[known.get(field) for _, known in rows]))
+        errors = [getattr(layer, field) for layer in data.layers]
+        values = [None if error is None or not abs(error) < LARGEST else error for error in errors]
+        known = [value for value in values if value is not None]
+        if known:
+            alts.append(f"{dots.label.capitalize()}: from {short(min(known))} to {short(max(known))}.")
+            kinds.append(replace(dots, values=values))
+    if not kinds:
+        return None
 
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.subplots()
-        draw_dots(axes, [readable(layer.name[-MOST_LETTERS:]) for layer, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
+        draw_dots(axes, [layer.name[-MOST_LETTERS:] for layer in data.layers], kinds, "‖y' - y‖² / ‖y‖²")
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
-    size = (WIDTH, 0.17 * len(kinds) + min(max(7.0 / len(rows), 0.13), 0.26) * len(rows) + 0.6)
+    rows = len(data.layers)
+    size = (WIDTH, 0.17 * len(kinds) + min(max(7.0 / rows, 0.13), 0.26) * rows + 0.6)
     drawing = Drawing("Reconstruction error by layer", " ".join(alts), size, draw)
     caption = (
         f"Squared error of the compressed MoE block's output over the squared output of the base's{_tokens(data)}, "
         "on the base's own inputs; 0 is no change."
     )
-    if any("heldout_error_after" in known for _, known in rows):
+    if any(kind.label == ERRORS["heldout_error_after"] for kind in kinds):
         caption += " Held-out errors are those of the reconstruction, on tokens that it did not see."
     return Figure("errors", "Reconstruction error of each layer", caption, (drawing,))
 
@@ -390,7 +342,7 @@ def distillation(data: Report) -> Figure | None:
         "KL divergence from the base's next-token distributions, on text that was not trained on; the dashed line is "
         "where training began, a ring the state that was taken."
     )
-    return Figure("distillation", "Held-out text during the distillation", caption, tuple(drawings))
+    return Figure("distillation", "Held-out text during the distillation", caption, drawings)
 
 
 FIGURES: Mapping[str, Callable[[Report], Figure | None]] = {

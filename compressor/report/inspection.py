@@ -32,7 +32,7 @@ def inspection_blocks(report: "Inspection") -> list[Block]:
         "bytes written": written,
         **({"not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..."} if left_out else {}),
     }
-    blocks: list[Block] = [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
+    blocks: list[Block] = [Heading(report.model), Facts(facts.items()), *inspected_sizes(report)]
     if report.servers:
         against: dict[Breach, list[str]] = {}
         for advice in report.servers:
@@ -43,7 +43,7 @@ def inspection_blocks(report: "Inspection") -> list[Block]:
         for breach, counts in against.items():
             rows.append((", ".join(counts), breach.server, breach.effect, breach.says))
         if rows:
-            blocks.append(Table("Servers", columns, tuple(rows), frozenset(columns)))
+            blocks.append(Table("Servers", columns, rows, columns))
         suitable, nearest = list[str](), list[str]()
         for advice in report.servers:
             if advice.nearest == advice.experts:

@@ -1,9 +1,8 @@
 """Measurements of a report: the similarity of the base's experts, their routed tokens, and each layer's error.
 
-Base and output run over a part of the calibration text. Of every two batches one goes through the base's layers and the
-next, of the same text, through the output's. While the base's passes a layer, the output's MoE block also runs on the
-input of the base's block, so that corrections and merged routers count as they are stored. No more than one layer of
-each is in memory. T tokens, E experts, H hidden, S sampled tokens.
+Output and base run over a part of the calibration text, one after the other. While the base passes a layer, the
+output's MoE block also runs on the input of the base's block, so that corrections and merged routers count as they are
+stored. No more than one layer of each is in memory. T tokens, E experts, H hidden, S sampled tokens.
 
 Base and text are found by the record of the run, unless they are named. What is not available is left out with a
 sentence that says so.
@@ -15,9 +14,8 @@ arXiv:1905.00414) stands in where a strategy compares no experts.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,14 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import ModelSource, is_local, locate
-from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text, sample_rows
+from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text
 from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
 from compressor.model.experts import moe_hooks
-from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass, hidden_of
+from compressor.model.streaming import LayerVisitor, hidden_of
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import load_strategy
@@ -41,7 +39,7 @@ from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Matrix, Measured, record_speed
 from compressor.report.speed import measure_speed
 from compressor.run_record import RunRecord, read_record
-from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics, collect
+from compressor.statistics.statistics import WEIGHTS, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
 from compressor.steps.split.view import as_decided
@@ -291,124 +289,60 @@ class RelativeError:
         return float(f"{value:.6g}") if self.tokens and math.isfinite(value) else None
 
 
-class _WatchedLayer:
-    """One MoE layer of the models, base and output or the output alone, while the batches pass it."""
+class _WatchedBlock:
+    """One MoE block of the base while batches pass it; the output's block runs on the same input.
 
-    def __init__(
-        self,
-        layers: Sequence[MoeLayer],
-        models: Sequence[Any],
-        needs: Sequence[frozenset[str]],
-        batches: Sequence[Tensor],
-        seed: int,
-    ) -> None:
-        self.layer, self.block, self.stream = layers[0], RelativeError(), RelativeError()
-        self.batches = batches
-        sizes = [batch.numel() for batch in batches]
-        self.rows = sample_rows(sizes, compared_tokens(self.layer.experts), seed)
-        self.width = int(models[0].config.get_text_config().hidden_size)
-        self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
-        self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
-        self.collectors, self.hooks = list[Collector](), ExitStack()
-        for turn, model in enumerate(models):
-            self.collectors.append(Collector(layers[turn], model, needs[turn], seed))
-            on_output, on_block = partial(self._experts_ran, turn), partial(self._block_ran, turn)
-            self.hooks.enter_context(moe_hooks(model, self.layer, on_output=on_output, on_block=on_block))
-
-    def _experts_ran(self, turn: int, hidden: Tensor, output: Tensor) -> None:
-        self.outputs[turn] = output
-
-    def _block_ran(self, turn: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Have the output's block run on the arguments of the base's, unless it is the output's turn anyway."""
-        if (
-            self.layer.block != self.layer.decoder_layer
-        ):  # one that is the decoder layer is compared by its experts' outputs
-            self.outputs[turn] = hidden_of(output)
-        if turn == 0 and self.small is not None:
-            base, self.outputs[0] = self.outputs[0], torch.empty(0)
-            if base.numel():
-                self.small(*args, **kwargs)
-                self.block.add(base, self.outputs[1], self.width)
-
-    def begin(self, turn: int, number: int) -> None:
-        """Collect what a batch shows of one of the models alone."""
-        self.stop_collecting()
-        self.collectors[turn].observe(self.batches[number], self.rows[number])
-
-    def stop_collecting(self) -> None:
-        for collector in self.collectors:
-            collector.detach()
-
-    def detach(self) -> None:
-        self.stop_collecting()
-        self.hooks.close()
-
-    def measures(self, similarity: Similarity) -> LayerMeasures:
-        *before, after = [collector.finish() for collector in self.collectors]
-        measures = LayerMeasures(self.layer.name, visits_after=shares(after.routed_count))
-        if not before:
-            return measures
-        matrix, label = similarity.compare(before[0])
-        return replace(
-            measures,
-            similarity=matrix,
-            similarity_label=label,
-            visits_before=shares(before[0].routed_count),
-            error=self.block.error,
-            cosine=self.block.cosine,
-            stream_error=self.stream.error,
-            stream_cosine=self.stream.cosine,
-        )
-
-
-class _BaseAndOutput(LayerVisitor):
-    """Lets every second batch pass the output's layers, and compares both; a single model is watched alone.
-
-    The output is a checkpoint of its own, with its own config, and compared layer by layer, not at the model's output:
-    so it is no `Substitution`.
+    Where the block is the decoder layer itself, the outputs of the experts are compared.
     """
 
-    def __init__(
-        self, models: Sequence[OpenModel], batches: Sequence[Tensor], similarity: Similarity, seed: int
-    ) -> None:
-        self.models, self.batches, self.similarity, self.seed = models, batches, similarity, seed
-        self.watched: list[_WatchedLayer] = []
-        self.turn, self.hidden, self.random = 0, torch.empty(0), torch.get_rng_state()
+    def __init__(self, layer: MoeLayer, base: Any, output: Any) -> None:
+        self.is_decoder_layer = layer.block == layer.decoder_layer
+        self.small = output.get_submodule(layer.block)
+        self.width = int(base.config.get_text_config().hidden_size)
+        self.difference = RelativeError()
+        self.outputs = list[Tensor]()  # of one call: the base's, then the output's
+        self.hooks = ExitStack()
+        for model, on_block in ((output, self._block_ran), (base, self._base_ran)):
+            self.hooks.enter_context(moe_hooks(model, layer, on_output=self._experts_ran, on_block=on_block))
+
+    def _experts_ran(self, hidden: Tensor, output: Tensor) -> None:
+        if self.is_decoder_layer:
+            self.outputs.append(output)
+
+    def _block_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.is_decoder_layer:
+            self.outputs.append(hidden_of(output))
+
+    def _base_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._block_ran(args, kwargs, output)
+        if self.outputs and self.outputs[0].numel():
+            self.small(*args, **kwargs)
+            base, ours = self.outputs
+            self.difference.add(base, ours, self.width)
+        self.outputs.clear()
+
+
+class _BlockErrors(LayerVisitor):
+    """Compares the output's MoE blocks with the base's, which a pass runs; one decoder layer of each is loaded."""
+
+    def __init__(self, output: OpenModel) -> None:
+        self.partial = output.partial
+        self.watched: dict[str, _WatchedBlock] = {}
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
-        for model in self.models[1:]:
-            model.partial.load(model.partial.keys_under(decoder_layer))
-        live = [model.partial.model for model in self.models]
-        by_model = [layers_by_decoder_layer(model.architecture.layers).get(decoder_layer, ()) for model in self.models]
-        for layers in zip(*by_model, strict=True):
-            needs = [VISITS | self.similarity.needs, VISITS][-len(live) :]
-            self.watched.append(_WatchedLayer(layers, live, needs, self.batches, self.seed))
+        if self.at.moe_layers:
+            self.partial.load(self.partial.keys_under(decoder_layer))
+        for layer in self.at.moe_layers:
+            self.watched[layer.name] = _WatchedBlock(layer, self.at.model, self.partial.model)
 
-    def on_batch_start(self, batch: int) -> None:
-        number, self.turn = divmod(batch, len(self.models))
-        for layer in self.watched:
-            layer.begin(self.turn, number)
-        if self.turn:  # each model draws the same numbers
-            torch.set_rng_state(self.random)
-        else:
-            self.random = torch.get_rng_state()
-
-    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        return self.models[1].partial.model.get_submodule(decoder_layer).forward if self.turn else layer_forward
-
-    def on_layer_output(self, output: Any) -> None:
-        if self.turn:  # with what the base's has just made of the same batch
-            for layer in self.watched:
-                layer.stream.add(self.hidden, hidden_of(output), layer.width)
-        self.hidden = hidden_of(output)
+    def on_layer_end(self, decoder_layer: str) -> None:
+        self.clear(decoder_layer)
 
     def clear(self, decoder_layer: str = "") -> None:
-        """Leave the models as they were."""
-        for layer in self.watched:
-            layer.detach()
-        self.watched = []
-        for model in self.models[1:]:
-            model.partial.release(decoder_layer)
+        """Leave both models as they were."""
+        for watched in self.watched.values():
+            watched.hooks.close()
+        self.partial.release(decoder_layer)
 
 
 def measure_layers(
@@ -420,24 +354,37 @@ def measure_layers(
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
     """Yield each MoE layer's measures in order, on token ids [B, L]; without a base, the routed tokens after alone."""
-    models = [output] if base is None else [base, output]
-    other = models[0].architecture
+    first = base or output
     names = [layer.name for layer in output.architecture.layers]
-    if names != [layer.name for layer in other.layers] or output.architecture.decoder_layers != other.decoder_layers:
+    same_layers = output.architecture.decoder_layers == first.architecture.decoder_layers
+    if names != [layer.name for layer in first.architecture.layers] or not same_layers:
         raise CompressionError(
-            f"{models[0].source.label} and {output.source.label} have different layers, so they are no base and its "
+            f"{first.source.label} and {output.source.label} have different layers, so they are no base and its "
             "output; name the base with --model"
         )
-    doubled = [batch for batch in batches for _ in models]
-    both = _BaseAndOutput(models, batches, similarity, seed)
-    with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
-        try:
-            for decoder_layer in passed:
-                for layer in both.watched:
-                    yield layer.measures(similarity)
-                both.clear(decoder_layer)
-        finally:
-            both.clear()
+    text = Calibration(tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts))
+    after = list[LayerMeasures]()
+    for stats in collect(output, VISITS, text, progress, seed):
+        after.append(LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count)))
+    if base is None:
+        yield from after
+        return
+    errors = _BlockErrors(output)
+    try:
+        needs = VISITS | similarity.needs
+        for measures, stats in zip(after, collect(base, needs, text, progress, seed, along=[errors]), strict=True):
+            matrix, label = similarity.compare(stats)
+            difference = errors.watched[measures.module].difference
+            yield replace(
+                measures,
+                similarity=matrix,
+                similarity_label=label,
+                visits_before=shares(stats.routed_count),
+                error=difference.error,
+                cosine=difference.cosine,
+            )
+    finally:
+        errors.clear()
 
 
 def by_weights(base: OpenModel, similarity: Similarity, progress: Progress) -> Iterator[LayerMeasures]:

@@ -153,23 +153,23 @@ def similarity(data: Report) -> Iterator[Block]:
                 pairs = within(layer, group.members)
                 least = min(pairs, default=None)
                 rows.append((f"merged, slot {slot}", listed(group.members), short(mean(pairs)), short(least)))
-        below: list[Block] = [Facts(tuple(decided.items()))]
+        below: list[Block] = [Facts(decided.items())]
         if rows:
             columns = ("", "experts", "mean similarity", "least similarity")
-            below.append(Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})))
+            below.append(Table(f"{layer.name}: groups", columns, rows, {"experts"}))
         if with_matrices and layer.similarity is not None:
             below.append(matrix(f"{layer.name}: {layer.similarity_label or 'similarity'}", layer.similarity))
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
             f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {gone([plan])}"
         )
-        yield Details((Strong(layer.name), " ", Note(note)), tuple(below))
+        yield Details((Strong(layer.name), " ", Note(note)), below)
 
 
 def matrix(caption: str, values: Matrix) -> Table:
     """Return a matrix of experts [E, E] as a table."""
     rows = [(str(number), *map("{:.2f}".format, row)) for number, row in enumerate(values)]
-    return Table(caption, ("expert", *map(str, range(len(values)))), tuple(rows))
+    return Table(caption, ("expert", *map(str, range(len(values)))), rows)
 
 
 def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
@@ -192,7 +192,7 @@ def visits(data: Report) -> Iterator[Block]:
         maxima = [short(load and load.maximum_to_mean) for load in loads]
         rows.append((layer.name, *maxima, *(short(load and load.entropy) for load in loads)))
     heads = ("", "maximum to mean, before", "after", "entropy, before", "after")
-    yield Table("How evenly the routed tokens spread", heads, tuple(rows))
+    yield Table("How evenly the routed tokens spread", heads, rows)
     note = "Both are 1 where all experts get equally many tokens; the entropy is 0 where one gets them all."
     yield Text(note, "note")
     for layer in layers:
@@ -208,7 +208,7 @@ def shares(layer: LayerReport) -> Table:
         after = layer.visits_after[slots[expert]] if layer.visits_after and slots[expert] >= 0 else None
         rows.append((str(expert), percent(before[expert]), became, percent(after)))
     columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
-    return Table(f"{layer.name}: routed tokens", columns, tuple(rows), frozenset({"what became of it"}))
+    return Table(f"{layer.name}: routed tokens", columns, rows, {"what became of it"})
 
 
 def errors(data: Report) -> Iterator[Block]:
@@ -223,10 +223,7 @@ def errors(data: Report) -> Iterator[Block]:
         rows = []
         for layer in data.layers:
             rows.append((layer.name, *(short(getattr(layer, name), 4) for name in fields)))
-        yield Table("Errors by layer", ("", *(ERRORS[name] for name in fields)), tuple(rows))
-    if "stream_error" in fields:
-        note = "The stream is the decoder layer's output when each model runs on its own, so its error adds up."
-        yield Text(note, "note")
+        yield Table("Errors by layer", ("", *(ERRORS[name] for name in fields)), rows)
 
 
 def hubs(data: Report) -> list[Block]:
@@ -239,7 +236,7 @@ def hubs(data: Report) -> list[Block]:
         figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
         rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
     texts = frozenset({"what became of it", "experts"})
-    hub_table = Table("Routing hubs", HUB_COLUMNS, tuple(rows), texts)
+    hub_table = Table("Routing hubs", HUB_COLUMNS, rows, texts)
     protected_table = Table("Protected experts", ("", "experts"), protected, texts)
     return [
         Heading("Hubs", 3),

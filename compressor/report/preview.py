@@ -126,7 +126,7 @@ def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
     if is_tokens:
         facts["a sequence begins with"] = " ".join(read.opening) or "no special token"
         facts["digest of the tokens"] = read.sha256
-    return [Heading(read.source), Facts(tuple(facts.items())), *(Listing(_shown(pieces)) for pieces in read.shown)]
+    return [Heading(read.source), Facts(facts.items()), *(Listing(_shown(pieces)) for pieces in read.shown)]
 
 
 def _shown(pieces: tuple[Piece, ...]) -> str:

@@ -76,7 +76,7 @@ def attempts_table(attempts: Sequence[Attempt]) -> list[Block]:
     rows = []
     for attempt in attempts:
         rows.append((str(attempt.experts), attempt.result.verdict, "yes" if attempt.accepted else "no"))
-    return [Table("Models tried", ("experts per layer", "verdict", "accepted"), tuple(rows))]
+    return [Table("Models tried", ("experts per layer", "verdict", "accepted"), rows)]
 
 
 def dry_run_blocks(run: DryRun) -> list[Block]:
@@ -93,9 +93,9 @@ def dry_run_blocks(run: DryRun) -> list[Block]:
         shapes.append((what, write(before), write(after), share(after, before)))
     blocks: list[Block] = [
         Text(f"Dry run of {run.model}: nothing is written."),
-        Table("Steps", ("", "step", "options", "passes"), tuple(steps), frozenset({"step", "options"})),
+        Table("Steps", ("", "step", "options", "passes"), steps, {"step", "options"}),
         *map(Text, run.notes),
-        Table(f"{counted(run.moe_layers, 'MoE layer')}", ("", "before", "after", "left"), tuple(shapes)),
+        Table(f"{counted(run.moe_layers, 'MoE layer')}", ("", "before", "after", "left"), shapes),
         Text(f"Servers: {servers_in_words(run.servers)}"),
     ]
     for text in run.texts:

@@ -16,7 +16,7 @@ from PIL import Image
 from compressor.document.blocks import Figure
 from compressor.document.picture import inline_svgs, png
 from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
-from compressor.report.figures import LEVELS, cells, figures, limits, matrix_alt, visit_alt
+from compressor.report.figures import LEVELS, cells, figures, limits
 from tests.support.rendered_figures import canvases
 from tests.support.report_data import STEPS, bare, layer, report
 
@@ -56,15 +56,9 @@ def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[st
         assert (np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) == shades).all()
 
 
-def test_alternative_of_a_matrix_by_hand() -> None:
+def test_scale_holds_all_but_the_diagonal() -> None:
     matrix = ((1.0, 0.2, 0.9), (0.2, 1.0, 0.4), (0.9, 0.4, 1.0))
-    each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), similarity=matrix)
-    low, high = limits([each])
-    assert (low, high) == pytest.approx((0.2, 0.9))  # all but the diagonal
-    assert matrix_alt(each) == (
-        "3 experts in 2 slots; merged groups: 0+2; dropped: none. Mean similarity of all pairs 0.5, within merged "
-        "groups 0.9. The most similar are 0 and 2 with 0.9."
-    )
+    assert limits([layer(0, 3, 2, 0, groups=((0, 2), (1,)), similarity=matrix)]) == pytest.approx((0.2, 0.9))
 
 
 def test_bars_are_as_high_as_the_shares(made: dict[str, Figure]) -> None:
@@ -78,15 +72,6 @@ def test_bars_are_as_high_as_the_shares(made: dict[str, Figure]) -> None:
             assert heights[::2] == pytest.approx(shares) and not heights[1::2].any()  # gaps between bars
         kinds = [next(bar.get_label() for bar in above.patches if bar.get_data()[0][2 * n] > 0) for n in range(16)]  # type: ignore[attr-defined]
         assert kinds == roles(each) and above.get_ylim() == below.get_ylim()
-
-
-def test_alternative_of_visits_by_hand() -> None:
-    each = layer(0, 4, 2, 0, visits_before=(0.4, 0.1, 0.3, 0.2), visits_after=(0.5, 0.5))
-    before, after = visit_alt(each).split(" After: ")
-    assert before.startswith("Before: 4 experts, from 10.0% (expert 1) to 40.0% (expert 0); maximum 1.6 times the mean")
-    assert after == "2 slots, from 50.0% (slot 0) to 50.0% (slot 0); maximum 1 times the mean, entropy 1."
-    assert "which no token reached" in visit_alt(replace(each, visits_before=(0.0,) * 4))
-    assert "not counted" in visit_alt(replace(each, visits_after=None))
 
 
 def test_every_expert_has_one_disposition_and_layers_are_told_apart() -> None:

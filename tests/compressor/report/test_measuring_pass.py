@@ -137,16 +137,9 @@ def block_errors(case: Case, layer: MoeLayer) -> tuple[float, float] | None:
 
 
 def test_measures_are_those_of_whole_models_in_memory(case: Case) -> None:
-    """Visits as a plain forward counts them, errors of the output's own block, and of both models on their own."""
+    """Visits as a plain forward counts them, and errors of the output's own block."""
     before = counted(case.stock, case.model.architecture, case.parts)
     after = counted(case.small, case.out.architecture, case.parts)
-    layer_names = [layer.decoder_layer for layer in case.model.architecture.layers]
-    both = [
-        calls_of(
-            model, layer_names, lambda model=model: [model(input_ids=part, use_cache=False) for part in case.parts]
-        )
-        for model in (case.stock, case.small)
-    ]
     found = case.measured()
     assert list(found) == [layer.name for layer in case.model.architecture.layers]
     for layer in case.model.architecture.layers:
@@ -158,9 +151,6 @@ def test_measures_are_those_of_whole_models_in_memory(case: Case) -> None:
             assert (measured.error, measured.cosine) == (None, None)
         else:
             assert (measured.error, measured.cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6) and wanted[0] > 1e-3
-        one, two = (calls[layer.decoder_layer] for calls in both)
-        wanted = relative([(x.output, y.output) for x, y in zip(one, two, strict=True)])
-        assert (measured.stream_error, measured.stream_cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
 
 def test_without_the_source_the_visits_after_are_still_measured(case: Case) -> None:
@@ -181,7 +171,6 @@ def test_keeping_everything_changes_nothing(name: str, tmp_path: Path) -> None:
             assert layer.visits_before == (0.0,) * 8
         else:
             assert layer.error == pytest.approx(0, abs=1e-12) and layer.cosine == pytest.approx(1)
-            assert layer.stream_error == pytest.approx(0, abs=1e-12) and layer.stream_cosine == pytest.approx(1)
 
 
 def test_one_layer_of_each_model_is_in_memory(tmp_path: Path) -> None:
@@ -191,7 +180,7 @@ def test_one_layer_of_each_model_is_in_memory(tmp_path: Path) -> None:
         for model in (case.model, case.out):
             held = model.partial.model.named_parameters()
             loaded.append({name.split(".")[2] for name, value in held if ".layers." in name and not value.is_meta})
-    assert loaded == [{"0"}, {"0"}, {"1"}, {"1"}]
+    assert loaded == [{"0"}, set(), {"1"}, set()]  # the output's is gone when all batches have passed
     for model in (case.model, case.out):
         assert all(value.is_meta for value in model.partial.model.parameters())
         assert not any(module._forward_hooks for module in model.partial.model.modules())
