@@ -299,6 +299,19 @@ def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
     return new_folder(folder, partial(check_folder, folder, names, overwrite))
 
 
+def write_files(folder: Path, contents: Mapping[str, Any], names: Sequence[str], overwrite: bool = False) -> list[Path]:
+    """Write reports, text or bytes, into a new folder, or nothing when anything fails; return their paths.
+
+    With `overwrite` an earlier folder of reports of these `names` is replaced once the new one is complete.
+    """
+    with whole_folder(folder, names, overwrite) as fresh:
+        for name, content in contents.items():
+            # names of files may hold what UTF-8 cannot
+            data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
+            (fresh / name).write_bytes(data)
+    return [folder / name for name in contents]
+
+
 @contextmanager
 def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     """A folder to fill, which becomes `out`, or nothing when anything fails; what was there stays until then.

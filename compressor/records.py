@@ -145,6 +145,11 @@ def _misfit(value: Any, wanted: str, where: str) -> CompressionError:
     return CompressionError(f"{where} should be {wanted}, it is {shown}")
 
 
+def report_json(content: Any, indent: int | None = 2) -> str:
+    """Return the JSON of a report; raises `ValueError` for numbers that JSON cannot write."""
+    return json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def readable_json(content: Mapping[str, Any]) -> str:
     """Return indented JSON in which lists of plain values stand on one line, so that a person can read it."""
     as_json = json.loads(json.dumps(content))  # lists for tuples, text for keys

@@ -120,7 +120,7 @@ def test_without_an_output_it_only_shows(run: Run, planted: Path, tmp_path: Path
         (("--top", 0), "--top"),
         (("--threshold", -1), "--threshold"),
         (("--keys", -1), "--keys"),
-        (("--edges", "heads"), "there are no --edges 'heads'; known are routers, experts"),
+        (("--edges", "heads"), "'heads' is not one of 'routers', 'experts'"),
         (("--edges-kept", 0), "--edges-kept"),
         (("--without", "E3", *SIZES), "--without 'E3' names no expert; write layer and number, as in L1E9,L4E14"),
         (("--without", "L0E3, L0E99", *SIZES), "there is no such expert"),

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import compressor
 from compressor.cli.options import Computing, Model, Seed, Unweighted, flag, spread
 from compressor.cli.terminal import on_ranks, print_report, reporting, written_line
 from compressor.distributed import ranks
-from compressor.errors import CompressionError
 from compressor.extras import require
 
 if TYPE_CHECKING:
@@ -27,7 +26,8 @@ def attribute(
     threshold: Annotated[float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)] = 3.5,
     keys: Annotated[int, flag("Sequences on which to split the strongest heads by key token.", min=0)] = 0,
     edges: Annotated[
-        str, flag("Targets of the graph's edges: routers, or experts (every later expert's score, too).")
+        Literal["routers", "experts"],
+        flag("Targets of the graph's edges: routers, or experts (every later expert's score, too)."),
     ] = "routers",
     edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
     without: Annotated[
@@ -40,8 +40,6 @@ def attribute(
         require("matplotlib", "networkx")
     from compressor.attribution.report import NAMES, findings, write_attribution
 
-    if edges not in ("routers", "experts"):
-        raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         run = partial(
             compressor.attribute,
@@ -56,7 +54,7 @@ def attribute(
         )
         attribution = run(without=without.split(",")) if without else run()  # which refuses names, so it comes first
         results = findings(attribution, threshold, top, run() if without else None)
-        written = list[Path]()
+        written = []
         if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)
     show_attribution(results, running.as_json, written)

@@ -44,6 +44,9 @@ def adds_up(kind: str, module: str, split: Container[str]) -> bool:
     return kind != "moe" and not (kind == "attention" and module in split)
 
 
+ByReceiver = tuple[float | None, ...]  # [R]; None for routers that come before the sender
+
+
 @dataclass(frozen=True, slots=True)
 class Receiver:
     """One router whose logits are decomposed."""
@@ -64,11 +67,11 @@ class Sender:
     module: str  # the module whose output it is; the experts module for routed experts
     number: int | None  # of the expert or the head
     share: float  # of the tokens that it wrote to
-    influence: tuple[float | None, ...]  # [R] variance of the sub-scores over the experts, averaged over tokens
-    positive: tuple[float | None, ...]  # [R] APS: mean of the positive sub-scores' sum over the experts, over E
-    negative: tuple[float | None, ...]  # [R] ANS: the same of the negative ones
-    rank_change: tuple[float | None, ...]  # [R] AARV; None throughout for heads and their bias
-    covariance: tuple[float | None, ...]  # [R] with the logits over the experts, averaged over tokens
+    influence: ByReceiver  # [R] variance of the sub-scores over the experts, averaged over tokens
+    positive: ByReceiver  # [R] APS: mean of the positive sub-scores' sum over the experts, over E
+    negative: ByReceiver  # [R] ANS: the same of the negative ones
+    rank_change: ByReceiver  # [R] AARV; None throughout for heads and their bias
+    covariance: ByReceiver  # [R] with the logits over the experts, averaged over tokens
 
     @property
     def total_influence(self) -> float:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from compressor.attribution.figures import (
     Attribution,
-    Sender,
     Together,
     equal_where_tied,
     is_measured,
@@ -142,7 +141,7 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     routers = router_labels(attribution.receivers)
     numbers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
     labels: dict[str, str] = {}  # by the sender's name
-    experts: dict[Expert, Sender] = {}
+    experts = {}
     for sender, label in zip(senders, sender_labels(senders), strict=True):
         labels[sender.name] = label
         if sender.number is not None and sender.module in numbers:
@@ -210,7 +209,7 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
     uses. Of every expert those of the next router are kept with which the excess is greatest. Memory is that of two
     routers' choices and one table [E, E].
     """
-    together: list[Together] = []
+    together = []
     for first in range(len(valid) - 1):
         table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=float64_device(valid.device))
         for batch in chosen:

@@ -93,8 +93,8 @@ def super_experts(attribution: Attribution) -> tuple[Output, ...]:
     entries = equal_where_tied(output.max_entry for output in reached)
     # the next entry above the percentile, so that equal ones stand or fall together
     least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
-    massive = list[Output]()
-    strengths = list[float]()
+    massive = []
+    strengths = []
     for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True):
         is_large = entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
         if is_large and exceeds(score, THRESHOLD):

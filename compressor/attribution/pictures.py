@@ -138,12 +138,13 @@ def _heat(
     title = f"{attribution.model}: {title}"
     columns = [column for column in columns if column]
     if not columns:
-        return Figure(name, title, "", (Drawing(title, "Nothing to show.", (5.0, 1.2), _write_nothing),))
+        empty = Drawing(title, "Nothing to show.", (5.0, 1.2), lambda canvas: canvas.text(0.03, 0.5, "nothing to show"))
+        return Figure(name, title, "", (empty,))
     layers = [str(receiver.layer) for receiver in attribution.receivers]
     width = max(LEAST_PANEL, len(layers) * min(max(PANEL / len(layers), LEAST_CELL), MOST_CELL))
     tallest = max(len(panel.rows) for column in columns for panel in column)
     row_height = min(max(HEIGHT / tallest, 1.2 * LINE if name == "experts" else LEAST_ROW), MOST_ROW)
-    widths = list[float]()
+    widths = []
     height = LEAST_BODY
     values = list[float]()
     for column in columns:
@@ -184,10 +185,6 @@ def _heat(
     return Figure(name, title, "", (Drawing(title, alt, (sum(widths), height), draw),))
 
 
-def _write_nothing(canvas: "FigureBase") -> None:
-    canvas.text(0.03, 0.5, "nothing to show", va="center")
-
-
 def influence_figure(attribution: Attribution) -> Figure:
     """Each component's influence on each router; one colour scale for all of them."""
     columns = [
@@ -220,8 +217,8 @@ def experts_figure(
     Experts that are `compared` come first, before others were blocked and without those.
     """
     starred = {(hub.module, hub.expert) for hub in hubs}
-    panels = list[Panel]()
-    alt = list[str]()
+    panels = []
+    alt = []
     for kind, name in (("expert", "routed experts"), ("head", "attention heads")):
         senders = strongest(attribution.of_kind(kind), top)
         labels = []
@@ -245,7 +242,7 @@ def experts_figure(
 
 def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:
     """Draw the change of the chosen experts over the variance: components, and single experts."""
-    components: list[Group] = []
+    components = []
     for number, (kind, title) in enumerate(GROUPS.items()):
         components.append((title, [*pairs(attribution, kind)], _style(number)))
     drawings = (
@@ -299,13 +296,8 @@ def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]
     members: dict[str, list[Pair]] = {label: [] for label in ("no hub", "more hubs", *labels.values())}
     for pair in pairs(attribution, "expert"):
         members[labels.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
-    count = len(members["no hub"])
-    size = 5.0 if count < 2000 else 3.0 if count < 20000 else 1.5
-    styles = [
-        {"color": "#aaaaaa", "marker": ".", "markersize": size},
-        {"color": "black", "marker": ".", "markersize": 5},
-        *map(_style, range(len(members) - 2)),
-    ]
+    plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}
+    styles = [{"color": "#aaaaaa", **plain}, {"color": "black", **plain}, *map(_style, range(len(members) - 2))]
     return [(label, points, style) for (label, points), style in zip(members.items(), styles, strict=True)]
 
 
@@ -353,11 +345,8 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
                 edgecolors="#222222",
                 label=kind,
             )
-        above = {node: (x, y + 0.04) for node, (x, y) in at.items()}
         labels = {node: readable(node) for node in named}
-        nx.draw_networkx_labels(
-            graph, above, labels, font_size=8, font_weight="bold", verticalalignment="bottom", ax=axes
-        )
+        nx.draw_networkx_labels(graph, at, labels, font_size=8, font_weight="bold", verticalalignment="bottom", ax=axes)
         axes.tick_params(bottom=True, labelbottom=True)
         axes.set_xticks([layer + 0.4 for layer in layers], labels=["token" if x < 0 else f"L{x}" for x in layers])
         axes.set(yticks=[], ylim=(-1.3, 1.3))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
+from compressor.attribution.figures import UNRANKED, ByReceiver, Output, ScoreEdge, Sender, adds_up
 from compressor.attribution.routers import ObservedRouters, View, ranks_of
 from compressor.attribution.tracing import STREAM, LayerTrace, TracedPass
 from compressor.devices import as_float64
@@ -116,7 +116,7 @@ class Tally:
         return Output(*expert, int(tokens), norm / max(1.0, tokens), *self.largest.tolist())
 
 
-def _measured(values: Tensor) -> tuple[float | None, ...]:
+def _measured(values: Tensor) -> ByReceiver:
     return tuple(None if math.isnan(value) else value for value in values.tolist())
 
 

@@ -33,10 +33,10 @@ from compressor.data.sources import without_folders
 from compressor.document.blocks import Block, Code, Heading, Table, Text
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
-from compressor.files import whole_folder
-from compressor.formatting import counted, percent, short
+from compressor.files import write_files
+from compressor.formatting import percent, short
 from compressor.recipe.hubs import Hub, RoutedExpert
-from compressor.records import finite, plain_json
+from compressor.records import finite, plain_json, report_json
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -50,7 +50,6 @@ NAMES = (
     *GRAPH,
 )
 STRONGEST_KEYS = 3  # key tokens named for each head
-GROUPS = 8  # communities that the report names
 DIGITS = 6  # significant ones of a number in JSON
 
 Blocks = tuple[Block, ...]
@@ -125,7 +124,7 @@ def brief_content(findings: Findings) -> dict[str, Any]:
     content: dict[str, Any] = {
         "model": attribution.model,
         "tokens": attribution.tokens,
-        "hubs": tuple(findings.hubs),
+        "hubs": findings.hubs,
         "super_experts": [_content(output, "max_entry", "max_norm", "mean_norm") for output in findings.supers],
         "overlap": {name: [*map(_content, experts)] for name, experts in findings.overlap.items()},
         "receivers": attribution.receivers,
@@ -164,51 +163,39 @@ def full_content(findings: Findings) -> dict[str, Any]:
     return {**brief_content(findings), **rounded(more)}
 
 
-def _json(content: Any, indent: int | None = None) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, indent=indent)
-
-
-def write_graph(graph: "nx.DiGraph", folder: Path) -> None:
-    """Save the graph as GraphML and as node-link JSON, without rounding, which networkx and Gephi open."""
+def graph_files(graph: "nx.DiGraph") -> dict[str, str]:
+    """Return the graph as GraphML and as node-link JSON, without rounding, which networkx and Gephi open."""
     import networkx as nx
 
     graphml = "\n".join(nx.generate_graphml(graph, named_key_ids=True))
-    (folder / GRAPH[0]).write_text(graphml + "\n", encoding="utf-8")
-    (folder / GRAPH[1]).write_text(_json(nx.node_link_data(graph, edges="edges"), 0) + "\n", encoding="utf-8")
+    return {GRAPH[0]: f"{graphml}\n", GRAPH[1]: report_json(nx.node_link_data(graph, edges="edges"), 0)}
 
 
 def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
-    """Write JSON, Markdown, graph and pictures into a new folder, all of them or, when anything fails, nothing.
-
-    With `overwrite` an earlier attribution is replaced once the new one is complete, and stays when anything fails.
-    """
-    with whole_folder(folder, NAMES, overwrite) as working:
-        graph, centrality = measured_graph(findings.attribution)
-        graph_content = {
-            "nodes": graph.number_of_nodes(),
-            "edges": graph.number_of_edges(),
-            "first": {measure: ranking(centrality, measure)[:TOP] for measure in MEASURES},
-        }
-        texts = (
-            _json({**full_content(findings), "graph": graph_content}, 0) + "\n",
-            markdown(whole_blocks(findings, graph, centrality)),
-            _json(rounded(tuple(findings.hubs)), 2) + "\n",
-        )
-        for name, text in zip(NAMES, texts, strict=False):
-            (working / name).write_text(text, encoding="utf-8")
-        for figure in (
-            *pictures(findings.attribution, findings.hubs, findings.top, findings.compared),
-            graph_figure(graph, centrality),
-        ):
-            (working / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
-        write_graph(graph, working)
-    return [folder / name for name in NAMES]
+    """Write JSON, Markdown, graph and pictures into a new folder."""
+    graph, centrality = measured_graph(findings.attribution)
+    graph_content = {
+        "nodes": graph.number_of_nodes(),
+        "edges": graph.number_of_edges(),
+        "first": {measure: ranking(centrality, measure)[:TOP] for measure in MEASURES},
+    }
+    contents: dict[str, Any] = {
+        NAMES[0]: report_json({**full_content(findings), "graph": graph_content}, 0),
+        NAMES[1]: markdown(whole_blocks(findings, centrality)),
+        NAMES[2]: report_json(rounded(findings.hubs)),
+    }
+    for figure in pictures(findings.attribution, findings.hubs, findings.top, findings.compared):
+        contents[f"{figure.name}.png"] = png(figure.title, figure.drawings)
+    figure = graph_figure(graph, centrality)
+    contents |= graph_files(graph)
+    contents[GRAPH[2]] = png(figure.title, figure.drawings)
+    return write_files(folder, contents, NAMES, overwrite)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def whole_blocks(findings: Findings, graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
+def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
     """The method, hubs, kinds, the strongest senders, super experts, key tokens and the graph."""
     attribution = findings.attribution
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
@@ -237,7 +224,7 @@ def whole_blocks(findings: Findings, graph: "nx.DiGraph", centrality: Centrality
         _super_table(findings),
         Text(_overlap_line(findings)),
         *_key_blocks(attribution),
-        *_graph_blocks(graph, centrality),
+        *_graph_blocks(centrality),
         Heading("Does influence change the choice?"),
         Text(correlation),
         Text(f"Made with {versions}."),
@@ -313,9 +300,9 @@ def _blocked_blocks(findings: Findings) -> Blocks:
 def _kind_blocks(attribution: Attribution) -> Blocks:
     title = "What shapes routing"
     columns = ("kind", "senders", "influence", "share of all")
-    rows = tuple(
+    rows = [
         (kind.kind, str(kind.senders), short(kind.influence), percent(kind.share)) for kind in kind_shares(attribution)
-    )
+    ]
     return Heading(title), Table(title, columns, rows)
 
 
@@ -346,7 +333,7 @@ def _key_blocks(attribution: Attribution) -> Blocks:
     for split in attribution.per_key:
         order = sorted(range(len(split.influence)), key=lambda key: -split.influence[key])[:STRONGEST_KEYS]
         names = split.texts or tuple(map(str, split.tokens))
-        keys = ", ".join(f"{_json(names[key])} at {key}" for key in order)
+        keys = ", ".join(f"{json.dumps(names[key], ensure_ascii=False)} at {key}" for key in order)
         shares = map(percent, (split.first, split.own, split.previous))
         rows.append((f"L{split.layer} head {split.head}", str(split.sequence), *shares, keys))
     if not rows:
@@ -357,34 +344,13 @@ def _key_blocks(attribution: Attribution) -> Blocks:
     return Heading(title), Table(title, columns, rows, {columns[-1]}), Text(note)
 
 
-def _graph_blocks(graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
+def _graph_blocks(centrality: Centrality) -> Blocks:
     if not any(centrality.values()):  # no expert comes before a router
         return ()
-    note = " hold the whole graph: who steers which router, how strongly."
+    note = " hold the whole graph: who steers which router, how strongly, and which experts go together."
     files = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), note)
-    tables = (table for table in graph_tables(graph, centrality) if table.rows)
-    return Heading("The routing graph"), Text(files), *tables
-
-
-def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ...]:
-    """The central experts, and the groups of experts."""
     central = []
     for expert in ranking(centrality, RELATIVE)[:TOP]:
-        figures = [f"{centrality[measure][expert]:.3g}" for measure in MEASURES]
-        central.append((expert, *figures))
-    members: dict[int, list[str]] = {}  # of each community, those that most tokens are routed to first
-    for node, data in sorted(graph.nodes(data=True), key=lambda entry: -entry[1].get("share", 0.0)):
-        if "community" in data:
-            members.setdefault(data["community"], []).append(node)
-    several = [members[community] for community in sorted(members) if len(members[community]) > 1]
-    groups = []
-    for number, experts in enumerate(several[:GROUPS]):
-        layers = {graph.nodes[expert]["layer"] for expert in experts}
-        groups.append((str(number), str(len(experts)), str(len(layers)), ", ".join(experts[:4])))
+        central.append((expert, *(f"{centrality[measure][expert]:.3g}" for measure in MEASURES)))
     title = "The most central experts, by relative PageRank: PageRank over the mean of their layer's experts"
-    together = f"Experts that are routed to together over layers: {counted(len(several), 'group')} of several"
-    columns = ("community", "experts", "layers", "most tokens")
-    return (
-        Table(title, ("expert", *MEASURES), central),
-        Table(together, columns, groups, {columns[-1]}),
-    )
+    return Heading("The routing graph"), Text(files), Table(title, ("expert", *MEASURES), central)

@@ -1,6 +1,5 @@
 """An evaluation of LoRA experts as blocks and pictures (CoMoE, figures 4 and 5), and as a folder of reports."""
 
-import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -15,9 +14,9 @@ from compressor.document.blocks import Block, Facts, Figure, Heading, Strong, Ta
 from compressor.document.drawing import MARKERS, colour, draw_bars, draw_heat, draw_key, ink_on
 from compressor.document.markdown import markdown
 from compressor.document.picture import FONT, Drawing, png
-from compressor.files import whole_folder
+from compressor.files import write_files
 from compressor.formatting import counted, human_bytes, human_count, share
-from compressor.records import plain_json
+from compressor.records import plain_json, report_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -91,17 +90,14 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     )
     footer = "Made by moe-compress comoe evaluate."
     images = {figure.name: f"{figure.name}.png" for figure in figures}
-    texts = (
-        json.dumps(plain_json(evaluation), indent=2) + "\n",
-        markdown((Heading(title, 1), *blocks), images),
-        html.page(title, "CoMoE evaluation", summary, Facts(tiles), blocks, footer),
-    )
-    with whole_folder(folder, NAMES, overwrite) as work_folder:
-        for name, text in zip(NAMES, texts, strict=False):
-            (work_folder / name).write_text(text, encoding="utf-8")
-        for figure in figures:
-            (work_folder / images[figure.name]).write_bytes(png(figure.title, figure.drawings))
-    return [folder / name for name in (*NAMES[:3], *images.values())]
+    contents: dict[str, Any] = {
+        NAMES[0]: report_json(plain_json(evaluation)),
+        NAMES[1]: markdown((Heading(title, 1), *blocks), images),
+        NAMES[2]: html.page(title, "CoMoE evaluation", summary, Facts(tiles), blocks, footer),
+    }
+    for figure in figures:
+        contents[images[figure.name]] = png(figure.title, figure.drawings)
+    return write_files(folder, contents, NAMES, overwrite)
 
 
 def _summary(evaluation: ComoeEvaluation) -> str:

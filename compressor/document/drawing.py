@@ -119,7 +119,7 @@ def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even:
     """
     edges = [bar + side for bar in range(len(values)) for side in (-0.4, 0.4)]
     for role in dict.fromkeys(roles):
-        heights = list[float]()
+        heights = []
         for value, other in zip(values, roles, strict=True):
             heights += [value if other == role else math.nan, math.nan]
         hollow = role == "dropped"
@@ -154,7 +154,7 @@ def draw_dots(
 
     With a `limit` the axis is linear, and everything beyond that dashed line is shaded. What is not finite is left out.
     """
-    values = list[float]()
+    values = []
     for kind in kinds:
         values += [value for value in kind.values if value is not None]
         values += chain.from_iterable(bound for bound in kind.bounds if bound is not None)

@@ -17,7 +17,7 @@ NO_IMAGES: Mapping[str, str] = {}
 
 def markdown(document: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -> str:
     """The document's text, ending in a line break; `images` are the paths of figures by name, others are left out."""
-    lines: list[str] = []
+    lines = []
     above = ""
     for block in document:
         above = plain_words(block.words) if isinstance(block, blocks.Heading) else above

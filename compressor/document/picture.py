@@ -62,7 +62,6 @@ class Drawing:
     size: tuple[float, float]
     draw: Callable[["FigureBase"], object] = field(repr=False, compare=False)
     is_legend: bool = False  # stands above the others, on a line of its own
-    margins: tuple[float, float, float, float] | None = None  # inches left, below, right, above; None: as needed
 
 
 @contextmanager
@@ -78,13 +77,7 @@ def drawing_settings() -> Iterator[None]:
 def _drawn(drawing: Drawing, **style: Any) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    if drawing.margins is None:
-        canvas = Canvas(figsize=drawing.size, layout="constrained", **style)
-    else:  # many alike drawings line up so, and their layout takes no time
-        left, below, right, above = drawing.margins
-        width, height = drawing.size
-        canvas = Canvas(figsize=drawing.size, **style)
-        canvas.subplots_adjust(left / width, below / height, 1 - right / width, 1 - above / height)
+    canvas = Canvas(figsize=drawing.size, layout="constrained", **style)
     drawing.draw(canvas)
     return canvas
 
@@ -135,7 +128,7 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     rows.insert(0, [Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw_title)])
     with drawing_settings():
         images = [list(map(_image, row)) for row in rows]
-    places = list[tuple[Image.Image, int, int]]()
+    places = []
     right = top = 0
     for row in images:
         left = 0

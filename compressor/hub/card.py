@@ -26,7 +26,7 @@ from compressor.pipeline.outcome import Outcome, read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import changed, step_line
-from compressor.recipe.plan import ExpertPlan, Source, correction_of, describe_split, parts_of
+from compressor.recipe.plan import Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan
@@ -99,7 +99,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
         options = without_folders(outcome.gate.options)
         outcome = replace(outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options))
     has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
-    graphs = list[str]()
+    graphs = []
     for inner in ("", ONNX_FOLDER):
         if (folder / inner / GRAPH).is_file() and (folder / inner / ONNX_RECORD).is_file():
             graphs.append(inner)
@@ -201,6 +201,7 @@ def card_text(
     name = repo_id.rpartition("/")[2]
     drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
     images = {figure: f"images/{figure}.png" for figure in drawn}
+    became = page.experts(data.expert_plan)
     header = metadata(facts, repo_id, base_metadata(data.plan.source, base, base_model))
     blocks: list[Block | None] = [
         Heading(one_line(name), 1),
@@ -211,7 +212,7 @@ def card_text(
         *provenance(facts, command, name),
         Heading("Experts"),
         drawn.get("experts"),
-        *experts_details(data.expert_plan),
+        Details("Layer by layer", became) if data.layers else became[0],
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),
     ]
@@ -257,7 +258,7 @@ def cited(name: str) -> str:
 
 
 def introduction(facts: CardFacts) -> Blocks:
-    """Return what it is, in one paragraph, with the strategies that won layers where several were tried."""
+    """Return what it is, in one paragraph."""
     outcome = facts.outcome
     source = outcome.plan.source
     base: Words = f'the local checkpoint "{label(source.model)}"'
@@ -292,14 +293,11 @@ def _what_became(facts: CardFacts) -> str:
     if not plan.layers:
         same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
         return f", of which all experts stay{after_split}.{same}"
-    winners = Counter(layer.figures["won"] for layer in plan.layers if "won" in layer.figures)
-    won = [f"{cited(name)} in {counted(number, 'layer')}" for name, number in sorted(winners.items())]
-    decided = f"; decided by {joined(won)}" if won else ""
     routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
     return (
         f" with {plan.experts} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
         f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
-        f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
+        f"Strategy: {', then '.join(map(cited, facts.strategies))}."
     )
 
 
@@ -336,14 +334,6 @@ def provenance(facts: CardFacts, command: str | None, out: str) -> Blocks:
         blocks.append(Listing(without_paths(command), "bash"))
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
     return *blocks, outcome_facts(facts.outcome, "card"), Text(whole)
-
-
-def experts_details(plan: ExpertPlan) -> Blocks:
-    """Return what became of each expert, layer by layer, as a table that folds away."""
-    if not plan.layers:
-        return page.experts(plan)
-    table, legend = page.experts(plan)
-    return (Details("Layer by layer", (legend, table)),)
 
 
 def loading(facts: CardFacts, repo_id: str) -> Blocks:
@@ -434,7 +424,7 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
         )
     if not has_licence:
         sentences.append("No licence was found in a card of the base; the base's own terms hold.")
-    return Heading("Limits"), Items(tuple(filter(None, sentences)))
+    return Heading("Limits"), Items([sentence for sentence in sentences if sentence])
 
 
 def domains_of(text: Mapping[str, Any]) -> list[str]:

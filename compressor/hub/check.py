@@ -23,7 +23,7 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import GOLDEN, SUMS, TEMPLATES, file_digest
+from compressor.files import GOLDEN, SUMS, TEMPLATES
 from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
@@ -211,17 +211,14 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
 
 def _changed(folder: Path, judged: Mapping[str, Any]) -> str | None:
     """Return the first file that is not what was judged; weights with a digest may have another time of change."""
-    before = _facts_by_file(judged)
-    after = _facts_by_file(identity(ModelSource(str(folder), None, folder)))
-    for name, digest in judged.get("digests", {}).items():
-        if name in after:
-            after[name] = before[name] if file_digest(folder / name) == digest else digest
+    now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
+    before, after = _facts_by_file(judged), _facts_by_file(now)
     names = before.keys() | after.keys()
     return min((name for name in names if before.get(name) != after.get(name)), default=None)
 
 
 def _facts_by_file(identity: Mapping[str, Any]) -> dict[str, Any]:
-    weights = {name: facts for name, *facts in identity.get("weights", ())}
+    weights = identity.get("digests") or {name: facts for name, *facts in identity.get("weights", ())}
     return {**identity.get("files", {}), **weights}
 
 

@@ -6,7 +6,6 @@ found in at most `FALSE_ALARMS` of samples.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import scipy
@@ -14,7 +13,7 @@ import scipy
 from compressor.answers.scores import ItemScores
 from compressor.quality_gate.options import Expectation
 from compressor.quality_gate.statistics import holm, ratio_error
-from compressor.quality_gate.verdict import Anomaly, TaskGate
+from compressor.quality_gate.verdict import Anomaly, Asked, TaskGate
 
 FALSE_ALARMS = 0.05
 SURE = 2.0  # standard errors: the tolerance of a score that is given without one
@@ -26,11 +25,11 @@ def find_anomalies(
     rows: Sequence[TaskGate],
     base: Sequence[ItemScores],
     expectations: Mapping[str, Expectation],
-    asked: Mapping[str, Mapping[str, Any]],
+    asked: Asked,
 ) -> tuple[Anomaly, ...]:
     """Return the anomalies of tasks with the base's scores on them; `asked` names the chat template of each task,
     as far as it is known."""
-    suspects = list[tuple[TaskGate, str, float]]()
+    suspects = []
     for row, scores in zip(rows, base, strict=True):
         if row.task in expectations:
             expected = expectations[row.task]
@@ -42,7 +41,7 @@ def find_anomalies(
         if row.gained > row.lost:
             suspects.append((row, f"clearly worse than the compressed model, {row.compressed:.4f}", row.mcnemar))
     corrected = holm(np.array([p for *_, p in suspects])).tolist()
-    anomalies = list[Anomaly]()
+    anomalies = []
     for (row, reason, _), p in zip(suspects, corrected, strict=True):
         if p < FALSE_ALARMS:
             cause = "most often a broken or missing chat template"

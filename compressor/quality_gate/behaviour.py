@@ -40,7 +40,7 @@ from compressor.quality_gate.teacher_forced import (
     stop_tokens_of,
     teacher_forced,
 )
-from compressor.quality_gate.verdict import GateCondition, TaskGate
+from compressor.quality_gate.verdict import GateCondition
 from compressor.records import plain_json
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def written_conditions(written: Written, limits: Limits, confidence: float) -> t
     alpha = 1 - confidence
     base = [pair.base_ending for pair in written.pairs]
     smaller = [pair.smaller_ending for pair in written.pairs]
-    tasks = list[TaskGate]()
+    tasks = []
     for name, (_, limit) in limits.items():
         if name == LENGTH:
             tasks.append(measure_change(pair_lengths(base, smaller), limit, alpha))
@@ -245,7 +245,7 @@ def evaluate_behaviour(
                 answers.append(teacher_forced(prompt, answer, tokenizer, options.chat))
     divergence = TeacherForcedDivergence()
     if stock is not None and (texts or answers):
-        stop_tokens = dict[str, tuple[int, ...]]()
+        stop_tokens = {}
         if answers:
             tokenizer, facts = base.opened()
             stop_tokens = stop_tokens_of(tokenizer, facts.stops)

@@ -11,14 +11,13 @@ from compressor.answers.generation import Answer
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Heading, Marked, Note, Side, Sides, Strong, Table, Text, Words
 from compressor.document.markdown import markdown
-from compressor.files import MADE_BY, whole_folder
+from compressor.files import MADE_BY, write_files
 from compressor.formatting import common_prefix, counted
 from compressor.quality_gate.behaviour import AnswerPair, Behaviour, Written
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
-from compressor.quality_gate.report import LONE_HALVES
 from compressor.quality_gate.verdict import conditions_table
-from compressor.records import plain_json
+from compressor.records import plain_json, report_json
 
 NAMES = ("behaviour.json", "behaviour.md", "answers.html", "answers.jsonl")
 MOST_PAIRS, MOST_LETTERS = 500, 20_000  # on the page: pairs, and of each text
@@ -41,7 +40,7 @@ def shown(rate: Rate, value: float, sign: str = "") -> str:
 def written_blocks(written: Written, base: str, smaller: str, confidence: float) -> tuple[Block, ...]:
     """Return a table of both models' measures, over all answers and by domain."""
     columns = ("measure", "domain", "answers", "base", "smaller", "rise", "at least", "at most", "more / fewer")
-    rows = list[tuple[Words, ...]]()
+    rows = []
     for rate in written.rates:
         figures = [shown(rate, rate.base), shown(rate, rate.smaller)]
         figures += [shown(rate, value, "+") for value in (rate.rise, rate.lower, rate.upper)]
@@ -73,7 +72,7 @@ def lead(behaviour: Behaviour) -> str:
     )
 
 
-def behaviour_blocks(behaviour: Behaviour, written: Sequence[Path] = ()) -> tuple[Block, ...]:
+def behaviour_blocks(behaviour: Behaviour, written: Sequence[Path] = ()) -> list[Block]:
     """Return all figures, the same for a terminal and for behaviour.md."""
     blocks: list[Block] = [Text(Strong(lead(behaviour)))]
     if behaviour.written is not None:
@@ -89,7 +88,7 @@ def behaviour_blocks(behaviour: Behaviour, written: Sequence[Path] = ()) -> tupl
         blocks.append(conditions_table(behaviour.conditions))
     if written:
         blocks.append(Text(f"Written to {written[0].parent}: {', '.join(path.name for path in written)}."))
-    return tuple(blocks)
+    return blocks
 
 
 def answer_lines(pairs: Iterable[AnswerPair]) -> str:
@@ -142,17 +141,14 @@ def answers_page(behaviour: Behaviour) -> str:
     document: list[Block] = [Heading("Measures", 2, "measures"), *behaviour_blocks(behaviour)[1:]]
     document += [Heading("Answers side by side", 2, "answers"), note, Sides(("Domain", "Verdict"), sides)]
     counts = Counter(pair.verdict for pair in pairs)
-    tiles = Facts(tuple((name.capitalize(), f"{counts[name]:,}") for name in FIRST))
+    tiles = Facts([(name.capitalize(), f"{counts[name]:,}") for name in FIRST])
     return html.page(behaviour.smaller, "Behaviour report", lead(behaviour), tiles, document, f"{MADE_BY} evaluate.")
 
 
 def write_behaviour(behaviour: Behaviour, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown, the answers and a page to read them into a new folder, or nothing when anything fails."""
     page = markdown((Heading(f"Behaviour of {behaviour.smaller}", level=1), *behaviour_blocks(behaviour)))
-    texts = [json.dumps(behaviour.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", page]
+    texts = [report_json(behaviour.to_dict()), page]
     if behaviour.written is not None:
         texts += [answers_page(behaviour), answer_lines(behaviour.written.pairs)]
-    with whole_folder(folder, NAMES, overwrite) as scratch:
-        for name, text in zip(NAMES, texts, strict=False):
-            (scratch / name).write_text(text, encoding="utf-8", errors=LONE_HALVES)
-    return [folder / name for name in NAMES[: len(texts)]]
+    return write_files(folder, dict(zip(NAMES, texts, strict=False)), NAMES, overwrite)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compressor.document.blocks import Block, Strong, Table, Text, Words
+from compressor.document.blocks import Block, Strong, Table, Text
 
 CONFIDENCE = 0.95
 # a domain is degraded above this multiple of the mean of the other domains
@@ -106,7 +106,7 @@ class DomainDivergence:
         return self.domains[0] if self.together is None else self.together
 
 
-def heldout_blocks(divergence: DomainDivergence) -> tuple[Block, ...]:
+def heldout_blocks(divergence: DomainDivergence) -> list[Block]:
     """Return a sentence on a run's held-out text, and a table where it has several sources."""
     loss, rise, kl, flips = overall_words(divergence.overall)
     blocks: list[Block] = [
@@ -120,7 +120,7 @@ def heldout_blocks(divergence: DomainDivergence) -> tuple[Block, ...]:
         blocks += divergence_blocks(divergence, "Held-out text by source, compared with the base")
     if divergence.note:
         blocks.append(Text(divergence.note))
-    return tuple(blocks)
+    return blocks
 
 
 def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
@@ -137,10 +137,10 @@ def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     )
 
 
-def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, ...]:
+def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
     """Return the degraded domains, a table of all domains, and a table for each set of stop tokens."""
     degraded = {domain.domain for domain in divergence.degraded}
-    rows = list[tuple[Words, ...]]()
+    rows = []
     for row in divergence.rows:
         rows.append(
             (
@@ -153,7 +153,7 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, 
                 _change(row.flips, 100, "", "%"),
             )
         )
-    ruled = frozenset({len(divergence.domains) - 1})
+    ruled = {len(divergence.domains) - 1}
     columns = ("domain", "sequences", "tokens", "loss", "rise of the loss", "KL", "flips")
     if divergence.together is not None:
         title = f"{title}; worst first"
@@ -163,13 +163,13 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> tuple[Block, 
     for index, stop_tokens in enumerate(divergence.domains[0].stop_tokens):
         if index == 0:
             legend += LEGEND_OF_ENDS
-        ends = list[tuple[Words, ...]]()
+        ends = []
         for row in divergence.rows:
             figures = row.stop_tokens[index]
             ends.append((row.domain, f"{figures.count:,}", *_both(figures.here), *_both(figures.elsewhere)))
         caption = f"Probability of the token that ends {stop_tokens.name}"
         blocks.append(Table(caption, END_COLUMNS, ends, {"domain"}, ("ends",), ruled))
-    return (*blocks, Text(legend))
+    return [*blocks, Text(legend)]
 
 
 def _both(pair: Paired | None) -> tuple[str, str, str]:

@@ -67,7 +67,7 @@ def figures_of(domain: str, figures: Figures, stop_tokens: Sequence[str], confid
         rows = counts > 0
         return paired(base[rows], compressed[rows], counts[rows], confidence) if rows.any() else None
 
-    stop_figures = list[StopTokenFigures]()
+    stop_figures = []
     for index, name in enumerate(stop_tokens):
         due, base, compressed, base_elsewhere, compressed_elsewhere = figures.stop_tokens[:, index].T
         here = probability(base, compressed, due)

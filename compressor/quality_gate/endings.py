@@ -136,7 +136,7 @@ def endings_of(
 
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:
     """Return True if a tool call is not closed, or it, or a block of JSON, begins like JSON and is none."""
-    contents = list[str]()
+    contents = []
     for opening, closing in markers.calls:
         for call in text.split(opening)[1:]:
             content, end, _ = call.partition(closing)

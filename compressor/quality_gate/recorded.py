@@ -71,7 +71,7 @@ def gate_results(
             raise CompressionError(
                 f"{name} is {value} in {base} and {other} in {compressed}; evaluate both models alike"
             )
-    pairs = dict[Key, tuple[ItemScores, ItemScores]]()
+    pairs = {}
     for key, scores in before.items():
         if key in after:
             refuse_others(scores, after[key], f"{key[0]}, {base} and {compressed}")
@@ -168,10 +168,10 @@ def read_results(path: Path, wanted: Sequence[str], metric: str | None) -> tuple
             raise CompressionError(
                 f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; evaluate it again"
             )
-    results = dict[Key, ItemScores]()
+    results = {}
     for key, items in answers.items():
         task, name, kind = key
-        means = list[AnsweredItem]()
+        means = []
         for same in items.values():
             mean = sum(item.score for item in same) / len(same)
             means.append(replace(same[0], score=mean))

@@ -3,10 +3,9 @@
 A result belongs to a folder of weights if the files that it lists are those of the folder.
 """
 
-import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,13 +33,14 @@ from compressor.document.drawing import Dots, draw_dots
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
-from compressor.files import file_digest, whole_folder
-from compressor.formatting import counted, joined, one_line, readable
+from compressor.files import file_digest, write_files
+from compressor.formatting import counted, joined, one_line, readable, setting
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.statistics import POWER, advise, overall
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
     SIGNS,
+    Asked,
     GateResult,
     TaskGate,
     Verdict,
@@ -48,7 +48,7 @@ from compressor.quality_gate.verdict import (
     gate_content,
     gate_from_content,
 )
-from compressor.records import read_json
+from compressor.records import read_json, report_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -116,7 +116,7 @@ COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
     "detectable": lambda task: change(task.detectable, task.kind),
     "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
 }
-TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
+TEXTS = {"task", "metric", "verdict"}
 OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
 
 
@@ -162,7 +162,7 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
-def asked_sentences(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def asked_sentences(asked: Asked) -> list[str]:
     """Return a sentence on each form in which tasks were asked; none for recorded results."""
     if not asked:
         return []
@@ -171,16 +171,13 @@ def asked_sentences(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return form_sentences(asked)
 
 
-def power_blocks(power: "PowerAnalysis") -> tuple[Block, ...]:
+def power_blocks(power: "PowerAnalysis") -> list[Block]:
     """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
     rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
-    forms = tuple(map(Text, asked_sentences(power.asked)))
+    forms = map(Text, asked_sentences(power.asked))
     if not rows:
-        return (
-            Text(
-                "Margins that text can show of loss and flips depend on their variance, and are known from the bounds."
-            ),
-        )
+        text = "Margins that text can show of loss and flips depend on their variance, and are known from the bounds."
+        return [Text(text)]
     cells = []
     for row in rows:
         shown = ["-"] * len(power.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
@@ -196,10 +193,10 @@ def power_blocks(power: "PowerAnalysis") -> tuple[Block, ...]:
             " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
             "one shown."
         )
-    return *forms, Table(caption, columns, cells, ruled={len(power.tasks) - 1}), Text(text)
+    return [*forms, Table(caption, columns, cells, ruled={len(power.tasks) - 1}), Text(text)]
 
 
-def gate_blocks(result: GateResult) -> tuple[Block, ...]:
+def gate_blocks(result: GateResult) -> list[Block]:
     """Return the verdict, advice, tasks with the pool, conditions, and the exact method.
 
     Terminal, gate.md, report page and model card show the same blocks.
@@ -219,8 +216,7 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
         )
-        last_task = frozenset({len(result.tasks) - 1})
-        blocks.append(Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, last_task))
+        blocks.append(Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, {len(result.tasks) - 1}))
     for row in result.rows:
         if row.decides:
             sentence = "equivalent" if row.equivalent else "not shown to be equivalent"
@@ -241,32 +237,21 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     facts = {
         "Base": f"{result.base}{_commit(result.base_identity)}",
         "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
-        "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
-        "Options": _pairs(result.options),
-        "Versions": _pairs(result.versions),
-        "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
-        "Items per second": _pairs({name: f"{value:.1f}" for name, value in result.items_per_second.items()}),
+        "Tasks": {task.task: f"version {task.version}" for task in result.tasks},
+        "Options": result.options,
+        "Versions": result.versions,
+        "Seconds": result.seconds,
+        "Items per second": result.items_per_second,
     }
-    known = Facts(tuple((name, fact) for name, fact in facts.items() if fact))
+    known = Facts([(name, setting(fact)) for name, fact in facts.items() if fact])
     blocks.append(Details("How it was tested", (*map(Text, METHOD), known)))
-    return tuple(blocks)
+    return blocks
 
 
 def _commit(identity: Mapping[str, Any]) -> str:
     if "commit" in identity:
         return f", commit {identity['commit']}"
     return ", files as in gate.json" if identity else ""
-
-
-def _pairs(entries: Mapping[str, Any]) -> str:
-    pairs = []
-    for name, value in entries.items():
-        if isinstance(value, list | tuple):
-            value = " ".join(map(str, value))
-        elif isinstance(value, Mapping):
-            value = f"({_pairs(value)})"
-        pairs.append(f"{name} {'not set' if value is None else value}")
-    return ", ".join(pairs)
 
 
 def gate_figure(result: GateResult) -> Figure | None:
@@ -294,8 +279,8 @@ def _draw(canvas: "FigureBase", result: GateResult) -> None:
     names = [f"{SIGNS[row.verdict][1]} {one_line(row.task, MOST_LETTERS)}\n{row.verdict}" for row in result.rows]
     kinds = []
     for verdict, marker in MARKERS.items():
-        drops = list[float | None]()
-        bounds = list[tuple[float, float] | None]()
+        drops = []
+        bounds = []
         for row in result.rows:
             drop, lower, upper = (placed(value, row.max_drop) for value in (row.drop, row.lower, row.upper))
             drops.append(drop if row.verdict == verdict else None)
@@ -305,21 +290,14 @@ def _draw(canvas: "FigureBase", result: GateResult) -> None:
 
 
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
-    """Write JSON, JUnit XML and Markdown into a new folder, all of them or, when anything fails, nothing.
-
-    With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
-    """
-    with whole_folder(folder, NAMES, overwrite) as scratch:
-        (scratch / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
-        (scratch / NAMES[1]).write_bytes(junit(result))
-        (scratch / NAMES[2]).write_text(gate_page(result), encoding="utf-8", errors=LONE_HALVES)
-    return [folder / name for name in NAMES]
+    """Write JSON, JUnit XML and Markdown into a new folder."""
+    contents = {NAMES[0]: gate_json(result), NAMES[1]: junit(result), NAMES[2]: gate_page(result)}
+    return write_files(folder, contents, NAMES, overwrite)
 
 
 def write_error(message: str, folder: Path) -> None:
     """Write gate.xml alone into a new folder, for a gate that ended with an error."""
-    with whole_folder(folder, NAMES) as scratch:
-        (scratch / NAMES[1]).write_bytes(junit_error(message))
+    write_files(folder, {NAMES[1]: junit_error(message)}, NAMES)
 
 
 def clear_error(folder: Path) -> None:
@@ -339,12 +317,17 @@ def gate_page(result: GateResult) -> str:
 
 def junit_error(message: str) -> bytes:
     """Return JUnit XML of a gate that ended with an error: one test case."""
-    counts = {"tests": "1", "failures": "0", "errors": "1", "skipped": "0"}
-    root = Xml.Element("testsuites", {"name": SUITE, **counts})
-    suite = _add(root, "testsuite", name=SUITE, **counts)
+    root, suite = _suite(SUITE, {"tests": 1, "failures": 0, "errors": 1, "skipped": 0})
     case = _add(suite, "testcase", classname=CLASS, name="gate")
     _add(case, "error", message, message=message, type="error")
     return _xml(root)
+
+
+def _suite(name: str, counts: Mapping[str, Any]) -> tuple[Xml.Element, Xml.Element]:
+    """Return the root of JUnit XML and the one suite in it."""
+    attributes = {count: str(value) for count, value in counts.items()}
+    root = Xml.Element("testsuites", {"name": SUITE, **attributes})
+    return root, _add(root, "testsuite", name=name, **attributes)
 
 
 def _add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
@@ -363,15 +346,14 @@ def junit(result: GateResult) -> bytes:
     verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
     verdicts += ["inconclusive"] * len(result.anomalies)
     counts = {
-        "tests": str(len(verdicts)),
-        "failures": str(verdicts.count("fail")),
-        "errors": "0",
-        "skipped": str(verdicts.count("inconclusive")),
+        "tests": len(verdicts),
+        "failures": verdicts.count("fail"),
+        "errors": 0,
+        "skipped": verdicts.count("inconclusive"),
         "time": f"{sum(result.seconds.values()):.3f}",
     }
     plain = {name: value for name, value in gate_content(result).items() if isinstance(value, str | float)}
-    root = Xml.Element("testsuites", {"name": SUITE, **counts})
-    suite = _add(root, "testsuite", name=f"{SUITE}: {result.base}, {result.compressed}", **counts)
+    root, suite = _suite(f"{SUITE}: {result.base}, {result.compressed}", counts)
     properties = _add(suite, "properties")
     for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
         _add(properties, "property", name=name.replace("_", "-"), value=str(value))
@@ -409,7 +391,7 @@ def full_content(result: GateResult) -> dict[str, Any]:
 
 
 def gate_json(result: GateResult) -> str:
-    return json.dumps(full_content(result), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return report_json(full_content(result))
 
 
 def read_gate(path: Path) -> GateResult:
@@ -496,7 +478,7 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
 
 def eval_results(result: GateResult) -> bytes:
     """Return the compressed model's finite scores on benchmarks of the Hub as YAML for `.eval_results`; maybe none."""
-    entries = list[EvalResultEntry]()
+    entries = []
     for task in result.tasks:
         if task.task in result.benchmarks and math.isfinite(task.compressed):
             dataset_id, task_id = result.benchmarks[task.task]

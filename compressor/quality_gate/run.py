@@ -6,7 +6,7 @@ Its power is known before any model is loaded, from the number of items, the mar
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from compressor.quality_gate.statistics import (
     shown_by,
 )
 from compressor.quality_gate.teacher_forced import check_options, read_all
-from compressor.quality_gate.verdict import GateResult, Side
+from compressor.quality_gate.verdict import Asked, GateResult, Side
 from compressor.run_record import PACKAGES, versions
 
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
@@ -90,7 +90,7 @@ class PowerAnalysis:
     confidence: float
     flips: tuple[float, ...] = FLIPS
     refusal: str | None = None  # why not even an identical model passes, and what would do
-    asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: the form of its questions
+    asked: Asked = field(default_factory=dict)  # by task: the form of its questions
 
 
 def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAnalysis:
@@ -201,7 +201,7 @@ def run_gate(
     compressed: ModelSource,
     tasks: Sequence[EvaluationTask],
     gate: GateRequest,
-    asked: Mapping[str, Mapping[str, Any]],
+    asked: Asked,
     progress: Progress,
     label: str | None = None,
     server: Server | None = None,

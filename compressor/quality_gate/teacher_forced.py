@@ -28,7 +28,7 @@ from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
-from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, DomainFigures, Paired
+from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, Paired
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.endings import Markers
 from compressor.quality_gate.options import BehaviourOptions, Limits
@@ -103,7 +103,7 @@ def read_answers(
     `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most` tokens, are left out with one
     warning for each file, or refused if `strict`.
     """
-    answers = list[TeacherForcedAnswer]()
+    answers = []
     for argument in arguments:
         source, domain = domain_of(argument)
         left_out = LeftOut(f"answers of {source}", strict)
@@ -162,16 +162,16 @@ def answer_sets(
     """Return a set for each domain, longest first, in which only answers count; and the answers in that order."""
     for answer in answers:
         check_vocabulary(max(*answer.prompt, *answer.answer), vocabulary)
-    sets = list[EvaluationSet]()
-    order = list[TeacherForcedAnswer]()
+    sets = []
+    order = []
     for domain in dict.fromkeys(answer.domain for answer in answers):
         of_domain = [answer for answer in answers if answer.domain == domain]
         of_domain.sort(key=lambda answer: len(answer.prompt) + len(answer.answer), reverse=True)
-        batches = list[torch.Tensor]()
-        masks = list[torch.Tensor]()
+        batches = []
+        masks = []
         for begin in range(0, len(of_domain), BATCH_SIZE):
-            tokens = list[torch.Tensor]()
-            counted = list[torch.Tensor]()
+            tokens = []
+            counted = []
             for row in of_domain[begin : begin + BATCH_SIZE]:
                 tokens.append(torch.tensor(row.prompt + row.answer))
                 counted.append(torch.tensor([False] * len(row.prompt) + [True] * len(row.answer)))
@@ -283,7 +283,7 @@ def divergence_conditions(
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
     """
     # name of the domain, what would decide an inconclusive condition, and the figures
-    rows = list[tuple[str, str, DomainFigures]]()
+    rows = []
     if divergence.text is not None:
         rows += [(row.domain, "text", row) for row in divergence.text.domains]
     if divergence.answers is not None:

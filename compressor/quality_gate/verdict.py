@@ -17,6 +17,7 @@ FORMAT = "moe-compressor-gate/2"
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 Verdict = Literal["pass", "fail", "inconclusive"]
 Side = Literal["base", "compressed"]
+Asked = Mapping[str, Mapping[str, Any]]  # by task: the form of its questions
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),
     "fail": ("bad", "✗"),
@@ -104,7 +105,7 @@ class GateResult:
     base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
     compressed_identity: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: the form of its questions
+    asked: Asked = field(default_factory=dict)  # by task: the form of its questions
     benchmarks: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # by task: id on the Hub, and task there
     seconds: Mapping[str, float] = field(default_factory=dict)
     items_per_second: Mapping[str, float] = field(default_factory=dict)  # by model, without loading it

@@ -48,7 +48,7 @@ ROUNDING = 1e-9  # a spread below this
 class ExpertMap:
     """Places of a layer's experts on the two largest principal components of their linear CKA."""
 
-    places: tuple[tuple[float, float], ...]  # [E, 2]; empty where no token reached the layer
+    places: Sequence[tuple[float, float]]  # [E, 2]; empty where no token reached the layer
     share: float  # of the experts' spread that the two components hold
 
 
@@ -134,7 +134,7 @@ def map_of(kernel: Matrix | None) -> ExpertMap:
     spread = max(len(values) - values.sum() / len(values), ROUNDING)  # the trace of the centred kernel
     analysis = KernelPCA(2, kernel="precomputed", eigen_solver="dense")
     places = analysis.fit_transform(values).round(6)
-    return ExpertMap(tuple(map(tuple, places.tolist())), float(analysis.eigenvalues_.sum() / spread))
+    return ExpertMap(places.tolist(), float(analysis.eigenvalues_.sum() / spread))
 
 
 def mean_similarity(report: LayerReport) -> float | None:
@@ -149,7 +149,7 @@ def merged_groups(report: LayerReport) -> str:
 
 def base_blocks(data: BaseReport) -> Iterator[Block]:
     """Yield the redundancy of each layer in numbers."""
-    rows = list[tuple[str, ...]]()
+    rows = []
     for number, layer in enumerate(data.layers):
         means = [short(mean_similarity(reports[number])) for reports in data.measures.values()]
         rows.append((layer.name, *means, merged_groups(layer), short(data.silhouettes[MAPPED][number])))
@@ -186,7 +186,7 @@ def _lines(title: str, values: Mapping[str, Sequence[float | None]], numbers: Se
         axes.set(xlabel="decoder layer", ylabel=title.lower())
         canvas.legend(loc="outside upper left", ncols=2, fontsize=FONT)
 
-    parts = list[str]()
+    parts = []
     for name, heights in values.items():
         known = [height for height in heights if height is not None]
         parts.append(f"{name} {short(min(known, default=None))} to {short(max(known, default=None))}")
@@ -206,7 +206,7 @@ def map_figure(data: BaseReport) -> Figure | None:
         axes.set(xticks=[], yticks=[])
         axes.set_aspect("equal", adjustable="datalim")
 
-    drawings = list[Drawing]()
+    drawings = []
     for layer, expert_map in zip(data.layers, data.maps, strict=True):
         if expert_map.places:
             alt = f"Merged groups: {merged_groups(layer)}; {expert_map.share:.0%} of the spread is shown."

@@ -185,7 +185,7 @@ class _RowBuilder:
         none = Correct(method="none")
         plain, uncorrected = self._carried_out(planned, candidate, none)
         answer = lru_cache(partial(self._answers, planned.plan))
-        rows = list[Row]()
+        rows = []
         for correction in corrections:
             row = plain
             with tempfile.TemporaryDirectory() as folder:
@@ -325,15 +325,6 @@ def read_texts(run: Session, grid: Grid, text: TextOptions, seed: int) -> tuple[
     return read_calibration(run, text, seed, HELDOUT), evaluation
 
 
-def _heldout_sets(calibration: Calibration) -> list[EvaluationSet]:
-    """Return the held-out batches of each calibration source."""
-    sets = list[EvaluationSet]()
-    for index, name in enumerate(calibration.source_names):
-        numbers = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == index]
-        sets.append(EvaluationSet(name, tuple(calibration.batches[number] for number in numbers)))
-    return sets
-
-
 def _attributable(candidates: Sequence[Candidate], planner: Planner, named: bool) -> list[Candidate]:
     """Return the candidates, without unnamed ones that need an attribution if the model has none."""
     try:
@@ -390,7 +381,7 @@ def compare_strategies(
     calibration = replace(calibration, sample_tokens=prune.sample_count)
     changed = any(method.wanted for candidate in candidates for method in candidate.corrections)
     # by which corrections of whole models are kept or undone
-    heldout = _heldout_sets(calibration) if changed else []
+    heldout = [EvaluationSet("held-out", calibration.heldout_batches)] if changed else []
     evaluator = Evaluator(base, [*sets, *heldout])
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")

@@ -1,6 +1,5 @@
 """The result of a comparison: a row for each smaller model, beside the base; its table, plot, files and best choice."""
 
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,11 @@ from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Te
 from compressor.document.drawing import MARKERS, ROLES, colour, scale_axis
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing, png
-from compressor.files import whole_folder
+from compressor.files import write_files
 from compressor.formatting import counted, human_bytes, human_count, joined, readable
 from compressor.quality_gate.report import change, level
 from compressor.quality_gate.verdict import TaskGate
-from compressor.records import finite, plain_json
+from compressor.records import finite, plain_json, report_json
 from compressor.report.grid import STORED
 
 if TYPE_CHECKING:
@@ -130,6 +129,9 @@ class Row:
         return Difference.of(other.kl_by_sequence, self.kl_by_sequence)
 
 
+Lines = Mapping[str, Sequence[Sequence[Row]]]  # by name: where a line begins, then its rows by falling bytes
+
+
 def format_label(scheme: str) -> str:
     return "as stored" if scheme == STORED else scheme
 
@@ -157,7 +159,7 @@ def related(rows: Sequence[Row]) -> tuple[Row, ...]:
     Every row needs its losses and KL by sequence.
     """
     base = best = None
-    results = list[Row]()
+    results = []
     for row in sorted(rows, key=lambda row: (row.bytes, sort_key(row.kl))):
         is_best = best is None or sort_key(row.kl) < sort_key(best.kl)
         best = row if best is None or is_best else best
@@ -221,7 +223,7 @@ class Comparison:
     def alike(self) -> list[Row]:
         """Rows that fit and whose KL is within a standard error of the best one's."""
         best, *others = self.fitting
-        rows = list[Row]()
+        rows = []
         for row in others:
             gap = best.kl_from(row)
             if not gap.gain > gap.standard_error:
@@ -391,19 +393,15 @@ def _range(task: str, rows: Sequence[Row]) -> TaskGate:
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
-    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
-
-    With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
-    """
+    """Write JSON, Markdown and picture into a new folder."""
     document = comparison.document()
     (figure,) = (block for block in document if isinstance(block, Figure))
-    with whole_folder(folder, NAMES, overwrite) as work:
-        indent = None if comparison.base.answers else 2  # an item is no line
-        text = json.dumps(comparison.to_dict(), indent=indent, ensure_ascii=False, allow_nan=False)
-        (work / NAMES[0]).write_text(text + "\n", encoding="utf-8")
-        (work / NAMES[1]).write_text(markdown(document, {figure.name: NAMES[2]}), encoding="utf-8")
-        (work / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
-    return [folder / name for name in NAMES]
+    contents = {
+        NAMES[0]: report_json(comparison.to_dict(), None if comparison.base.answers else 2),  # an item is no line
+        NAMES[1]: markdown(document, {figure.name: NAMES[2]}),
+        NAMES[2]: png(figure.title, figure.drawings),
+    }
+    return write_files(folder, contents, NAMES, overwrite)
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
@@ -423,7 +421,7 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
         ruled.add(0)
         bold = set() if comparison.base.tasks else {number + 1 for number in ruled}
     cells = [_cells(comparison, row) for row in shown]
-    lines = list[tuple[Words, ...]]()
+    lines = []
     for number, row_cells in enumerate(cells):
         lines.append(tuple(map(Strong, row_cells.values())) if number in bold else tuple(row_cells.values()))
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
@@ -534,7 +532,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
     """
     base = comparison.base
     lines = _lines(comparison)
-    labels = dict[str, str]()
+    labels = {}
     alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
     for name, line in lines.items():
         drops = max(map(len, line))
@@ -563,38 +561,23 @@ def comparison_figure(comparison: Comparison) -> Figure:
         size = size[0], max(2.8 * rows, size[1])
         title = f"{comparison.model}: scores over experts kept"
         draw = partial(_draw_tasks, comparison=comparison, lines=lines, labels=labels)
-        drawings.insert(0, Drawing(title, _scores_text(comparison, lines), size, draw))
+        drawings.insert(0, Drawing(title, f"Scores of {', '.join(base.tasks)}; the table has them.", size, draw))
         caption += " Bands of scores are the bounds of the difference to the base."
     return Figure("comparison", title, caption, drawings)
-
-
-def _scores_text(comparison: Comparison, lines: Mapping[str, Sequence[Sequence[Row]]]) -> str:
-    """Return the points of each task's lines in words."""
-    words = list[str]()
-    for task, gate in comparison.base.tasks.items():
-        words.append(f"{task}: base {level(gate.base)}.")
-        for name, line in lines.items():
-            points = [f"{group[0].kept:g} {level(_score(task, group)[1])}" for group in line[1:]]
-            words.append(f"{name}: {', '.join(points)}.")
-    return " ".join(words)
 
 
 def _draw_tasks(
     canvas: "FigureBase",
     comparison: Comparison,
-    lines: Mapping[str, Sequence[Sequence[Row]]],
+    lines: Lines,
     labels: Mapping[str, str],
 ) -> None:
     """Draw a plot for each task: the base's score, and a line for each way over the experts kept."""
     tasks = comparison.base.tasks
-    handles = list[Any]()
     for number, (name, task) in enumerate(tasks.items()):
         axes = canvas.add_subplot(math.ceil(len(tasks) / PLOTS), PLOTS, number + 1)
-        base_line = axes.axhline(task.base, color=ROLES["ink"], linewidth=1.0)
-        handles = [
-            base_line,
-            *_draw_lines(axes, comparison, lines, lambda row: row.kept, partial(_score, name)).values(),
-        ]
+        axes.axhline(task.base, color=ROLES["ink"], linewidth=1.0, label="base")
+        _draw_lines(axes, comparison, lines, labels, lambda row: row.kept, partial(_score, name))
         axes.set_title(readable(name))
         axes.set_ylabel(readable(task.metric))
         if task.kind == "likelihood":
@@ -603,7 +586,7 @@ def _draw_tasks(
         axes.set_xticks(sorted({row.kept for row in comparison.rows}))
         axes.invert_xaxis()
         axes.grid()
-    canvas.legend(handles, ["base", *labels.values()], loc="outside right upper", handlelength=3.2)
+    canvas.legend(*axes.get_legend_handles_labels(), loc="outside right upper", handlelength=3.2)
 
 
 def _score(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
@@ -619,13 +602,13 @@ def _score(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
 def _draw_lines(
     axes: "Axes",
     comparison: Comparison,
-    lines: Mapping[str, Sequence[Sequence[Row]]],
+    lines: Lines,
+    labels: Mapping[str, str],
     place: Callable[[Row], float],
     measure: Callable[[Sequence[Row]], tuple[float, float, float]],
-) -> dict[str, Any]:
-    """Draw each line through the means of its groups, with a band from least to highest; return them by name."""
+) -> None:
+    """Draw each line through the means of its groups, with a band from least to highest."""
     strategies = list(dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random))
-    drawn = dict[str, Any]()
     for number, (name, line) in enumerate(lines.items()):
         row = line[-1][0]
         places = [place(group[0]) for group in line]
@@ -634,9 +617,10 @@ def _draw_lines(
         face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
         if least != highest:
             axes.fill_between(places, least, highest, color=shade, alpha=0.2, linewidth=0)
-        (drawn[name],) = axes.plot(
+        axes.plot(
             places,
             means,
+            label=labels[name],
             color=shade,
             linewidth=1.4,
             linestyle="dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
@@ -647,35 +631,32 @@ def _draw_lines(
             markeredgewidth=1.0,
             markevery=slice(1, None),  # where a line begins, a marker says nothing
         )
-    return drawn
 
 
 def _draw(
     canvas: "FigureBase",
     comparison: Comparison,
-    lines: Mapping[str, Sequence[Sequence[Row]]],
+    lines: Lines,
     labels: Mapping[str, str],
     frontier: Sequence[Row],
 ) -> None:
     axes = canvas.add_subplot()
-    handles: list[tuple[float, str, Any]] = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
 
     def losses(rows: Sequence[Row]) -> tuple[float, float, float]:
         increases = list(map(comparison.increase, rows))
         return min(increases), fmean(increases), max(increases)
 
-    for name, drawn in _draw_lines(axes, comparison, lines, lambda row: row.bytes, losses).items():
-        handles.append((sort_key(losses(lines[name][-1])[1]), labels[name], drawn))
-    handles.sort(key=lambda handle: -handle[0])
+    ordered = sorted(lines.items(), key=lambda line: -sort_key(losses(line[1][-1])[1]))
+    _draw_lines(axes, comparison, dict(ordered), labels, lambda row: row.bytes, losses)
+    axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0, label="base")
     if frontier:
         ring: dict[str, Any] = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "none"}
         sizes = [row.bytes for row in frontier]
-        (rings,) = axes.plot(sizes, list(map(comparison.increase, frontier)), markeredgecolor=ROLES["ink"], **ring)
-        handles.append((0.0, FRONTIER, rings))
+        increases = list(map(comparison.increase, frontier))
+        axes.plot(sizes, increases, markeredgecolor=ROLES["ink"], label=FRONTIER, **ring)
     if comparison.limit is not None:
         axes.axvline(comparison.limit - comparison.cache, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
-    _, texts, drawings = zip(*handles, strict=True)
-    canvas.legend(drawings, texts, loc="outside right upper", handlelength=3.2)
+    canvas.legend(loc="outside right upper", handlelength=3.2)
     _scale_axes(axes, comparison)
 
 

@@ -26,13 +26,12 @@ from compressor.run_record import read_record, record_run
 FORMAT = "moe-compressor-report/3"
 ERRORS = {  # what a layer's fields are called
     "error": "error of the block",
-    "cosine": "cosine",
     "heldout_error_before": "held-out error, before reconstruction",
     "heldout_error_after": "held-out error, after reconstruction",
 }
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
 
-Matrix = tuple[tuple[float, ...], ...]
+Matrix = Sequence[Sequence[float]]
 
 
 class Load(NamedTuple):
@@ -47,9 +46,11 @@ def load_of(shares: Sequence[float] | None) -> Load | None:
     total = sum(shares or ())
     if not shares or total <= 0:
         return None
-    parts = [share / total for share in shares]
-    entropy = -sum(part * math.log(part) for part in parts if part > 0)
-    return Load(max(parts) * len(parts), entropy / math.log(len(parts)) if len(parts) > 1 else 1.0)
+    import scipy  # which loads NumPy, and every command's help comes past here
+
+    experts = len(shares)
+    entropy = float(scipy.stats.entropy(shares))
+    return Load(experts * max(shares) / total, entropy / math.log(experts) if experts > 1 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,6 @@ class LayerMeasures:
     visits_before: tuple[float, ...] | None = None  # [E] share of the base's routed tokens; zeros without tokens
     visits_after: tuple[float, ...] | None = None  # [N] of the compressed model's, on its own hidden states
     error: float | None = None  # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
-    cosine: float | None = None  # of y' and y, the mean over tokens
 
     def fields(self) -> dict[str, Any]:
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
@@ -176,6 +176,8 @@ def report_data(
     """
     outcome = read_outcome(folder, gate)
     measured = measured or Measured()
+    record = read_record(folder)
+    recorded = read_as(Speed, record.speed) if record and record.speed else None  # by an earlier report
     by_module = {measures.module: measures for measures in measured.layers}
     layers = []
     for plan in outcome.expert_plan.layers:
@@ -189,14 +191,8 @@ def report_data(
         missing=measured.missing if outcome.seconds else (*measured.missing, NO_RECORD),
         measured_tokens=measured.tokens,
         measured_text=measured.text,
-        speed=measured.speed or recorded_speed(folder),
+        speed=measured.speed or recorded,
     )
-
-
-def recorded_speed(folder: Path) -> Speed | None:
-    """Return the speed that an earlier report measured on this machine; None without one."""
-    record = read_record(folder)
-    return read_as(Speed, record.speed) if record and record.speed else None
 
 
 def record_speed(folder: Path, speed: Speed) -> None:
@@ -283,9 +279,7 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
         }
         if plan.protected:
             cells["protected"] = ranges(plan.protected.get(layer.module, ()))
-        won = layer.figures.get("won")  # where several strategies were tried, or one in the name of `auto`
-        was_tried = isinstance(won, str) and won != layer.decided_by
-        cells["decided by"] = one_line(f"{layer.decided_by}: {won}" if was_tried else layer.decided_by or "-")
+        cells["decided by"] = one_line(layer.decided_by or "-")
         if any(map(correction_of, plan.layers)):
             cells["held-out error"] = "-"
             correction = correction_of(layer)
@@ -295,8 +289,8 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
                 outcome = ", not corrected" if kept == "none" else f" to {after:.4g} ({kept})"
                 cells["held-out error"] = f"{before:.4g}{outcome}"
         rows.append(cells)
-    columns = tuple(rows[0])
-    return Table(caption, columns, tuple(tuple(cells.values()) for cells in rows), columns)
+    columns = list(rows[0])
+    return Table(caption, columns, [[*cells.values()] for cells in rows], columns)
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:

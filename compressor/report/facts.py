@@ -31,7 +31,7 @@ class Fact:
 def facts(outcome: Outcome, view: str) -> Facts:
     """Return the facts that a view shows."""
     shown = [fact for fact in _facts(outcome) if fact.value and view in fact.views]
-    return Facts(tuple((fact.label, fact.value) for fact in shown))
+    return Facts([(fact.label, fact.value) for fact in shown])
 
 
 def _facts(outcome: Outcome) -> Iterator[Fact]:
@@ -90,7 +90,7 @@ def _facts(outcome: Outcome) -> Iterator[Fact]:
 def _text_facts(name: str, text: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield source, size and digest of a text that steps read."""
     size = {key.replace("_", " "): text[key] for key in text if key not in ("source", "sources", "sha256", "asked")}
-    parts = tuple(setting({**part, "source": label(part["source"])}) for part in text.get("sources", ()))
+    parts = [setting({**part, "source": label(part["source"])}) for part in text.get("sources", ())]
     yield Fact(name, label(text["source"]))
     yield Fact(f"{name}: size", setting(size))
     yield Fact(f"{name}: sources", Items(parts) if len(parts) > 1 else "")

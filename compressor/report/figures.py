@@ -52,9 +52,9 @@ GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the le
 LEAST_CELL, MOST_CELL = 0.06, 0.26
 KEPT = "#d0d5da"
 MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups differ in one or the other
-SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
+SIDE = 2.1  # inches of a matrix
 LEVELS = 64  # of the colour scale, few enough for small images
-MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
+MOST_NUMBERED = 24  # experts whose numbers fit
 MOST_LETTERS = 24  # at the end of a layer's name, where modules differ
 DASHES = (0, (3, 2))
 
@@ -77,19 +77,15 @@ def experts(data: Report) -> Figure | None:
     if not layers:
         return None
     cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
-    is_merged = any(not group.untouched for layer in layers for group in layer.plan.groups)
-    cross = {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5}
-    kinds: list[tuple[str, dict[str, Any], bool]] = [
-        ("kept", {"facecolor": KEPT}, True),
-        ("merged into one: same colour and mark in a row", {"facecolor": COLOURS[0]}, is_merged),
-        (f"cross: {gone(layer.plan for layer in layers)}", cross, any(layer.plan.dropped for layer in layers)),
-        ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(layer.protected for layer in layers)),
+    looks: list[tuple[str, Any]] = [
+        ("kept", {"facecolor": KEPT}),
+        ("merged into one: same colour and mark in a row", {"facecolor": COLOURS[0]}),
+        (
+            f"cross: {gone(layer.plan for layer in layers)}",
+            {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5},
+        ),
+        ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}),
     ]
-    looks = [(label, style) for label, style, is_there in kinds if is_there]
-    alt = f"{'; '.join(label for label, _ in looks)}."
-    size = (WIDTH, 0.17 * len(looks) + 0.12)
-    key = partial(draw_key, looks=looks)
-    legend = Drawing("What the cells are", alt, size, key, is_legend=True, margins=(0.0,) * 4)
 
     def draw(canvas: "FigureBase") -> None:
         from matplotlib.colors import to_rgb
@@ -102,7 +98,7 @@ def experts(data: Report) -> Figure | None:
                 shades[row, column] = to_rgb(colour)
                 if mark:
                     signs.setdefault((mark, ink_on(colour)), []).append((column, row))
-        axes.imshow(shades, aspect="auto", interpolation="none")
+        axes.imshow(shades, interpolation="none")
         axes.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=6 * cell)
         axes.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=6 * cell)
         for (mark, colour), places in signs.items():
@@ -119,17 +115,15 @@ def experts(data: Report) -> Figure | None:
         label_axes(axes, names, list(map(str, range(columns))), cell * columns, cell * rows)
         axes.set_ylabel("layer")
         axes.set_xlabel("expert of the base", loc="left")
+        draw_key(canvas, looks, loc="outside upper left")
 
     became = all_dispositions([layer.plan for layer in layers])
     counts = span(layer.plan.experts for layer in layers)
-    size = (max(cell * columns + 0.7, WIDTH), cell * rows + 0.5)
-    alt = (
-        f"Grid of {counted(rows, 'MoE layer')} by {counts} experts: {became}. The table below says the same in numbers."
-    )
-    margins = (0.5, 0.45, size[0] - 0.5 - cell * columns, 0.05)
-    drawing = Drawing("What became of each expert", alt, size, draw, margins=margins)
+    size = (max(cell * columns + 0.7, WIDTH), cell * rows + 1.3)
+    alt = f"Grid of {counted(rows, 'MoE layer')} by {counts} experts: {became}. The table has the same in numbers."
+    drawing = Drawing("What became of each expert", alt, size, draw)
     caption = f"A row for each MoE layer, a column for each expert of the base; {became}."
-    return Figure("experts", "What became of each expert", caption, (legend, drawing))
+    return Figure("experts", "What became of each expert", caption, (drawing,))
 
 
 def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> Figure | None:
@@ -156,15 +150,12 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
         f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
         "ones the dropped experts."
     )
-    margins = (0.2, 0.2, 0.2, 0.15)
-    legend = Drawing("Scale of similarity", alt, (2.4, 0.5), draw_scale, is_legend=True, margins=margins)
-    size = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW)
-    margins = (LEFT, BELOW, 0.08, ABOVE)
+    legend = Drawing("Scale of similarity", alt, (2.4, 0.5), draw_scale, is_legend=True)
     draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
-    drawings = list[Drawing]()
+    drawings = []
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the tables have the numbers."
-        drawings.append(Drawing(layer.name, alt, size, partial(draw, layer=layer), margins=margins))
+        drawings.append(Drawing(layer.name, alt, (SIDE + 0.4, SIDE + 0.5), partial(draw, layer=layer)))
     labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in layers if layer.similarity_label))
     caption = (
         f"A square for each layer shows how similar the base's experts are{f' ({labels})' if labels else ''}. "
@@ -216,12 +207,9 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
         axes.set_xlabel(f"{count} experts, groups first", loc="left", color=ROLES["muted"])
         return
     signs = dict.fromkeys(layer.protected, "★") | dict.fromkeys(dropped, "✕")
-    marks = [signs.get(expert, "") for expert in experts]
-    axes.set_yticks(range(count), labels=[f"{mark}{expert}" for mark, expert in zip(marks, experts, strict=True)])
-    axes.set_xticks(range(count), labels=list(map(str, experts)), rotation=90 if count > MOST_UPRIGHT else 0)
+    axes.set_yticks(range(count), labels=[f"{signs.get(expert, '')}{expert}" for expert in experts])
+    axes.set_xticks(range(count), labels=list(map(str, experts)), rotation=90)
     axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / count / 1.1))
-    for label, mark in zip([*axes.get_xticklabels(), *axes.get_yticklabels()], marks * 2, strict=True):
-        label.set_color(ROLES["dropped" if mark == "✕" else "ink"])
 
 
 def visits(data: Report) -> Figure | None:
@@ -234,19 +222,14 @@ def visits(data: Report) -> Figure | None:
         return None
     shares = chain.from_iterable((*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers)
     highest = max(shares) or 1.0
-    present = set(chain.from_iterable(map(roles, layers)))
-    kinds: list[str] = [kind for kind in ("kept", "merged", "dropped") if kind in present]
-    looks = [(kind, {"facecolor": ROLES[kind], "edgecolor": ROLES[kind], "fill": kind != "dropped"}) for kind in kinds]
-    looks.append(("slot after", {"facecolor": ROLES["after"], "edgecolor": ROLES["after"]}))
-    alt = (
-        f"Bars of the base's experts by what became of them: {', '.join(kinds)}; the compressed model's slots below. "
-        f"All bars are on one scale up to {percent(highest)}."
-    )
+    looks: list[tuple[str, Any]] = [(role, {"color": ROLES[role]}) for role in ("kept", "merged")]
+    looks += [("dropped", {"color": ROLES["dropped"], "fill": False}), ("slot after", {"color": ROLES["after"]})]
+    alt = f"Bars of the base's experts above, of the compressed model's slots below, all up to {percent(highest)}."
     key = partial(draw_key, looks=looks, ncols=4)
-    legend = Drawing("What the bars are", alt, (WIDTH, 0.3), key, is_legend=True, margins=(0.0,) * 4)
+    legend = Drawing("What the bars are", alt, (WIDTH, 0.3), key, is_legend=True)
 
     def draw(canvas: "FigureBase", layer: LayerReport) -> None:
-        above, below = canvas.subplots(2, 1, gridspec_kw={"hspace": 0.75})
+        above, below = canvas.subplots(2, 1)
         above.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold", pad=6)
         sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
         for axes, shares, when, kinds in sides:
@@ -258,11 +241,10 @@ def visits(data: Report) -> Figure | None:
             else:
                 axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
 
-    margins = (0.42, 0.2, 0.1, 0.32)
-    drawings = list[Drawing]()
+    drawings = []
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the table below has the shares."
-        drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer), margins=margins))
+        drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer)))
     caption = (
         f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed model's slots below, "
         "each model with its own routing; the dashed line is an even share."
@@ -276,8 +258,8 @@ def _tokens(data: Report) -> str:
 
 def errors(data: Report) -> Figure | None:
     """Return dots of each layer's errors; None if no error is known."""
-    kinds = list[Dots]()
-    alts = list[str]()
+    kinds = []
+    alts = []
     for field, dots in DRAWN_ERRORS.items():
         errors = [getattr(layer, field) for layer in data.layers]
         values = [None if error is None or not abs(error) < LARGEST else error for error in errors]

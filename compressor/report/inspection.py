@@ -21,8 +21,8 @@ def inspection_blocks(report: "Inspection") -> list[Block]:
         "experts": f"{report.experts} in each, top-{report.top_k}",
         "routing": report.routing,
         "quantization": report.quantization or "none",
-        **({"stock loading": report.loader_fault} if report.loader_fault else {}),
-        **({"constants": report.constants} if report.constants else {}),
+        "stock loading": report.loader_fault,
+        "constants": report.constants,
         "parameters": human_count(report.parameters),
         "bytes": human_bytes(report.bytes),
         "largest layer, loaded": human_bytes(report.largest_layer_bytes),
@@ -30,9 +30,10 @@ def inspection_blocks(report: "Inspection") -> list[Block]:
         "memory to export to ONNX": f"two layers; {human_bytes(report.export_memory)} to verify it in one piece",
         "bytes read, at most": human_bytes(report.bytes_read),
         "bytes written": written,
-        **({"not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..."} if left_out else {}),
+        "not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..." if left_out else "",
     }
-    blocks: list[Block] = [Heading(report.model), Facts(facts.items()), *inspected_sizes(report)]
+    known = [(name, fact) for name, fact in facts.items() if fact]
+    blocks: list[Block] = [Heading(report.model), Facts(known), *inspected_sizes(report)]
     if report.servers:
         against: dict[Breach, list[str]] = {}
         for advice in report.servers:
@@ -62,6 +63,6 @@ def inspected_sizes(report: Any) -> tuple[Table, Table]:
         return str(name), human_count(size.parameters), human_bytes(size.bytes), share(size.bytes, report.bytes)
 
     sizes = ("parameters", "bytes", "share")
-    parts = tuple(row(part.name, part) for part in report.parts)
-    left = tuple(row(outcome.experts, outcome) for outcome in report.outcomes)
+    parts = [row(part.name, part) for part in report.parts]
+    left = [row(outcome.experts, outcome) for outcome in report.outcomes]
     return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)

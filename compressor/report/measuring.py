@@ -123,7 +123,7 @@ def _missing(
 ) -> list[str]:
     """Return a sentence on each thing that is not measured."""
     lost = "so routed tokens, errors and similarities of outputs are not measured"
-    sentences = list[str]()
+    sentences = []
     if base is None:
         sentences.append(
             f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
@@ -187,7 +187,7 @@ def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tenso
     present = sorted({calibration.source_of(number) for number in range(len(batches))})
     rows = max(len(present), samples or TOKENS // max(batch.shape[1] for batch in batches))
     quota = dict(zip(present, divide(rows, [calibration.weights[source] for source in present]), strict=True))
-    parts = list[Tensor]()
+    parts = []
     for number, batch in enumerate(batches):
         part = batch[: quota[calibration.source_of(number)]]
         quota[calibration.source_of(number)] -= len(part)
@@ -233,10 +233,7 @@ class Similarity:
             what = "%s: the report lacks the similarity of its experts, which could not be compared: %s"
             logger.warning(what, stats.layer.name, reason_of(error))
             return None, ""
-        matrix = list[tuple[float, ...]]()
-        for row in table.cpu().clamp(0, 1).tolist():
-            matrix.append(tuple(round(value, DIGITS) for value in row))
-        return tuple(matrix), str(label)
+        return table.cpu().double().clamp(0, 1).round(decimals=DIGITS).tolist(), str(label)
 
 
 def similarity_of(plan: Plan) -> Similarity:
@@ -255,40 +252,6 @@ def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
     return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
 
 
-@dataclass(slots=True)
-class RelativeError:
-    """Distance of outputs from the base's, summed over tokens."""
-
-    missed: float = 0.0  # ||y' - y||^2
-    energy: float = 0.0  # ||y||^2
-    cosines: float = 0.0
-    tokens: int = 0
-
-    def add(self, base: Tensor, ours: Tensor, width: int) -> None:
-        """Count the rows of [..., H] each, or of [T H] laid end to end, which are `width` wide."""
-        base = base.detach().reshape(-1, (width, *base.shape[1:])[-1]).float()
-        ours = ours.detach().reshape(-1, (width, *ours.shape[1:])[-1]).float()
-        is_same = (base == ours).all(dim=-1)  # rows of zeros among them, and rounding is no difference
-        cosines = torch.cosine_similarity(base, ours, dim=-1).where(~is_same, 1.0)
-        self.missed += float(as_float64((ours - base).square()).sum())
-        self.energy += float(as_float64(base.square()).sum())
-        self.cosines += float(as_float64(cosines).sum())
-        self.tokens += len(base)
-
-    @property
-    def error(self) -> float | None:
-        """||y' - y||^2 / ||y||^2; the numerator alone where y is zero, None without tokens or a finite value."""
-        return self._finite(self.missed / (self.energy or 1.0))
-
-    @property
-    def cosine(self) -> float | None:
-        """The mean over tokens; None without tokens or a finite value."""
-        return self._finite(self.cosines / max(self.tokens, 1))
-
-    def _finite(self, value: float) -> float | None:
-        return float(f"{value:.6g}") if self.tokens and math.isfinite(value) else None
-
-
 class _WatchedBlock:
     """One MoE block of the base while batches pass it; the output's block runs on the same input.
 
@@ -298,8 +261,9 @@ class _WatchedBlock:
     def __init__(self, layer: MoeLayer, base: Any, output: Any) -> None:
         self.is_decoder_layer = layer.block == layer.decoder_layer
         self.small = output.get_submodule(layer.block)
-        self.width = int(base.config.get_text_config().hidden_size)
-        self.difference = RelativeError()
+        self.missed = 0.0  # ||y' - y||^2
+        self.energy = 0.0  # ||y||^2
+        self.calls = 0
         self.outputs = list[Tensor]()  # of one call: the base's, then the output's
         self.hooks = ExitStack()
         for model, on_block in ((output, self._block_ran), (base, self._base_ran)):
@@ -309,17 +273,25 @@ class _WatchedBlock:
         if self.is_decoder_layer:
             self.outputs.append(output)
 
-    def _block_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _block_ran(self, args: Any, kwargs: Any, output: Any) -> None:
         if not self.is_decoder_layer:
             self.outputs.append(hidden_of(output))
 
-    def _base_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _base_ran(self, args: Any, kwargs: Any, output: Any) -> None:
         self._block_ran(args, kwargs, output)
         if self.outputs and self.outputs[0].numel():
             self.small(*args, **kwargs)
-            base, ours = self.outputs
-            self.difference.add(base, ours, self.width)
+            base, ours = [value.detach().float() for value in self.outputs]
+            self.missed += float(as_float64((ours - base).square()).sum())
+            self.energy += float(as_float64(base.square()).sum())
+            self.calls += 1
         self.outputs.clear()
+
+    @property
+    def error(self) -> float | None:
+        """||y' - y||^2 / ||y||^2; the numerator alone where y is zero, None without tokens or a finite value."""
+        error = self.missed / (self.energy or 1.0)
+        return float(f"{error:.6g}") if self.calls and math.isfinite(error) else None
 
 
 class _BlockErrors(LayerVisitor):
@@ -363,7 +335,7 @@ def measure_layers(
             "output; name the base with --model"
         )
     text = Calibration(tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts))
-    after = list[LayerMeasures]()
+    after = []
     for stats in collect(output, VISITS, text, progress, seed):
         after.append(LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count)))
     if base is None:
@@ -374,14 +346,12 @@ def measure_layers(
         needs = VISITS | similarity.needs
         for measures, stats in zip(after, collect(base, needs, text, progress, seed, along=[errors]), strict=True):
             matrix, label = similarity.compare(stats)
-            difference = errors.watched[measures.module].difference
             yield replace(
                 measures,
                 similarity=matrix,
                 similarity_label=label,
                 visits_before=shares(stats.routed_count),
-                error=difference.error,
-                cosine=difference.cosine,
+                error=errors.watched[measures.module].error,
             )
     finally:
         errors.clear()

@@ -27,7 +27,7 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.files import check_folder, check_parent, is_page, lock_output, replacing, whole_folder
+from compressor.files import check_folder, check_parent, is_page, lock_output, replacing, write_files
 from compressor.formatting import counted, human_bytes, joined, listed, percent, setting, share, short
 from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
@@ -110,7 +110,7 @@ def cost(data: Report) -> list[Block]:
         return [Text("No times were recorded."), Text(peak)]
     total = sum(phases.values())
     phases["all phases"] = total
-    rows = tuple((name, f"{seconds:.2f}", share(seconds, total)) for name, seconds in phases.items())
+    rows = [(name, f"{seconds:.2f}", share(seconds, total)) for name, seconds in phases.items()]
     return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
 
@@ -213,7 +213,7 @@ def shares(layer: LayerReport) -> Table:
 
 def errors(data: Report) -> Iterator[Block]:
     """Yield each layer's errors as numbers."""
-    fields = list[str]()
+    fields = []
     for name in ERRORS:
         if any(getattr(layer, name) is not None for layer in data.layers):
             fields.append(name)
@@ -227,23 +227,16 @@ def errors(data: Report) -> Iterator[Block]:
 
 
 def hubs(data: Report) -> list[Block]:
-    """Return named hubs with what became of them, and protected experts by layer."""
-    protected = tuple((layer.name, listed(layer.protected)) for layer in data.layers if layer.protected)
+    """Return named hubs with what became of them."""
     became = {layer.module: dispositions(layer) for layer in data.layers}
     rows = []
     for hub in data.hubs:
         disposition = became.get(hub.module, {}).get(hub.expert, "not in the plan")
         figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
         rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
-    texts = frozenset({"what became of it", "experts"})
-    hub_table = Table("Routing hubs", HUB_COLUMNS, rows, texts)
-    protected_table = Table("Protected experts", ("", "experts"), protected, texts)
-    return [
-        Heading("Hubs", 3),
-        hub_table if rows else Text("None: no hubs were named to this report."),
-        Heading("Protected experts", 3),
-        protected_table if protected else Text("None: the plan protects no expert."),
-    ]
+    if not rows:
+        return [Text("None: no hubs were named to this report.")]
+    return [Table("Routing hubs", HUB_COLUMNS, rows, {"what became of it"})]
 
 
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (
@@ -256,7 +249,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block
     ("errors", "Reconstruction error", "errors", errors),
     ("steps", "Router calibration and distillation", "distillation", steps),
     ("heldout", "Held-out text", None, heldout),
-    ("hubs", "Hubs and protected experts", None, hubs),
+    ("hubs", "Hubs", None, hubs),
     ("gate", "Accuracy gate", "gate", gate),
     ("speed", "Inference speed", None, speed),
     ("cost", "Time and memory", None, cost),
@@ -293,9 +286,7 @@ def tiles(data: Report) -> Facts:
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
     if data.gate is not None:
-        counts = ((len(data.gate.tasks), "task"), (len(data.gate.conditions), "condition"))
-        judged = joined([counted(number, what) for number, what in counts if number])
-        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict]), judged
+        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict]), "see below"
     quality: tuple[Words, str] = "not compared", "with the base"
     if data.heldout is not None:
         loss, rise, kl, flips = overall_words(data.heldout.overall)
@@ -311,7 +302,7 @@ def tiles(data: Report) -> Facts:
         "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),
         "Accuracy gate": verdict,
     }
-    return Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in shown.items()))
+    return Facts([(name, (value, " ", Note(note))) for name, (value, note) in shown.items()])
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool, names: Collection[str] = NAMES) -> None:
@@ -346,10 +337,8 @@ def write_page(
     check_report(page_file, folder, overwrite, names)  # measuring takes a while
     written = []
     if folder is not None:
-        with whole_folder(folder, files_of(names), overwrite) as work_folder:
-            for figure in drawn:
-                (work_folder / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
-                written.append(folder / f"{figure.name}.png")
+        contents = {f"{figure.name}.png": png(figure.title, figure.drawings) for figure in drawn}
+        written = write_files(folder, contents, files_of(names), overwrite)
     with lock_output(page_file) as work, replacing(page_file, work / page_file.name) as fresh:
         fresh.write_text(text, "utf-8", "backslashreplace")
     return written

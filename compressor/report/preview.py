@@ -32,12 +32,12 @@ class Preview:
     source: str
     rows: int
     left_out: int
-    reasons: tuple[str, ...]
-    columns: tuple[str, ...]
-    unread: tuple[str, ...]
-    lengths: tuple[int, ...]  # of the first documents in the order of the seed, in pieces
-    shown: tuple[tuple[Piece, ...], ...]  # some of these documents
-    opening: tuple[str, ...] = ()  # special tokens that every sequence begins with
+    reasons: Sequence[str]
+    columns: Sequence[str]
+    unread: Sequence[str]
+    lengths: Sequence[int]  # of the first documents in the order of the seed, in pieces
+    shown: Sequence[Sequence[Piece]]  # some of these documents
+    opening: Sequence[str] = ()  # special tokens that every sequence begins with
     sha256: str = ""  # of the tokens that calibration reads
 
 
@@ -53,7 +53,7 @@ class _Plain:
 
 def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
     """Read each source as calibration would, and show its first `most` documents; the tokenizer may be None."""
-    previews = list[Preview]()
+    previews = []
     for entry in spec.sources:
         try:
             previews.append(_preview(replace(spec, sources=(entry,)), entry, tokenizer, most))
@@ -69,8 +69,8 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
     left_out = LeftOut(f"rows of {entry.source}", spec.strict)
     known = _Plain() if tokenizer is None else tokenizer
     opening = tuple[int, ...]()
-    lengths = list[int]()
-    shown = list[tuple[Piece, ...]]()
+    lengths = []
+    shown = list[Sequence[Piece]]()
     try:
         with quiet_transformers():
             for document in islice(documents(entry, spec.seed, known, "calibration", left_out), spec.samples):
@@ -95,23 +95,23 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
         entry.source,
         left_out.used,
         left_out.faults,
-        tuple(map(str, left_out.first)),
-        tuple(sorted(left_out.columns)),
-        tuple(sorted(left_out.unread)),
-        tuple(lengths),
-        tuple(shown),
-        tuple(tokenizer.decode([token]) for token in opening),
+        [str(reason) for reason in left_out.first],
+        sorted(left_out.columns),
+        sorted(left_out.unread),
+        lengths,
+        shown,
+        [tokenizer.decode([token]) for token in opening],
         digest,
     )
 
 
-def _named(pieces: Sequence[Any], tokenizer: Any) -> tuple[Piece, ...]:
+def _named(pieces: Sequence[Any], tokenizer: Any) -> list[Piece]:
     """Return the text of each token, and whether it is a special one; words, of no tokenizer, are none."""
     if tokenizer is None:
-        return tuple((word, False) for word in pieces)
+        return [(word, False) for word in pieces]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
-    return tuple((str(tokenizer.decode([token])), token in special) for token in pieces)
+    return [(str(tokenizer.decode([token])), token in special) for token in pieces]
 
 
 def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
@@ -129,7 +129,7 @@ def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
     return [Heading(read.source), Facts(facts.items()), *(Listing(_shown(pieces)) for pieces in read.shown)]
 
 
-def _shown(pieces: tuple[Piece, ...]) -> str:
+def _shown(pieces: Sequence[Piece]) -> str:
     """Return the first tokens of a document, special ones in brackets, with what would break the line escaped."""
     parts = [f"⟦{text}⟧" if is_special else text for text, is_special in pieces[:MOST_PIECES]]
     more = f" ... ({len(pieces) - MOST_PIECES:,} more)" if len(pieces) > MOST_PIECES else ""

@@ -26,7 +26,7 @@ from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta
-from compressor.model.loading import map_keys, set_tensor
+from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import NAMES, loaders
@@ -45,9 +45,9 @@ from compressor.statistics.statistics import WEIGHTS
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import correct
 from compressor.steps.cutting import CutFiles, cut_layers
-from compressor.steps.job import make_job, stored_partial
+from compressor.steps.job import output_size, stored_partial
 from compressor.steps.prune.options import Prune
-from compressor.steps.prune.planning import Planner, PruneSpec, protected_experts, spec_of
+from compressor.steps.prune.planning import Planner, protected_experts, spec_of
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
@@ -106,7 +106,7 @@ class PlannedShare:
         layers = layers_by_decoder_layer(self.model.architecture.layers).get(decoder_layer)
         if layers is None:
             return None
-        tensors = dict[str, Tensor]()
+        tensors = {}
         if self.files is None:
             tensors = cut_layers(self.model.partial.model, layers, self.plan.by_module)
         else:
@@ -137,14 +137,14 @@ class PlannedShare:
 
     def add_schemes(self, names: Sequence[str], servers: Sequence[str]) -> list[str]:
         """Add the formats that fit the matrices and servers, and the bytes of each; returns sentences on the others."""
-        left_out = list[str]()
+        left_out = []
         for name in names:
             try:
                 scheme = None if name == STORED else self._scheme(name, servers)
             except CompressionError as error:
                 left_out.append(f"{name} ({str(error).partition('; ')[0]})")
                 continue
-            self.schemes[name], self.bytes[name] = scheme, self._nbytes(scheme)
+            self.schemes[name], self.bytes[name] = scheme, self._nbytes(name)
         return left_out
 
     def _scheme(self, name: str, servers: Sequence[str]) -> Scheme:
@@ -162,26 +162,19 @@ class PlannedShare:
                 raise CompressionError(f"{NAMES[server]} loads no experts in it")
         return scheme
 
-    def _nbytes(self, scheme: Scheme | None) -> int:
+    def _nbytes(self, name: str) -> int:
         """Return the bytes of the tensors that `compress` writes in a format; the base's own if nothing changes."""
         model = self.model
-        stored = stored_partial(model)
-        if scheme is None and self.share == 1:
+        experts = self.plan.experts
+        groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
+        changed = self.files is not None or not all(group.untouched for group in groups)
+        if name != STORED:
+            size = make_step("quantize", {"scheme": name}).step().output_size(model, experts, changed)
+            assert size is not None
+            return size.size.bytes
+        if self.share == 1:
             return Size.of(model.checkpoint.tensors.values()).bytes
-        plain = stored if scheme is not None and model.layout.quantized else None  # which is dequantised first
-        job = make_job(model, self.plan, self.files, through=plain)
-        if scheme is None:
-            return job.nbytes
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        matrices = list(chain.from_iterable(self.matrices.values()))
-        experts = {matrix.key for matrix in matrices}
-        conversions = get_model_conversion_mapping(self.smaller)
-        targets = map_keys((output.name for output in job.outputs), self.smaller, conversions).targets
-        nbytes = sum(output.nbytes for output in job.outputs if targets.get(output.name) not in experts)
-        for matrix in matrices:
-            nbytes += scheme.nbytes(matrix.rows, matrix.columns, stored.dtype)
-        return nbytes
+        return output_size(model, experts, changed).bytes
 
 
 def substitutions(shares: Sequence[PlannedShare]) -> list[Substitution]:
@@ -213,7 +206,7 @@ def plan_shares(
     Refitted layers go into the `folder`. All experts are those of the base, neither split nor refitted.
     """
     model = base
-    resolved = dict[str, Any]()
+    resolved = {}
     stage = of_stage(steps, 0)
     for options in stage:
         step = options.step().resolve(base, stage)
@@ -230,7 +223,7 @@ def plan_shares(
     name = " ".join([strategy.name, *(f"({option}={value})" for option, value in prune.options.items())])
     way = {"name": name, "strategy": strategy.name, "correction": method}
     planned, left_out = list[PlannedShare](), list[str]()
-    specs: dict[int, tuple[Fraction, PruneSpec]] = {}
+    specs = {}
     for share in sorted({Fraction(share) for share in shares} - {Fraction(1)}, reverse=True):
         smaller = prune.model_copy(update={"ratio": 1 - float(share)})
         try:
@@ -264,7 +257,7 @@ def compare_formats(
     run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
 ) -> Comparison:
     """Compare each share of the experts in each format, for each strategy, correction and number of sub-experts."""
-    ways = list[list[StepOptions]]()
+    ways = []
     methods = grid.corrections or (None,)
     for candidate, parts, method in product(candidates, grid.splits or ("auto",), methods):
         options = {"strategy": candidate.strategy.name, "options": candidate.options, "protect": grid.protect}

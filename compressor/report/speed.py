@@ -57,7 +57,7 @@ def measure_speed(
     new = min(NEW_TOKENS, max(2, positions // 4))
     prompt = prompt[:1, : min(PROMPT, positions - new)].to(place)
     models = [load_writing(source.folder, device, dtype) for source in sources]
-    runs = list[list[Tensor]]()
+    runs = []
     progress.start("speed", REPETITIONS + 1)
     for repetition in range(REPETITIONS + 1):
         runs.append([_generate(model, prompt, new) for model in models])

@@ -81,11 +81,11 @@ def attempts_table(attempts: Sequence[Attempt]) -> list[Block]:
 
 def dry_run_blocks(run: DryRun) -> list[Block]:
     """Return a run in advance: steps, shapes before and after, servers, text, memory, and the power of its gate."""
-    steps = list[tuple[str, ...]]()
+    steps = []
     for number, step in enumerate(run.steps, 1):
         options = ", ".join(f"{name}={value}" for name, value in step["options"].items())
         steps.append((str(number), step["name"], options, str(step["passes"])))
-    shapes = list[tuple[str, ...]]()
+    shapes = []
     for name, before in asdict(run.before).items():
         after = getattr(run.after, name)
         write = human_bytes if "bytes" in name else human_count if "parameters" in name else str

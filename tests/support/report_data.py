@@ -54,7 +54,6 @@ def layer(number: int, experts: int = 16, kept: int = 12, gone: int = 1, **other
         "similarity": tuple(map(tuple, matrix)),
         "similarity_label": "linear CKA of expert outputs, 256 tokens", "visits_before": shares(made, experts),
         "visits_after": shares(made, kept), "error": round(0.002 * (number + 1) + made.random() / 100, 6),
-        "cosine": round(0.9 + made.random() / 20, 4),
     }  # fmt: skip
     planned |= {name: others.pop(name) for name in planned if name in others}
     fields |= others
@@ -132,7 +131,7 @@ def a_plan(
 def bare(**others: Any) -> Report:
     """What a plan without data, record, measurement and gate leaves."""
     unknown: dict[str, Any] = dict.fromkeys(
-        ("similarity", "visits_before", "visits_after", "error", "cosine", "heldout_error_before",
+        ("similarity", "visits_before", "visits_after", "error", "heldout_error_before",
          "heldout_error_after")
     )  # fmt: skip
     layers = tuple(layer(number, similarity_label="", protected=(), figures={}, **unknown) for number in range(2))

@@ -26,9 +26,9 @@ def key(canvas: Any) -> None:
 
 
 DRAWINGS = (
-    Drawing("Key", "Two looks.", (2.0, 0.6), key, is_legend=True, margins=(0, 0, 0, 0)),
+    Drawing("Key", "Two looks.", (2.0, 0.6), key, is_legend=True),
     Drawing("Bars", "Three bars.", (2.5, 1.5), bars),
-    Drawing("Heat <b>", "Four & more.", (2.0, 2.0), heat, margins=(0.4, 0.3, 0.1, 0.1)),
+    Drawing("Heat <b>", "Four & more.", (2.0, 2.0), heat),
 )
 
 

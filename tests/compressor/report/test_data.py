@@ -44,7 +44,7 @@ HUB = Hub("m", 1, 6, 2.5, 40.0, 7.0, 5.5, 0.3)
 MODULES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 MEASURED = Measured(
     tuple(
-        LayerMeasures(module, ((1.0, 0.25), (0.25, 1.0)), "made up", (0.5, 0.5), (1.0,), 0.125, 0.875)
+        LayerMeasures(module, ((1.0, 0.25), (0.25, 1.0)), "made up", (0.5, 0.5), (1.0,), 0.125)
         for module in MODULES
     ),
     1000, "calibration.txt", ("Something is missing.",),

@@ -50,7 +50,7 @@ def test_the_record_gives_source_and_text_wherever_one_stands(made: Path, place:
     found = measure(place / "out")
     assert found.missing == () and found.tokens == 8 * 32 and found.text == "calibration.txt"
     for layer in found.layers:
-        assert None not in (layer.similarity, layer.visits_before, layer.visits_after, layer.error, layer.cosine)
+        assert None not in (layer.similarity, layer.visits_before, layer.visits_after, layer.error)
         assert layer.similarity_label == "linear CKA of expert outputs, 256 tokens"
         assert 0 < (layer.error or 0) < 2
     assert report_data(place / "out", found).layers[0].similarity == found.layers[0].similarity
