@@ -328,10 +328,9 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
     """Test one task, or the pool, as if it were the only one: p-values are not yet corrected."""
     likelihood = pairs.kind == "likelihood"
     drops = pairs.base - pairs.compressed
-    tests = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
+    margin = math.log1p(max_drop) if likelihood else max_drop
+    lower, upper, p_pass, p_fail = map(float, evidence(pairs, margin, alpha))
     base, compressed, drop = ratio(np.stack([pairs.base, pairs.compressed, drops]), pairs.weights).tolist()
-    lower = float(tests.lower)
-    upper = float(tests.upper)
     error = float(ratio_error(drops, pairs.weights))
     shown = detectable(upper - drop, freedom_of(pairs.weights), alpha)
     perplexity_ratio = None
@@ -360,11 +359,11 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
         standard_error=error,
         lower=lower,
         upper=upper,
-        p_pass=float(tests.p_pass),
-        p_fail=float(tests.p_fail),
+        p_pass=p_pass,
+        p_fail=p_fail,
         lost=lost,
         gained=gained,
-        verdict=verdict(float(tests.p_pass), float(tests.p_fail), alpha),
+        verdict=verdict(p_pass, p_fail, alpha),
         detectable=shown,
         mcnemar=mcnemar,
         perplexity_ratio=perplexity_ratio,

@@ -666,14 +666,10 @@ def _scale_axes(axes: "Axes", comparison: Comparison) -> None:
     above = f"loss above the base's {comparison.base.loss:.4f} (nats per token)"
     axes.set_ylabel(f"{above}\n{scale}" if scale else above)
     nbytes = [row.bytes for row in comparison.rows]
-    least, most = min(nbytes), max(nbytes)
     experts = f"size of all tensors (the base has {counted(comparison.base.experts, 'expert')} in each MoE layer)"
-    if most > 10 * least:
+    if max(nbytes) > 10 * min(nbytes):
         experts += f", {scale_axis(axes, 'x', nbytes)}"
-        axes.invert_xaxis()
-    else:
-        margin = 0.05 * (most - least or most)
-        axes.set_xlim(most + margin, least - margin)
+    axes.invert_xaxis()
     axes.xaxis.set_major_formatter(lambda size, _: human_bytes(size))
     axes.set_xlabel(experts)
     axes.grid()

@@ -4,14 +4,13 @@ Measurements on text come from `compressor.report.measuring`. E experts, N kept.
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from compressor.document.blocks import Table
 from compressor.formatting import counted, human_bytes, joined, one_line, ranges
@@ -32,25 +31,6 @@ ERRORS = {  # what a layer's fields are called
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
 
 Matrix = Sequence[Sequence[float]]
-
-
-class Load(NamedTuple):
-    """Evenness of the routed tokens over experts."""
-
-    maximum_to_mean: float  # 1: all alike; the number of experts: one takes all
-    entropy: float  # of the shares, over that of equal shares: 1: all alike; 0: one takes all
-
-
-def load_of(shares: Sequence[float] | None) -> Load | None:
-    """Return how evenly shares [E] that sum to 1 are spread; None where there are none or no token was routed."""
-    total = sum(shares or ())
-    if not shares or total <= 0:
-        return None
-    import scipy  # which loads NumPy, and every command's help comes past here
-
-    experts = len(shares)
-    entropy = float(scipy.stats.entropy(shares))
-    return Load(experts * max(shares) / total, entropy / math.log(experts) if experts > 1 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ from compressor.report.data import (
     dispositions,
     experts_table,
     gone,
-    load_of,
     mean,
     within,
 )
@@ -188,13 +187,9 @@ def visits(data: Report) -> Iterator[Block]:
         return
     rows = []
     for layer in layers:
-        loads = [load_of(layer.visits_before), load_of(layer.visits_after)]
-        maxima = [short(load and load.maximum_to_mean) for load in loads]
-        rows.append((layer.name, *maxima, *(short(load and load.entropy) for load in loads)))
-    heads = ("", "maximum to mean, before", "after", "entropy, before", "after")
-    yield Table("How evenly the routed tokens spread", heads, rows)
-    note = "Both are 1 where all experts get equally many tokens; the entropy is 0 where one gets them all."
-    yield Text(note, "note")
+        before, after = layer.visits_before or (), layer.visits_after or ()
+        rows.append((layer.name, *(short(len(shares) * max(shares, default=0)) for shares in (before, after))))
+    yield Table("Tokens of the busiest expert by the mean", ("", "before", "after"), rows)
     for layer in layers:
         yield Details((Strong(layer.name), " ", Note("shares of experts and slots")), (shares(layer),))
 

@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.quality_gate.report import gate_json
 from compressor.quality_gate.verdict import gate_from_content
 from compressor.records import plain_json, read_as
-from compressor.report.data import LayerMeasures, Load, Measured, load_of, report_data
+from compressor.report.data import LayerMeasures, Measured, report_data
 from tests.support import gate_results, small
 from tests.support.report_data import report
 
@@ -143,10 +143,3 @@ def test_json_comes_back(gate: Any, command: Any) -> None:
     assert content["layers"][1]["protected"] == [11] and len(content["layers"][1]["similarity"]) == 16
     assert content["command"] == (None if command is None else list(command))
     assert (None if gate is None else gate_from_content(content["gate"])) == gate
-
-
-def test_loads_by_hand() -> None:
-    assert load_of(None) is None and load_of(()) is None and load_of((0.0, 0.0)) is None
-    assert load_of((0.25,) * 4) == Load(1.0, pytest.approx(1.0))
-    assert load_of((1.0, 0.0, 0.0, 0.0)) == Load(4.0, 0.0)
-    assert load_of((0.5, 0.5, 0.0, 0.0)) == Load(2.0, pytest.approx(0.5))
