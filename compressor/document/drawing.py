@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from compressor.formatting import readable
@@ -43,7 +41,6 @@ ROLES: Mapping[str, str] = {  # on white; in dark mode the page turns whole pict
 
 TINIEST = 1e-30  # less counts as nothing
 DECADES = 6  # of a scale at the most
-MOST_LABELS = 60  # of rows, that do not touch
 LETTER, LINE = 0.068, 0.13  # inches of a letter and of a line
 
 
@@ -129,68 +126,6 @@ def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even:
         axes.hlines(even, -0.5, len(values) - 0.5, color=ROLES["muted"], linewidth=0.7, linestyles=style)
     axes.set_xticks(sorted({0, len(values) - 1}))
     axes.spines["left"].set_visible(False)
-
-
-@dataclass(frozen=True, slots=True)
-class Dots:
-    """One figure of every row; None where a row has none. Bounds, where given, are ends of a line through the dot."""
-
-    label: str
-    values: Sequence[float | None]
-    role: str
-    marker: str = "o"
-    is_filled: bool = True
-    bounds: Sequence[tuple[float, float] | None] = ()
-
-
-def draw_dots(
-    axes: "Axes",
-    rows: Sequence[str],
-    kinds: Sequence[Dots],
-    label: str,
-    limit: float | None = None,
-) -> None:
-    """Draw rows from above, on a logarithmic axis where values differ much; `label` names it.
-
-    With a `limit` the axis is linear, and everything beyond that dashed line is shaded. What is not finite is left out.
-    """
-    values = []
-    for kind in kinds:
-        values += [value for value in kind.values if value is not None]
-        values += chain.from_iterable(bound for bound in kind.bounds if bound is not None)
-    if limit is None:
-        scale = scale_axis(axes, "x", values)
-        label = f"{label}, {scale}" if scale else label
-    else:
-        finite = [value for value in values if math.isfinite(value)]
-        low, high = min(0.0, limit, *finite), max(0.0, limit, *finite)
-        room = 0.06 * ((high - low) or 1.0)
-        axes.set_xlim(low - room, high + room)
-        axes.axvspan(limit, high + room, facecolor=ROLES["faint"], edgecolor="none", zorder=0)
-        axes.axvline(limit, color=ROLES["ink"], linewidth=1.1, linestyle=(0, (3, 1.5)))
-        axes.axvline(0.0, color=ROLES["muted"], linewidth=0.7)
-    for kind in kinds:
-        shade = ROLES[kind.role]
-        for row, bound in enumerate(kind.bounds):
-            if bound is not None:
-                axes.plot(bound, [row, row], color=shade, marker="|", markersize=7, linewidth=1.6, zorder=1.5)
-        dots = [(value, row) for row, value in enumerate(kind.values) if value is not None]
-        if dots:
-            axes.plot(
-                *zip(*dots, strict=True),
-                label=kind.label,
-                linestyle="none",
-                marker=kind.marker,
-                color=shade,
-                markerfacecolor=shade if kind.is_filled else ROLES["paper"],
-            )
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    step = math.ceil(len(rows) / MOST_LABELS)
-    axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows[::step]])
-    axes.grid(axis="x")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(label)
 
 
 def colour(number: int) -> str:

@@ -50,7 +50,7 @@ TASK = "text-generation"
 HUGGING_FACE = "https://huggingface.co"
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
 
-CARD_FIGURES = ("experts", "gate", "distillation")
+CARD_FIGURES = ("experts", "distillation")
 
 Blocks = tuple[Block, ...]
 
@@ -207,7 +207,6 @@ def card_text(
         Heading(one_line(name), 1),
         *introduction(facts),
         *comparison(facts),
-        drawn.get("gate"),
         drawn.get("distillation"),
         *provenance(facts, command, name),
         Heading("Experts"),

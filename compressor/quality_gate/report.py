@@ -1,4 +1,4 @@
-"""The gate's result as blocks, as a figure, as card metrics and as files.
+"""The gate's result as blocks, as card metrics and as files.
 
 A result belongs to a folder of weights if the files that it lists are those of the folder.
 """
@@ -6,7 +6,6 @@ A result belongs to a folder of weights if the files that it lists are those of 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
@@ -20,7 +19,6 @@ from compressor.document.blocks import (
     Block,
     Details,
     Facts,
-    Figure,
     Heading,
     Items,
     Strong,
@@ -29,9 +27,7 @@ from compressor.document.blocks import (
     Toned,
     Words,
 )
-from compressor.document.drawing import Dots, draw_dots
 from compressor.document.markdown import markdown
-from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
 from compressor.files import file_digest, write_files
 from compressor.formatting import counted, joined, one_line, readable, setting
@@ -51,8 +47,6 @@ from compressor.quality_gate.verdict import (
 from compressor.records import read_json, report_json
 
 if TYPE_CHECKING:
-    from matplotlib.figure import FigureBase
-
     from compressor.quality_gate.run import PowerAnalysis
 
 logger = logging.getLogger(__name__)
@@ -61,10 +55,6 @@ NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
-WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
-MOST_LETTERS = 28  # of a task's name
-MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
-FARTHEST = 10.0  # drops allowed, beyond which a drop is drawn there
 METHOD = (
     "Both models answered the same items, and the differences were tested item by item (Miller, arXiv:2411.00640): "
     "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A drop passes if its "
@@ -75,11 +65,6 @@ METHOD = (
     "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided bounds. Detectable: the "
     f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: items answered worse and "
     "better than by the base.",
-)
-MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
-CAPTION = (
-    "Each line runs from the lower to the upper confidence bound of a drop, as a multiple of the drop allowed. Left of "
-    "the dashed line is a pass (circle), right of it a fail (cross), across it inconclusive (hollow diamond)."
 )
 
 
@@ -252,41 +237,6 @@ def _commit(identity: Mapping[str, Any]) -> str:
     if "commit" in identity:
         return f", commit {identity['commit']}"
     return ", files as in gate.json" if identity else ""
-
-
-def gate_figure(result: GateResult) -> Figure | None:
-    """Return a figure with a line for each drop between its bounds; None without tasks, or with too many."""
-    if not 0 < len(result.rows) <= MOST_DRAWN:
-        return None
-    size = (WIDTH, ROW * len(result.rows) + AROUND)
-    drops = []
-    for row in result.rows:
-        bounds = ", ".join(f"{name} {COLUMNS[name](row)}" for name in ("drop", "at least", "at most"))
-        drops.append(f"{row.task}: {bounds}, {row.verdict}")
-    alt = f"{verdict_line(result)} {'; '.join(drops)}."
-    drawing = Drawing("Drops and the drop allowed", alt, size, partial(_draw, result=result))
-    return Figure("gate", "Drops of the gate's tasks with their bounds", CAPTION, (drawing,))
-
-
-def placed(drop: float, allowed: float) -> float:
-    """Return a drop as a multiple of the one allowed, clipped to `FARTHEST`."""
-    if allowed == 0:
-        return math.copysign(FARTHEST, drop)
-    return min(max(drop / allowed, -FARTHEST), FARTHEST)
-
-
-def _draw(canvas: "FigureBase", result: GateResult) -> None:
-    names = [f"{SIGNS[row.verdict][1]} {one_line(row.task, MOST_LETTERS)}\n{row.verdict}" for row in result.rows]
-    kinds = []
-    for verdict, marker in MARKERS.items():
-        drops = []
-        bounds = []
-        for row in result.rows:
-            drop, lower, upper = (placed(value, row.max_drop) for value in (row.drop, row.lower, row.upper))
-            drops.append(drop if row.verdict == verdict else None)
-            bounds.append((lower, upper) if row.verdict == verdict else None)
-        kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
-    draw_dots(canvas.add_subplot(), names, kinds, "drop / drop allowed, worse to the right", 1.0)
 
 
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:

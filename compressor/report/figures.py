@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
@@ -14,17 +13,15 @@ from compressor.document.drawing import (
     COLOURS,
     HEAT,
     ROLES,
-    Dots,
     draw_bars,
-    draw_dots,
     draw_heat,
     draw_key,
     ink_on,
     label_axes,
+    scale_axis,
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, percent, readable, short, span
-from compressor.quality_gate.report import gate_figure
 from compressor.recipe.document import changed
 from compressor.report.data import (
     ERRORS,
@@ -43,10 +40,10 @@ if TYPE_CHECKING:
 
 WIDTH = 3.6  # inches
 LARGEST = 1e30  # what is larger no axis holds; the tables have it
-DRAWN_ERRORS = {  # how fields of a layer are drawn
-    "error": Dots(ERRORS["error"], (), "after"),
-    "heldout_error_before": Dots(ERRORS["heldout_error_before"], (), "before", "D", False),
-    "heldout_error_after": Dots(ERRORS["heldout_error_after"], (), "merged", "D"),
+DRAWN_ERRORS: Mapping[str, Mapping[str, Any]] = {  # how fields of a layer are drawn
+    "error": {"color": ROLES["after"], "marker": "o"},
+    "heldout_error_before": {"color": ROLES["before"], "marker": "D", "markerfacecolor": ROLES["paper"]},
+    "heldout_error_after": {"color": ROLES["merged"], "marker": "D"},
 }
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
@@ -55,6 +52,7 @@ MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups di
 SIDE = 2.1  # inches of a matrix
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED = 24  # experts whose numbers fit
+MOST_LABELS = 60  # of rows, that do not touch
 MOST_LETTERS = 24  # at the end of a layer's name, where modules differ
 DASHES = (0, (3, 2))
 
@@ -258,31 +256,40 @@ def _tokens(data: Report) -> str:
 
 def errors(data: Report) -> Figure | None:
     """Return dots of each layer's errors; None if no error is known."""
-    kinds = []
+    drawn: dict[str, list[float | None]] = {}
     alts = []
-    for field, dots in DRAWN_ERRORS.items():
+    for field in DRAWN_ERRORS:
         errors = [getattr(layer, field) for layer in data.layers]
         values = [None if error is None or not abs(error) < LARGEST else error for error in errors]
         known = [value for value in values if value is not None]
         if known:
-            alts.append(f"{dots.label.capitalize()}: from {short(min(known))} to {short(max(known))}.")
-            kinds.append(replace(dots, values=values))
-    if not kinds:
+            alts.append(f"{ERRORS[field].capitalize()}: from {short(min(known))} to {short(max(known))}.")
+            drawn[field] = values
+    if not drawn:
         return None
+    rows = len(data.layers)
 
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.subplots()
-        draw_dots(axes, [layer.name[-MOST_LETTERS:] for layer in data.layers], kinds, "‖y' - y‖² / ‖y‖²")
+        for field, values in drawn.items():
+            known = np.array(values, dtype=float)  # None becomes NaN, which is not drawn
+            axes.plot(known, range(rows), linestyle="none", label=ERRORS[field], **DRAWN_ERRORS[field])
+        scale = scale_axis(axes, "x", [value for value in chain(*drawn.values()) if value is not None])
+        axes.set_xlabel(f"‖y' - y‖² / ‖y‖², {scale}" if scale else "‖y' - y‖² / ‖y‖²")
+        axes.set_ylim(rows - 0.5, -0.5)
+        names = [readable(layer.name[-MOST_LETTERS:]) for layer in data.layers]
+        step = math.ceil(rows / MOST_LABELS)
+        axes.set_yticks(range(0, rows, step), labels=names[::step])
+        axes.grid(axis="x")
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
-    rows = len(data.layers)
-    size = (WIDTH, 0.17 * len(kinds) + min(max(7.0 / rows, 0.13), 0.26) * rows + 0.6)
+    size = (WIDTH, 0.17 * len(drawn) + min(max(7.0 / rows, 0.13), 0.26) * rows + 0.6)
     drawing = Drawing("Reconstruction error by layer", " ".join(alts), size, draw)
     caption = (
         f"Squared error of the compressed MoE block's output over the squared output of the base's{_tokens(data)}, "
         "on the base's own inputs; 0 is no change."
     )
-    if any(kind.label == ERRORS["heldout_error_after"] for kind in kinds):
+    if "heldout_error_after" in drawn:
         caption += " Held-out errors are those of the reconstruction, on tokens that it did not see."
     return Figure("errors", "Reconstruction error of each layer", caption, (drawing,))
 
@@ -333,7 +340,6 @@ FIGURES: Mapping[str, Callable[[Report], Figure | None]] = {
     "visits": visits,
     "errors": errors,
     "distillation": distillation,
-    "gate": lambda data: gate_figure(data.gate) if data.gate else None,
 }
 NAMES = tuple(FIGURES)  # in the order of the page
 

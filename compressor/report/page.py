@@ -245,7 +245,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block
     ("steps", "Router calibration and distillation", "distillation", steps),
     ("heldout", "Held-out text", None, heldout),
     ("hubs", "Hubs", None, hubs),
-    ("gate", "Accuracy gate", "gate", gate),
+    ("gate", "Accuracy gate", None, gate),
     ("speed", "Inference speed", None, speed),
     ("cost", "Time and memory", None, cost),
 )

@@ -6,33 +6,11 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from compressor.document.drawing import COLOURS, DECADES, ROLES, Dots, draw_dots, draw_heat, ink_on, scale_axis
+from compressor.document.drawing import COLOURS, DECADES, ROLES, draw_heat, ink_on, scale_axis
 
 
 def fresh() -> Axes:
     return Canvas().add_subplot()
-
-
-NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
-
-
-@settings(max_examples=25)
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=8), st.sampled_from([None, 0.5]))
-def test_dots_lie_at_their_values(rows: list[tuple[float | None, float | None]], limit: float | None) -> None:
-    axes = fresh()
-    bounds = [None if value is None else (value - 1, value + 1) for value, _ in rows]
-    kinds = [Dots("a", [row[0] for row in rows], "after", bounds=bounds),
-             Dots("b", [row[1] for row in rows], "bad", "X", False)]  # fmt: skip
-    draw_dots(axes, [f"row {place}" for place in range(len(rows))], kinds, "drop", limit)
-    for which, kind in enumerate(kinds):
-        lines = [line for line in axes.lines if line.get_label() == kind.label]
-        found = [(x, y) for line in lines for x, y in zip(*map(np.asarray, line.get_data()), strict=True)]
-        assert found == [(row[which], place) for place, row in enumerate(rows) if row[which] is not None]
-    ends = [tuple(np.asarray(line.get_xdata())) for line in axes.lines if line.get_marker() == "|"]
-    assert ends == [bound for bound in bounds if bound is not None]
-    low, high = axes.get_xlim()
-    assert all(low <= value <= high for row in rows for value in row if value is not None) or limit is None
-    assert axes.get_ylim() == (len(rows) - 0.5, -0.5)  # from above
 
 
 @settings(max_examples=25)

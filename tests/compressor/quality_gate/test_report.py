@@ -11,15 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub import ModelCardData
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from scipy.stats import norm
 
 from compressor.cli.compress import show_gated
-from compressor.document.drawing import ROLES
-from compressor.document.picture import inline_svgs, png
 from compressor.errors import CompressionError
 from compressor.formatting import readable
 from compressor.pipeline.outcome import Attempt
@@ -29,7 +25,6 @@ from compressor.quality_gate.report import (
     card_metrics,
     change,
     full_content,
-    gate_figure,
     gate_json,
     gate_page,
     junit,
@@ -41,7 +36,6 @@ from compressor.quality_gate.report import (
 from compressor.quality_gate.statistics import items_needed
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
 from tests.support.gate_results import gate, gates, likelihood, mixed, pool, task
-from tests.support.rendered_figures import axes_of
 from tests.support.report_data import table
 
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of what follows
@@ -312,59 +306,3 @@ def test_any_result_is_xml_to_two_parsers(result: GateResult) -> None:
             assert case.attrib["name"] == each.task
         else:
             assert len(case.attrib["name"]) == len(each.task)
-
-
-def drawn(result: GateResult) -> Axes:
-    made = gate_figure(result)
-    assert made is not None
-    (axes,) = axes_of(made)
-    return axes
-
-
-def dots(axes: Axes) -> dict[int, tuple[float, Line2D]]:
-    return {
-        round(float(place)): (float(value), line)
-        for line in axes.lines
-        if line.get_linestyle() == "None"
-        for value, place in zip(line.get_xdata(), line.get_ydata(), strict=True)
-    }
-
-
-def test_each_task_is_a_line_between_its_bounds_with_its_verdicts_marker() -> None:
-    axes, result = drawn(mixed()), mixed()
-    lines = {float(line.get_ydata()[0]): list(line.get_xdata()) for line in axes.lines if line.get_marker() == "|"}
-    looks = {"pass": ("o", "good", "good"), "fail": ("X", "bad", "bad"), "inconclusive": ("D", "unsure", "paper")}
-    for place, each in enumerate(result.rows):
-        assert lines[place] == [each.lower / each.max_drop, each.upper / each.max_drop]
-        drop, line = dots(axes)[place]
-        marker, edge, face = looks[each.verdict]
-        assert drop == each.drop / each.max_drop and line.get_marker() == marker
-        assert (line.get_markeredgecolor(), line.get_markerfacecolor()) == (ROLES[edge], ROLES[face])
-    names = [label.get_text().split("\n") for label in axes.get_yticklabels()]
-    assert names[:3] == [["✓ boolq", "pass"], ["✗ rte", "fail"], ["? openbookqa", "inconclusive"]]
-    assert names[3:] == [["✓ wikitext", "pass"], ["✗ all together", "fail"]]
-    low, high = axes.get_ylim()
-    assert low > high  # the first task is above
-    (shade,) = axes.patches  # all beyond the drop allowed
-    assert shade.get_extents().transformed(axes.transData.inverted()).x0 == pytest.approx(1)  # type: ignore[attr-defined]
-    assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "--"] == [[1, 1]]
-    made = gate_figure(result)
-    assert made is not None and made.alt.startswith("Fail: with confidence 95%")
-    assert "rte: drop +0.0800, at least +0.0500, at most +0.1100, fail" in made.alt
-    assert "wikitext: drop +0.50%, at least +0.33%, at most +0.67%, pass" in made.alt
-
-
-def test_no_figure_without_tasks_or_with_too_many_and_what_is_no_number_stands_at_the_edge() -> None:
-    assert gate_figure(gate()) is None and gate_figure(gate(*[task()] * 201)) is None
-    axes = drawn(gate(likelihood(drop=math.inf, lower=-math.inf, upper=math.inf)))
-    assert dots(axes)[0][0] == 10 and axes.get_xlim()[0] < -10
-
-
-@settings(max_examples=10)
-@given(gates())
-def test_any_result_can_be_drawn(result: GateResult) -> None:
-    if (made := gate_figure(result)) is None:
-        return
-    assert png(made.title, made.drawings)[:4] == b"\x89PNG"
-    (svg,) = inline_svgs(made.name, made.drawings)
-    assert "<script" not in svg and len(drawn(result).get_yticklabels()) == len(result.rows)

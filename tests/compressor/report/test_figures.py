@@ -15,7 +15,7 @@ from PIL import Image
 
 from compressor.document.blocks import Figure
 from compressor.document.picture import inline_svgs, png
-from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
+from compressor.report.data import ERRORS, LayerReport, Report, all_dispositions, dispositions, named, order, roles
 from compressor.report.figures import LEVELS, cells, figures, limits
 from tests.support.rendered_figures import canvases
 from tests.support.report_data import STEPS, bare, layer, report
@@ -134,3 +134,14 @@ def test_errors_that_no_axis_can_hold_are_left_to_the_table() -> None:
     odd = layer(0, heldout_error_before=5e-324, heldout_error_after=-9e29, error=1e308)
     found = by_name(report(layers=(odd,)))["errors"]
     assert png(found.title, found.drawings)[:4] == b"\x89PNG" and "-9e+29" in found.alt
+
+
+def test_errors_lie_at_their_values(made: dict[str, Figure]) -> None:
+    (axes,) = canvases(made["errors"])[0].axes
+    drawn = {
+        str(line.get_label()): [float(value) for value in np.asarray(line.get_xdata())] for line in axes.get_lines()
+    }
+    for field, label in ERRORS.items():
+        assert drawn[label] == [getattr(each, field) for each in report().layers]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [each.name for each in report().layers]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # from above
