@@ -1,18 +1,14 @@
 """The command `attribute`, which is announced by an entry point and loads torch only when it runs."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import compressor
 from compressor.cli.options import Computing, Model, Seed, Unweighted, flag, spread
 from compressor.cli.terminal import on_ranks, print_report, reporting, written_line
 from compressor.distributed import ranks
 from compressor.extras import require
-
-if TYPE_CHECKING:
-    from compressor.attribution.report import Findings
 
 
 @spread
@@ -38,7 +34,7 @@ def attribute(
     """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
     if output is not None:
         require("matplotlib", "networkx")
-    from compressor.attribution.report import NAMES, findings, write_attribution
+    from compressor.attribution.report import NAMES, brief_blocks, brief_content, findings, write_attribution
 
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         run = partial(
@@ -57,12 +53,5 @@ def attribute(
         written = []
         if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)
-    show_attribution(results, running.as_json, written)
-
-
-def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
-    """Print hubs, the strongest senders, the kinds, and how exact it all is; `written` are the reports' files."""
-    from compressor.attribution.report import brief_blocks, brief_content
-
-    content = {**brief_content(findings), "written": [str(path) for path in written]}
-    print_report(as_json, content, (*brief_blocks(findings), *written_line(written)))
+    content = {**brief_content(results), "written": [str(path) for path in written]}
+    print_report(running.as_json, content, (*brief_blocks(results), *written_line(written)))

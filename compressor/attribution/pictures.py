@@ -219,17 +219,15 @@ def experts_figure(
     starred = {(hub.module, hub.expert) for hub in hubs}
     panels = []
     alt = []
-    for kind, name in (("expert", "routed experts"), ("head", "attention heads")):
+    for kind, name in (("expert", "routed experts (★ hub)"), ("head", "attention heads")):
         senders = strongest(attribution.of_kind(kind), top)
         labels = []
-        note = ""
         for sender, label in zip(senders, sender_labels(senders), strict=True):
             is_hub = kind == "expert" and (sender.module, sender.number) in starred
-            note = f", {HUB} hub" if is_hub else note
             labels.append(f"{HUB} {label}" if is_hub else label)
         if senders:
             rows = [sender.influence for sender in senders]
-            panels.append(Panel(f"strongest {name}{note}", labels, rows))
+            panels.append(Panel(f"strongest {name}", labels, rows))
             alt.append(f"Strongest {name}: {', '.join(labels)}.")
     without = ", ".join(attribution.without)
     for index, name in enumerate(("with all experts", f"without {without}") if compared else ()):

@@ -128,18 +128,9 @@ class Figure:
     @property
     def alt(self) -> str:
         """The drawings' own words, each after its title if there are several."""
-        shown = [drawing for drawing in self.drawings if not drawing.is_legend]
-        if len(shown) == 1:
-            return shown[0].alt
-        return " ".join(f"{drawing.title}: {drawing.alt}" for drawing in shown)
-
-    @property
-    def is_many(self) -> bool:
-        return sum(not drawing.is_legend for drawing in self.drawings) > 1
-
-    @property
-    def width(self) -> float:
-        return max(drawing.size[0] for drawing in self.drawings)
+        if len(self.drawings) == 1:
+            return self.drawings[0].alt
+        return " ".join(f"{drawing.title}: {drawing.alt}" for drawing in self.drawings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from compressor.formatting import readable
 
 SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")  # underscores inside words mean nothing in Markdown
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph
-MOST_ALTERNATIVE = 4_000  # letters that describe a picture
 NO_IMAGES: Mapping[str, str] = {}
 
 
@@ -81,8 +80,7 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
         case blocks.Table(caption):
             return [*([] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]), *table(block)]
         case blocks.Figure(name):
-            alternative = escaped(block.alt[:MOST_ALTERNATIVE])
-            return [f"![{alternative}]({quote(images[name])})"] if name in images else []
+            return [f"![{escaped(block.alt)}]({quote(images[name])})"] if name in images else []
         case blocks.Sides():
             return []
         case blocks.Details(words, inner):

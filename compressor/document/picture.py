@@ -61,7 +61,6 @@ class Drawing:
     alt: str  # what is to be seen, in numbers
     size: tuple[float, float]
     draw: Callable[["FigureBase"], object] = field(repr=False, compare=False)
-    is_legend: bool = False  # stands above the others, on a line of its own
 
 
 @contextmanager
@@ -97,7 +96,7 @@ def _inline_svg(prefix: str, drawing: Drawing) -> str:
     width, height = map(float, size)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
+        f'class="plot" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
         f'aria-labelledby="{prefix}-title {prefix}-desc">'
         f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
@@ -113,13 +112,10 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     """Return all drawings in one PNG below a title, on white; the same bytes for the same drawings."""
     from PIL import Image
 
-    rows = [[drawing] for drawing in drawings if drawing.is_legend]
-    shown = [drawing for drawing in drawings if not drawing.is_legend]
-    if shown:
-        most = max(1, int(PNG_WIDTH / max(drawing.size[0] for drawing in shown)))
-        columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each row as can be
-        rows += [shown[start : start + columns] for start in range(0, len(shown), columns)]
-    width = max(map(_width, rows))
+    most = max(1, int(PNG_WIDTH / max(drawing.size[0] for drawing in drawings)))
+    columns = math.ceil(len(drawings) / math.ceil(len(drawings) / most))  # as many in each row as can be
+    rows = [list(drawings[start : start + columns]) for start in range(0, len(drawings), columns)]
+    width = columns * max(drawing.size[0] for drawing in drawings)
     lines = textwrap.wrap(readable(title), max(20, int(width / 0.1)))
 
     def draw_title(canvas: "FigureBase") -> None:
@@ -143,10 +139,6 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     content = io.BytesIO()
     sheet.save(content, format="PNG", dpi=(DPI, DPI))
     return content.getvalue()
-
-
-def _width(row: Sequence[Drawing]) -> float:
-    return sum(drawing.size[0] for drawing in row)
 
 
 def _image(drawing: Drawing) -> "Image":

@@ -103,10 +103,6 @@ class Repository:
             return remote
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
         fresh = self.look_up()
-        if not fresh.exists:
-            raise CompressionError(
-                f"{self.repo_id} was made on the Hub but cannot be seen there; check who is logged in"
-            )
         self.refuse_public(fresh, private)
         return fresh
 

@@ -13,10 +13,10 @@ from compressor.recipe.document import first_of, step_line
 from compressor.recipe.plan import describe_split
 
 # views
-TERMINAL: Collection[str] = ("terminal",)
-RECORD: Collection[str] = ("page", "card")
-NOT_CARD: Collection[str] = ("page", "terminal")
-EVERYWHERE: Collection[str] = ("page", "card", "terminal")
+TERMINAL = ("terminal",)
+RECORD = ("page", "card")
+NOT_CARD = ("page", "terminal")
+EVERYWHERE = ("page", "card", "terminal")
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,14 +125,12 @@ def experts(data: Report) -> Figure | None:
 
 
 def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> Figure | None:
-    """Return the scale and a matrix for each layer that has one; None if no layer has.
+    """Return a matrix for each layer that has one; None if no layer has.
 
     As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning in Sparse
     Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are outlined.
     """
     from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
 
     layers = [layer for layer in reports if layer.similarity is not None]
     if not layers:
@@ -140,15 +138,6 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
     low, high = limits(layers)
     colours = colormaps[HEAT].resampled(LEVELS)
 
-    def draw_scale(canvas: "FigureBase") -> None:
-        bar = ScalarMappable(Normalize(low, high), colours)
-        canvas.colorbar(bar, cax=canvas.subplots(), orientation="horizontal", ticks=[low, (low + high) / 2, high])
-
-    alt = (
-        f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
-        "ones the dropped experts."
-    )
-    legend = Drawing("Scale of similarity", alt, (2.4, 0.5), draw_scale, is_legend=True)
     draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
     drawings = []
     for layer in layers:
@@ -160,12 +149,7 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
         "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one holds the dropped. "
         "✕ marks a dropped expert, ★ a protected one."
     )
-    return Figure(name, title, caption, (legend, *drawings))
-
-
-def similarity(data: Report) -> Figure | None:
-    """Return the matrices by which the experts were compared; None if no layer has one."""
-    return similarity_figure(data.layers, "similarity", "Similarity of the experts, with the chosen groups")
+    return Figure(name, f"{title}, from {low:g} (dark) to {high:g} (light)", caption, drawings)
 
 
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
@@ -188,9 +172,8 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
     draw_heat(axes, np.array(layer.similarity)[np.ix_(experts, experts)].tolist(), low, high, cmap=cmap)
     count = len(experts)
     start = 0
-    thin = min(1.0, max(0.4, MOST_NUMBERED / count))  # so that small groups are still to be seen inside
-    look: dict[str, Any] = {"edgecolor": "#fefefe", "linewidth": 1.1 * thin, "fill": False, "clip_on": False}
-    effects = [withStroke(linewidth=2.4 * thin, foreground="#0b0d10")]  # white on black, which any colour shows
+    look: dict[str, Any] = {"edgecolor": "#fefefe", "linewidth": 0.8, "fill": False, "clip_on": False}
+    effects = [withStroke(linewidth=1.8, foreground="#0b0d10")]  # white on black, which any colour shows
     for size in sorted(map(len, layer.plan.merged), reverse=True):
         axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, path_effects=effects, **look))
         start += size
@@ -211,7 +194,7 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
 
 
 def visits(data: Report) -> Figure | None:
-    """Return a legend, and for each layer the share of tokens of every expert and slot; None if nothing was counted.
+    """Return for each layer the share of tokens of every expert and slot; None if nothing was counted.
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
     """
@@ -220,11 +203,6 @@ def visits(data: Report) -> Figure | None:
         return None
     shares = chain.from_iterable((*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers)
     highest = max(shares) or 1.0
-    looks: list[tuple[str, Any]] = [(role, {"color": ROLES[role]}) for role in ("kept", "merged")]
-    looks += [("dropped", {"color": ROLES["dropped"], "fill": False}), ("slot after", {"color": ROLES["after"]})]
-    alt = f"Bars of the base's experts above, of the compressed model's slots below, all up to {percent(highest)}."
-    key = partial(draw_key, looks=looks, ncols=4)
-    legend = Drawing("What the bars are", alt, (WIDTH, 0.3), key, is_legend=True)
 
     def draw(canvas: "FigureBase", layer: LayerReport) -> None:
         above, below = canvas.subplots(2, 1)
@@ -243,11 +221,12 @@ def visits(data: Report) -> Figure | None:
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the table below has the shares."
         drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer)))
+    title = "Routed tokens: grey kept, purple merged, hollow dropped experts before; blue slots after"
     caption = (
         f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed model's slots below, "
         "each model with its own routing; the dashed line is an even share."
     )
-    return Figure("visits", "Routed tokens of the experts before, and of the slots after", caption, (legend, *drawings))
+    return Figure("visits", title, caption, drawings)
 
 
 def _tokens(data: Report) -> str:
@@ -336,7 +315,7 @@ def distillation(data: Report) -> Figure | None:
 
 FIGURES: Mapping[str, Callable[[Report], Figure | None]] = {
     "experts": experts,
-    "similarity": similarity,
+    "similarity": lambda data: similarity_figure(data.layers, "similarity", "Similarity of the experts"),
     "visits": visits,
     "errors": errors,
     "distillation": distillation,

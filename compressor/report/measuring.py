@@ -308,9 +308,6 @@ class _BlockErrors(LayerVisitor):
             self.watched[layer.name] = _WatchedBlock(layer, self.at.model, self.partial.model)
 
     def on_layer_end(self, decoder_layer: str) -> None:
-        self.clear(decoder_layer)
-
-    def clear(self, decoder_layer: str = "") -> None:
         """Leave both models as they were."""
         for watched in self.watched.values():
             watched.hooks.close()
@@ -354,7 +351,7 @@ def measure_layers(
                 error=errors.watched[measures.module].error,
             )
     finally:
-        errors.clear()
+        errors.on_layer_end("")
 
 
 def by_weights(base: OpenModel, similarity: Similarity, progress: Progress) -> Iterator[LayerMeasures]:

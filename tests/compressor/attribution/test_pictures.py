@@ -101,13 +101,13 @@ def test_promotion_and_inhibition_have_a_column_each_on_the_same_scale() -> None
 
 def test_strips_are_the_strongest_experts_and_heads_with_hubs_marked() -> None:
     found = panels(experts_figure(SMALL, find_hubs(SMALL), top=4))
-    experts, heads = found["strongest routed experts, ★ hub"], found["strongest attention heads"]
+    experts, heads = found["strongest routed experts (★ hub)"], found["strongest attention heads"]
     assert names(experts)[:2] == ["★ L1 E3", "★ L2 E6"] and len(names(experts)) == 4
     assert not any("★" in label for label in [*names(experts)[2:], *names(heads)])
     for axes, kind in ((experts, "expert"), (heads, "head")):
         strong = tuple(sorted(SMALL.of_kind(kind), key=lambda each: -each.total_influence)[:4])
         np.testing.assert_allclose(cells(axes), rows(strong))
-    assert "strongest routed experts" in panels(experts_figure(SMALL, (), top=4))
+    assert "strongest routed experts (★ hub)" in panels(experts_figure(SMALL, (), top=4))
 
 
 def points(axes: Axes) -> dict[str, list[tuple[float, float]]]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from compressor.attribution.command import show_attribution
 from compressor.attribution.figures import COMPONENTS, Attribution, KeyInfluence, Receiver, sender_labels
-from compressor.attribution.report import NAMES, Findings, findings, write_attribution
+from compressor.attribution.report import NAMES, Findings, brief_blocks, brief_content, findings, write_attribution
+from compressor.cli.terminal import print_report
 from compressor.files import check_folder
 from tests.support.attribution_results import attribution, module, sender, with_massive
 
@@ -81,7 +81,7 @@ def test_what_is_no_number_is_null(tmp_path: Path, capsys: pytest.CaptureFixture
     infinite = [replace(HUBS[0], influence_score=math.inf)]
     found = Findings(odd, infinite, SUPERS, 3.5, 5)
     write_attribution(found, tmp_path / "out", False)
-    show_attribution(found, as_json=True)
+    print_report(True, brief_content(found), ())
     assert strict(capsys.readouterr().out)["hubs"][0]["influence_score"] is None
     content = strict((tmp_path / "out" / "attribution.json").read_text())
     assert content["senders"][-1]["influence"] == [None, None, None]
@@ -128,7 +128,7 @@ def test_any_attribution_has_reports(made: Attribution, tmp_path: Path, capsys: 
     content = strict(written[0].read_text())
     assert len(content["senders"]) == len(made.senders)
     tables(written[1].read_text())
-    show_attribution(found, as_json=False)
+    print_report(False, None, brief_blocks(found))
     shown = capsys.readouterr().out
     assert f"{made.tokens:,} tokens" in shown and ("No expert is a hub" in shown) == (not found.hubs)
 

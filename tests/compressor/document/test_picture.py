@@ -26,7 +26,7 @@ def key(canvas: Any) -> None:
 
 
 DRAWINGS = (
-    Drawing("Key", "Two looks.", (2.0, 0.6), key, is_legend=True),
+    Drawing("Key", "Two looks.", (2.0, 0.6), key),
     Drawing("Bars", "Three bars.", (2.5, 1.5), bars),
     Drawing("Heat <b>", "Four & more.", (2.0, 2.0), heat),
 )
@@ -36,7 +36,7 @@ def test_svgs_have_their_words_and_size() -> None:
     for drawing, text in zip(DRAWINGS, inline_svgs("some", DRAWINGS), strict=True):
         svg = ElementTree.fromstring(text)
         assert svg.tag == f"{SVG}svg" and svg.get("role") == "img"
-        assert svg.get("class") == ("legend" if drawing.is_legend else "plot")
+        assert svg.get("class") == "plot"
         ids = {each.get("id"): each.text for each in svg.iter() if each.get("id")}
         assert [ids[name] for name in svg.attrib["aria-labelledby"].split()] == [drawing.title, drawing.alt]
         size = [float(svg.attrib[name]) / 96 for name in ("width", "height")]
@@ -56,7 +56,7 @@ def test_png_shows_title_key_and_drawings() -> None:
     whole, alone = (Image.open(io.BytesIO(png("Title", drawings))) for drawings in (DRAWINGS, DRAWINGS[1:2]))
     assert set(whole.info) <= {"dpi"}
     assert np.array(alone.size) / DPI == pytest.approx([2.5, 0.34 + 1.5], abs=0.02)
-    assert np.array(whole.size) / DPI == pytest.approx([4.5, 0.34 + 0.6 + 2.0], abs=0.02)
+    assert np.array(whole.size) / DPI == pytest.approx([3 * 2.5, 0.34 + 2.0], abs=0.02)
     pixels = np.asarray(whole.convert("L"))
-    for top, bottom in ((0.0, 0.34), (0.34, 0.94), (0.94, 2.94)):  # something is drawn in every line
+    for top, bottom in ((0.0, 0.34), (0.34, 2.34)):  # something is drawn in every line
         assert pixels[int(top * DPI) : int(bottom * DPI)].min() < 100
