@@ -18,7 +18,6 @@ class Quantize(StepOptions):
         FORMAT: "weights are quantised once, after everything that changes them",
         CONSTANTS: "constants stand for unquantised experts",
     }
-    verified_by_kept: ClassVar[bool] = True
 
     scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = "int4"
     """Number format that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."""
