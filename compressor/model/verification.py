@@ -72,7 +72,7 @@ def _loading_error(kind: str, folder: Path) -> BaseException | None:
     return None
 
 
-def verify_checkpoint(folder: Path, experts: int | None = None, known: Collection[str] = ()) -> Checkpoint:
+def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str]) -> Checkpoint:
     """Check every file and tensor of a checkpoint against the stock model, which must have this number of `experts`.
 
     Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises `CompressionError` naming the file,
