@@ -125,15 +125,18 @@ def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
     import onnxruntime
 
     chosen = providers(device, onnxruntime.get_available_providers())
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3  # what fails is raised, too
+    return OnnxDecoder(open_session(folder / MODEL_NAME, onnxruntime.SessionOptions(), chosen))
+
+
+def open_session(path: Path, settings: Any, chosen: Sequence[Any]) -> Any:
+    """Open a graph with these execution providers; raises `CompressionError` if ONNX Runtime cannot read it."""
+    import onnxruntime
+
+    settings.log_severity_level = 4  # what fails is raised, too
     try:
-        session = onnxruntime.InferenceSession(str(folder / MODEL_NAME), settings, providers=chosen)
+        return onnxruntime.InferenceSession(str(path), settings, providers=chosen)
     except Exception as error:  # ONNX Runtime's exceptions share no class
-        raise CompressionError(
-            f"ONNX Runtime cannot read {folder / MODEL_NAME}: {reason_of(error)}; export it again"
-        ) from error
-    return OnnxDecoder(session)
+        raise CompressionError(f"ONNX Runtime cannot read {path}: {reason_of(error)}; export it again") from error
 
 
 def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

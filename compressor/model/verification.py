@@ -114,7 +114,7 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
         raise CompressionError(
             f"the written tensor {key!r} has shape {list(stored)}, the new config asks for {list(expected)}"
         )
-    missing = report.missing_keys - set(getattr(model, "all_tied_weights_keys", None) or {})
+    missing = report.missing_keys - model.all_tied_weights_keys.keys()
     wrong = missing or report.unexpected_keys or set(report.conversion_errors)
     if wrong:
         how = "missing" if missing else "not understood"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressor.answers.onnx_decoder import OnnxDecoder
+from compressor.answers.onnx_decoder import OnnxDecoder, open_session
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference
@@ -150,15 +150,11 @@ class Graph:
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 4  # what fails is told by the exception
         settings.intra_op_num_threads = torch.get_num_threads()
         if mapped:
             settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             settings.add_session_config_entry("session.disable_prepacking", "1")
-        try:
-            self.session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime raises classes of its own
-            raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
+        self.session = open_session(path, settings, ["CPUExecutionProvider"])
         self.how = MAPPED if mapped else WHOLE  # as a record names it
 
     def answers(self, cases: Sequence[Case], progress: Progress) -> Iterator[Tensor]:
