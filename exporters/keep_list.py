@@ -17,6 +17,7 @@ from typing import Any
 from compressor.document.blocks import Block, Code, Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint
+from compressor.model.remote_code import json_bytes
 from compressor.pipeline.outcome import read_plan
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import PRUNE, SPLIT, Plan
@@ -91,7 +92,7 @@ def export(checkpoint: Path, output: Path, options: None, progress: Progress) ->
     output.mkdir()
     record = {field: value for field, value in asdict(summary).items() if field != "folder"}
     (output / name).write_text(content, encoding="utf-8")
-    (output / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (output / RECORD).write_bytes(json_bytes(record))
     return summary
 
 
@@ -110,10 +111,7 @@ def prune_ratio(experts: int, kept: int) -> float:
 def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
     expert_plan = plan.expert_plan
     _refuse_inexpressible(plan)
-    lines = list[str]()
-    for layer in expert_plan.layers:
-        kept = [group.members[0] for group in layer.groups]
-        lines.append(json.dumps({str(layer.layer): kept}))
+    lines = [json.dumps({str(layer.layer): list(layer.slots())}) for layer in expert_plan.layers]
     experts = expert_plan.layers[0].experts
     summary = ListSummary(
         folder=output,

@@ -48,11 +48,11 @@ def pad_token(tokenizer: Any) -> int:
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
 
 
-def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return rows of tokens padded on the right, and their mask: [B, S] each."""
+def padded(rows: Sequence[Sequence[int]], pad: int, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Return rows of tokens padded on a side, and their mask: [B, S] each."""
     tokens = [torch.tensor(row) for row in rows]
-    mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-    return pad_sequence(tokens, batch_first=True, padding_value=pad), mask
+    mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True, padding_side=side)
+    return pad_sequence(tokens, batch_first=True, padding_value=pad, padding_side=side), mask
 
 
 def forward(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:

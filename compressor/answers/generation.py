@@ -20,8 +20,8 @@ import torch
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from compressor.answers.asking import padded
 from compressor.answers.decoding import ModelFacts, choose, free, load_writing, read_facts
 from compressor.answers.journal import Journal
 from compressor.answers.lm_eval_run import PACKAGES, fits_whole, identity
@@ -202,14 +202,6 @@ def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequ
             yield group[begin : begin + rows]
 
 
-def padded(rows: Sequence[Sequence[int]], token: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids [B, S], padded on the left, and their mask [B, S]."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=token, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
-    return ids.to(device), mask.to(device)
-
-
 @torch.inference_mode()
 def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     """Return True if so much padding leaves the next tokens as they are, but for rounding.
@@ -223,9 +215,11 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     )
 
     def written(rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        ids, mask = padded(rows, 0, model.device)
+        ids, mask = padded(rows, 0, "left")
         with quiet_transformers():
-            written = model.generate(ids, attention_mask=mask, generation_config=settings)
+            written = model.generate(
+                ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
+            )
         return [step[-1].float() for step in written.logits]
 
     try:
@@ -260,7 +254,7 @@ def _generate(
     """Return the new tokens of each row, up to its end token."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    ids, mask = padded([question.tokens for question in batch], min(stops), model.device)
+    ids, mask = padded([question.tokens for question in batch], min(stops), "left")
     begin = ids.shape[1]
     numbers = torch.stack([draws((question.prompt, question.seed), options.max_new_tokens) for question in batch])
 
@@ -274,8 +268,8 @@ def _generate(
     )
     with quiet_transformers():
         written = model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
             generation_config=model.generation_config,
             logits_processor=LogitsProcessorList([leave_chosen]),
         )

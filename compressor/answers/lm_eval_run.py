@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -86,10 +88,7 @@ def _chance(task: EvaluationTask, rows: Mapping[str, Rows]) -> float | None:
         return 0.0
     if task.kinds != {"multiple_choice"}:
         return None
-    shares = list[float]()
-    for of_part in rows.values():
-        shares += [1 / len(row["filtered_resps"]) for row in of_part]
-    return sum(shares) / len(shares)
+    return fmean(1 / len(row["filtered_resps"]) for row in chain.from_iterable(rows.values()))
 
 
 def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
@@ -101,7 +100,7 @@ def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
     return replace(repeats[0], items=tuple(items))
 
 
-def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str = "") -> tuple[str, Kind]:
+def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) -> tuple[str, Kind]:
     """Return the `named` metric, or the first that gives every item of every part a number, and its kind."""
     first = next(iter(task.parts))
     names = dict.fromkeys([named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"]))

@@ -42,8 +42,8 @@ class OnnxDecoder:
     Caches go from one run to the next as they are: no copy, and no dtype that numpy must know.
     """
 
-    def __init__(self, session: Any) -> None:
-        """Find the caches; raises `CompressionError` for a graph that is no decoder."""
+    def __init__(self, session: Any, rows: int = 1) -> None:
+        """Find the caches of so many texts; raises `CompressionError` for a graph that is no decoder."""
         self._session = session
         self._inputs = {entry.name: entry for entry in session.get_inputs()}
         outputs = {entry.name for entry in session.get_outputs()}
@@ -65,7 +65,7 @@ class OnnxDecoder:
                 )
             # no past before the first token, zeros along axes that are fixed; a name is that of a length that may vary
             shape = [
-                size if isinstance(size, int) else int(axis == 0 or "batch" in (size or ""))
+                size if isinstance(size, int) else rows * (axis == 0 or "batch" in (size or ""))
                 for axis, size in enumerate(entry.shape)
             ]
             self._next[name] = output
@@ -79,13 +79,15 @@ class OnnxDecoder:
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         self._seen.extend(tokens)
-        total = len(self._seen)
         fresh = self._seen[self._past :]  # without a cache all of it is read again
-        inputs = {
-            TOKENS: torch.tensor([fresh]),
-            MASK: torch.ones(1, total, dtype=torch.long),
-            POSITIONS: torch.arange(self._past, total)[None],
-        }
+        logits = self.run(torch.tensor([fresh]), torch.ones(1, len(self._seen), dtype=torch.long))
+        self._past = len(self._seen) if self._next else 0
+        return logits[0, -1].to("cpu", torch.float32, copy=True)
+
+    def run(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits [B, S, V] of tokens [B, S] after P in the caches, with the mask [B, P + S] of all."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        inputs = {TOKENS: tokens, MASK: mask, POSITIONS: positions}
         fed = {
             name: ort_value(value.to(DTYPES[self._inputs[name].type]))
             for name, value in inputs.items()
@@ -93,9 +95,8 @@ class OnnxDecoder:
         }
         logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
         self._caches = dict(zip(self._next, caches, strict=True))
-        self._past = total if self._next else 0
-        last: Tensor = torch.utils.dlpack.from_dlpack(logits)[0, -1]
-        return last.to("cpu", torch.float32, copy=True)
+        computed: Tensor = torch.utils.dlpack.from_dlpack(logits)
+        return computed
 
 
 def ort_value(tensor: Tensor) -> Any:
@@ -124,15 +125,18 @@ def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
     import onnxruntime
 
     chosen = providers(device, onnxruntime.get_available_providers())
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3  # what fails is raised, too
+    return OnnxDecoder(open_session(folder / MODEL_NAME, onnxruntime.SessionOptions(), chosen))
+
+
+def open_session(path: Path, settings: Any, chosen: Sequence[Any]) -> Any:
+    """Open a graph with these execution providers; raises `CompressionError` if ONNX Runtime cannot read it."""
+    import onnxruntime
+
+    settings.log_severity_level = 4  # what fails is raised, too
     try:
-        session = onnxruntime.InferenceSession(str(folder / MODEL_NAME), settings, providers=chosen)
+        return onnxruntime.InferenceSession(str(path), settings, providers=chosen)
     except Exception as error:  # ONNX Runtime's exceptions share no class
-        raise CompressionError(
-            f"ONNX Runtime cannot read {folder / MODEL_NAME}: {reason_of(error)}; export it again"
-        ) from error
-    return OnnxDecoder(session)
+        raise CompressionError(f"ONNX Runtime cannot read {path}: {reason_of(error)}; export it again") from error
 
 
 def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

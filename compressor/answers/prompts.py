@@ -62,9 +62,7 @@ class Prompt:
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def read_prompts(
-    arguments: Sequence[str], *, limit: int | None = None, seed: int = 0, strict: bool = False
-) -> tuple[Prompt, ...]:
+def read_prompts(arguments: Sequence[str], *, limit: int | None = None, strict: bool = False) -> tuple[Prompt, ...]:
     """Read the prompts of `SOURCE` or `SOURCE=DOMAIN` each, without duplicates, at most `limit` of each source.
 
     Without a limit `OF_A_DATA_SET` of a data set are read. A chat that ends with the assistant's answer is
@@ -73,7 +71,7 @@ def read_prompts(
     """
     prompts = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
-        read = source_rows(WeightedSource(source, 1.0), seed, "prompts")
+        read = source_rows(WeightedSource(source, 1.0), 0, "prompts")
         rows = _lines(read.rows) if read.is_prose else read.rows
         column = SourceSpec.parse(source).column
         left_out = LeftOut(f"prompts of {source}", strict)

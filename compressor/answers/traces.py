@@ -41,9 +41,7 @@ class Traces:
     manifest: Path = Path()
 
 
-def write_traces(
-    writer: TextGenerator, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool = False
-) -> Traces:
+def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool) -> Traces:
     """Write a model's complete answers into `out`; a run that was killed goes on when it is repeated.
 
     Files that this very request has put in place stay. Raises `CompressionError` for other files that are there

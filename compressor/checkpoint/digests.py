@@ -8,8 +8,8 @@ import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import NamedTuple
 
 from compressor.checkpoint.reader import TensorInfo, read_header
 from compressor.errors import CompressionError
@@ -19,37 +19,30 @@ from compressor.formatting import counted
 HEADING = "# SHA-256 of the lines below: "
 OF_TENSORS = "# CRC-32 of its tensors: "
 LINES = re.compile(rf"([0-9a-f]{{64}})  (.+)\n(?:{OF_TENSORS}(.+)\n)?")
-CHUNK = 2**20  # bytes read at once
 
 
-class Digest(NamedTuple):
-    """Digests of a file, and of its tensors in the order of their bytes."""
+def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Return a file's SHA-256, read once, and each tensor's name and CRC-32 in the order of their bytes.
 
-    sha256: str
-    tensors: tuple[tuple[str, str], ...]  # name and CRC-32
-
-
-def digest_of(path: Path) -> Digest:
-    """Read a file once and return its digests; it has no tensors unless it is a readable safetensors file."""
+    It has no tensors unless it is a readable safetensors file.
+    """
     infos = list[TensorInfo]()
     if path.suffix == ".safetensors":
         with suppress(CompressionError):
             infos = sorted(read_header(path).values(), key=lambda info: (info.begin, info.end, info.name))
-    whole = hashlib.sha256()
+    if not infos:
+        return file_digest(path), []
     tensors = list[tuple[str, str]]()
-    with path.open("rb", buffering=0) as stream:
-        if infos:
-            whole.update(stream.read(infos[0].begin))
-        for info in infos:
-            total = 0
-            while stream.tell() < info.end:
-                chunk = stream.read(min(CHUNK, info.end - stream.tell()))
-                whole.update(chunk)
-                total = zlib.crc32(chunk, total)
-            tensors.append((info.name, f"{total:08x}"))
-        while chunk := stream.read(CHUNK):
-            whole.update(chunk)
-    return Digest(whole.hexdigest(), tuple(tensors))
+    with (
+        path.open("rb") as stream,
+        mmap(stream.fileno(), 0, access=ACCESS_READ) as content,
+        memoryview(content) as view,
+    ):
+        whole = hashlib.sha256(view[: infos[0].begin])
+        for info in infos:  # which fill the file
+            whole.update(view[info.begin : info.end])
+            tensors.append((info.name, f"{zlib.crc32(view[info.begin : info.end]):08x}"))
+    return whole.hexdigest(), tensors
 
 
 def write_digests(folder: Path) -> None:
@@ -57,10 +50,10 @@ def write_digests(folder: Path) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
     lines = list[str]()
     with ThreadPoolExecutor() as pool:
-        for path, digest in zip(paths, pool.map(digest_of, paths), strict=True):
-            lines.append(f"{digest.sha256}  {path.relative_to(folder).as_posix()}\n")
-            if digest.tensors:
-                lines.append(f"{OF_TENSORS}{''.join(crc for _, crc in digest.tensors)}\n")
+        for path, (sha256, tensors) in zip(paths, pool.map(digest_of, paths), strict=True):
+            lines.append(f"{sha256}  {path.relative_to(folder).as_posix()}\n")
+            if tensors:
+                lines.append(f"{OF_TENSORS}{''.join(crc for _, crc in tensors)}\n")
     body = "".join(lines)
     with wrap_full_disk(folder):
         (folder / SUMS).write_text(f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}", encoding="utf-8")
@@ -90,7 +83,7 @@ def _fault(path: Path, name: str, sha256: str, checksums: str) -> str:
         return f"{name} is missing"
     if file_digest(path) == sha256:
         return ""
-    tensors = digest_of(path).tensors
+    _, tensors = digest_of(path)
     wrong = list[str]()
     if 8 * len(tensors) == len(checksums):
         for position, (tensor, crc) in enumerate(tensors):

@@ -16,6 +16,8 @@ from compressor.quality_gate.options import BehaviourOptions
 from compressor.records import plain_json
 
 USUAL_CONFIDENCE = 0.95
+Limit = Annotated[int | None, flag("Prompts of each source, at most (default: all, of a data set 1,000).")]
+BatchSize = Annotated[int | None, flag("Answers written together (default: 32, on a GPU 64).", min=1)]
 
 
 def evaluate(
@@ -27,8 +29,8 @@ def evaluate(
         str | None,
         typer.Argument(help="The smaller model; of one that is served, its tokenizer (default: the base's)."),
     ] = None,
-    limit: Annotated[int | None, flag("Prompts of each source, at most (default: all, of a data set 1,000).")] = None,
-    batch_size: Annotated[int | None, flag("Answers written together (default: 32, on a GPU 64).", min=1)] = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
     confidence: Annotated[float, flag("Confidence of each bound.")] = USUAL_CONFIDENCE,
     output: Annotated[
         Path | None, flag("New folder for behaviour.json, behaviour.md, answers.html and answers.jsonl.")
@@ -72,8 +74,8 @@ def traces(
     running: Writing,
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id; with --server its tokenizer.")],
     output: Out,
-    limit: Annotated[int | None, flag("Prompts of each source, at most (default: all, of a data set 1,000).")] = None,
-    batch_size: Annotated[int | None, flag("Answers written together (default: 32, on a GPU 64).", min=1)] = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
     seed: Annotated[int, flag("The first of the seeds.", min=0)] = 0,
 ) -> None:
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""

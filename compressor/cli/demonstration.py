@@ -80,7 +80,7 @@ def measured(trial: Trial, source: Path) -> dict[str, Any]:
     return {"name": trial.name, "experts": trial.experts, **asdict(size), "loss": loss, "accuracy": accuracy}
 
 
-def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[dict[str, Any]]:
+def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool) -> list[dict[str, Any]]:
     """Measure the demo model and each strategy's compression of it; `output` keeps the compressed models.
 
     Each core has a process that makes and measures one model after the other. Loss is in nats per held-out token. With

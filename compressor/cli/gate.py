@@ -4,7 +4,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,7 +19,7 @@ from compressor.cli.options import (
     flag,
     listed,
 )
-from compressor.cli.terminal import Command, annotate, print_report, reporting, written_line
+from compressor.cli.terminal import annotate, print_report, reporting, written_line
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
@@ -60,33 +59,27 @@ DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
 
-def with_error_report(command: Command) -> Command:
-    """Return the command; where it ends with an error, gate.xml and a GitHub job's page say so.
+@contextmanager
+def _reporting_errors(report: Path | None, as_json: bool) -> Iterator[None]:
+    """Where the block ends with an error, have gate.xml in the folder `report` and a GitHub job's page say so.
 
     The report of an earlier run stays, but for one of an error.
     """
+    from compressor.quality_gate.report import clear_error, write_error
 
-    @wraps(command)
-    def run(*, output: Path | None, running: Running, dry_run: bool, **named: Any) -> None:
-        from compressor.quality_gate.report import clear_error, write_error
-
-        report = output if not dry_run and ranks().is_first else None
+    if report is not None:
+        clear_error(report)
+    try:
+        yield
+    except (CompressionError, OSError) as error:
+        message = one_line(str(error), None)
+        annotate("error", "Accuracy gate", message, as_json)
         if report is not None:
-            clear_error(report)
-        try:
-            command(output=output, running=running, dry_run=dry_run, **named)
-        except (CompressionError, OSError) as error:
-            message = one_line(str(error), None)
-            annotate("error", "Accuracy gate", message, running.as_json)
-            if report is not None:
-                with suppress(CompressionError, OSError):  # the error itself may be of this folder
-                    write_error(message, report)
-            raise
-
-    return run
+            with suppress(CompressionError, OSError):  # the error itself may be of this folder
+                write_error(message, report)
+        raise
 
 
-@with_error_report
 def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
     servers: Annotated[dict[str, Any], SERVER_OPTIONS],
@@ -125,79 +118,84 @@ def gate(
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test if a compressed model is as good: exit status 0 if it is, 1 if not, 3 if undecided."""
-    wanted = listed(tasks, "--tasks") or []
-    if results:
-        from compressor.quality_gate.recorded import gate_results
+    report = output if not dry_run and ranks().is_first else None
+    with _reporting_errors(report, running.as_json):
+        wanted: Sequence[str] = listed(tasks, "--tasks") or ()
+        if results:
+            from compressor.quality_gate.recorded import gate_results
 
-        unused = [f"--{name.replace('_', '-')}" for name in sorted(options.keys() - JUDGING | servers.keys())]
-        if unused or demo or dry_run or save_baseline or not (base and compressed):
-            more = joined(unused) or "--demo, --dry-run and --save-baseline"
-            raise CompressionError(f"--results compares two files or folders alone; name both, and leave out {more}")
-        judging = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
-        _end(gate_results(Path(base), Path(compressed), judging, wanted, metric), judging, output, running)
-    if metric is not None:
-        raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
-    names_conditions = bool({"suite", "prompts", "text", "answers", "baseline"} & options.keys())
-    usual: tuple[str, ...] = () if names_conditions else DEFAULT_TASKS
-    if demo:
-        usual = DEMO_TASKS
-        options = {"max_drop": DEMO_MAX_DROP, **options}
-    named = wanted or usual
-    if named or "baseline" not in options:
-        options["tasks"] = named
-    gate_options = validated(GateOptions, options, "the command line")
-    if gate_options.tasks:
-        require(*TASKS)
-    from compressor.quality_gate.report import NAMES, power_blocks
-    from compressor.quality_gate.run import GateRequest, passable, read_tasks
+            unused = [f"--{name.replace('_', '-')}" for name in sorted(options.keys() - JUDGING | servers.keys())]
+            if unused or demo or dry_run or save_baseline or not (base and compressed):
+                more = joined(unused) or "--demo, --dry-run and --save-baseline"
+                raise CompressionError(
+                    f"--results compares two files or folders alone; name both, and leave out {more}"
+                )
+            judging = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
+            _end(gate_results(Path(base), Path(compressed), judging, wanted, metric), judging, output, running)
+        if metric is not None:
+            raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
+        names_conditions = bool({"suite", "prompts", "text", "answers", "baseline"} & options.keys())
+        usual: tuple[str, ...] = () if names_conditions else DEFAULT_TASKS
+        if demo:
+            usual = DEMO_TASKS
+            options = {"max_drop": DEMO_MAX_DROP, **options}
+        named = wanted or usual
+        if named or "baseline" not in options:
+            options["tasks"] = named
+        gate_options = validated(GateOptions, options, "the command line")
+        if gate_options.tasks:
+            require(*TASKS)
+        from compressor.quality_gate.report import NAMES, power_blocks
+        from compressor.quality_gate.run import GateRequest, passable, read_tasks
 
-    computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
-    if dry_run:
-        _, power = read_tasks(GateRequest.read(gate_options, **computing))
-        print_report(running.as_json, plain_json(power), power_blocks(power))
-        passable(power)
-        return
-    if gate_options.baseline is not None and base is not None and compressed is None:
-        base, compressed = None, base
-    elif base is None and not demo:
-        raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
-    with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
-        serving = ServerOptions(**servers)
-        if base is None and compressed is None:
-            refuse_several("the demo's compression", "name two models")
-            # before the demo is compressed
+        computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
+        if dry_run:
             _, power = read_tasks(GateRequest.read(gate_options, **computing))
+            print_report(running.as_json, plain_json(power), power_blocks(power))
             passable(power)
-            base, compressed = stack.enter_context(_demo_models(progress))
-        shared = {**computing, "servers": serving, "revision": running.revision, "progress": progress}
-        written = list[Path]()
-        if save_baseline is not None and base is not None:
-            written.append(save_baseline)
-            compressor.save_baseline(base, save_baseline, gate_options, overwrite=running.overwrite, **shared)
-            if compressed is None and serving.server is None:
-                print_report(running.as_json, {"written": [str(save_baseline)]}, written_line(written))
-                return
-        result = compressor.gate(
-            base,
-            compressed,
-            gate_options,
-            compressed_revision=compressed_revision,
-            announce=None if running.as_json else print_power,
-            **shared,
-        )
-    _end(result, gate_options, output, running, written)
+            return
+        if gate_options.baseline is not None and base is not None and compressed is None:
+            base, compressed = None, base
+        elif base is None and not demo:
+            raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
+        with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
+            serving = ServerOptions(**servers)
+            if base is None and compressed is None:
+                refuse_several("the demo's compression", "name two models")
+                # before the demo is compressed
+                _, power = read_tasks(GateRequest.read(gate_options, **computing))
+                passable(power)
+                base, compressed = stack.enter_context(_demo_models(progress))
+            shared = {**computing, "servers": serving, "revision": running.revision, "progress": progress}
+            written = list[Path]()
+            if save_baseline is not None and base is not None:
+                written.append(save_baseline)
+                compressor.save_baseline(base, save_baseline, gate_options, overwrite=running.overwrite, **shared)
+                if compressed is None and serving.server is None:
+                    print_report(running.as_json, {"written": [str(save_baseline)]}, written_line(written))
+                    return
+            result = compressor.gate(
+                base,
+                compressed,
+                gate_options,
+                compressed_revision=compressed_revision,
+                announce=None if running.as_json else print_power,
+                **shared,
+            )
+        _end(result, gate_options, output, running, written)
 
 
 def _end(
     result: GateResult, options: GateOptions, output: Path | None, running: Running, written: Sequence[Path] = ()
 ) -> NoReturn:
     """Write and print the result, and exit with the status of its verdict."""
-    from compressor.quality_gate.report import write_gate
+    from compressor.quality_gate.report import full_content, gate_blocks, write_gate
 
     if output is not None and ranks().is_first:
         written = [*written, *write_gate(result, output, running.overwrite)]
     summarise(result, running.as_json)
-    show_gate(result, running.as_json, written)
+    content = {**full_content(result), "written": [str(path) for path in written]}
+    print_report(running.as_json, content, [*gate_blocks(result), *written_line(written)])
     raise typer.Exit(EXIT_STATUS[options.counted(result.verdict)])
 
 
@@ -213,14 +211,6 @@ def _demo_models(progress: Progress) -> Iterator[tuple[str, str]]:
         choice |= {"samples": 2 * SAMPLES, "evaluate": False}
         compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
         yield str(source), str(target)
-
-
-def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
-    """Print a row for each task, then the verdict and what would decide it; `written` are the reports' files."""
-    from compressor.quality_gate.report import full_content, gate_blocks
-
-    content = {**full_content(result), "written": [str(path) for path in written]}
-    print_report(as_json, content, [*gate_blocks(result), *written_line(written)])
 
 
 def print_power(power: "PowerAnalysis") -> None:

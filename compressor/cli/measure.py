@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -34,9 +34,6 @@ from compressor.formatting import human_bytes, human_count, known_names, read_by
 from compressor.recipe.recipe import step_class
 from compressor.report.grid import Grid
 from compressor.steps.prune.options import protecting_packages
-
-if TYPE_CHECKING:
-    pass
 
 TASKS = "Tasks"
 TASK_OPTIONS = options_of(TaskOptions, TASKS, without=("seed",))

@@ -17,7 +17,7 @@ from compressor.answers.options import ServerOptions
 from compressor.cli.terminal import PROGRAM
 from compressor.entry_points import defaults
 from compressor.errors import CompressionError
-from compressor.options import validated
+from compressor.options import separated, validated
 from compressor.progress import Progress
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.recipe.recipe import (
@@ -265,11 +265,11 @@ BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
 SERVER_OPTIONS = options_of(ServerOptions, SERVERS)
 
 
-def listed(text: str | None, option: str) -> list[str] | None:
-    """'a, b' -> ['a', 'b']; None stays."""
+def listed(text: str | None, option: str) -> tuple[str, ...] | None:
+    """'a, b' -> ('a', 'b'); None stays."""
     if text is None:
         return None
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names: tuple[str, ...] = separated(text)
     if not names:
         raise CompressionError(f"{option} names none; name some, or leave it out for the default")
     return names

@@ -1,8 +1,7 @@
 """The demo's model, and its text and questions by skill."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -56,8 +55,6 @@ def _read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-@contextmanager
-def demo_checkpoint() -> Iterator[Path]:
-    """Yield the folder of the embedded checkpoint."""
-    with as_file(files("compressor") / "demo" / "checkpoint") as folder:
-        yield folder
+def demo_checkpoint() -> AbstractContextManager[Path]:
+    """Return a context in which the embedded checkpoint is a folder."""
+    return as_file(files("compressor") / "demo" / "checkpoint")

@@ -176,8 +176,10 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
             weight = 1.0
             bare.append(source)
         rows = argument.rows if isinstance(argument, GivenTexts) else None
-        group = blended(source) if is_blend(source) else (WeightedSource(source, 1.0, rows),)
-        for entry in group:
+        group = [WeightedSource(source, 1.0, rows)]
+        if is_blend(source):
+            group = [WeightedSource(entry.source, entry.weight, is_optional=True) for entry in read_blend(source)]
+        for entry in normalized(group):
             address = SourceSpec.parse(entry.source)
             if exists(address.name):
                 address = replace(address, name=str(Path(address.name).resolve()))
@@ -192,11 +194,6 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
     return normalized(entries)
-
-
-def blended(name: str) -> tuple[WeightedSource, ...]:
-    """Return the sources of a blend, with weights that sum to 1."""
-    return normalized([WeightedSource(entry.source, entry.weight, is_optional=True) for entry in read_blend(name)])
 
 
 def normalized(sources: Sequence[WeightedSource]) -> tuple[WeightedSource, ...]:

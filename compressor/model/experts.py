@@ -3,7 +3,7 @@
 It depends on fused parameters and flags, not on architectures. T tokens, K top-k, E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,17 +159,10 @@ def projections(experts: Any, expert: int) -> Projections:
     return Projections(gate, matrix_of(experts, name, fused, "up"), matrix_of(experts, "down_proj", down, "down"))
 
 
-def routed(
-    weights: Tensor, index: Tensor, among: Collection[int] | None = None
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert chosen in `index` [n, K] with a weight, and the rows and slots [m] of its choices.
-
-    With `among`, other experts are left out.
-    """
+def routed(weights: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert chosen in `index` [n, K] with a weight, and the rows and slots [m] of its choices."""
     used = weights.detach() != 0  # a skip expert comes as index 0 with weight 0
     for expert in index[used].unique().tolist():
-        if among is not None and expert not in among:
-            continue
         rows, slots = ((index == expert) & used).nonzero(as_tuple=True)
         yield expert, rows, slots
 

@@ -62,7 +62,7 @@ def _write(model: Any, folder: Path) -> None:
     stock = build_meta(config)
     state = model.state_dict()
     layer_names = decoder_layers(stock)
-    left_out = {*(stock.all_tied_weights_keys or ()), *(stock._keys_to_ignore_on_save or ())}
+    left_out = {*stock.all_tied_weights_keys, *(stock._keys_to_ignore_on_save or ())}
     by_decoder_layer: dict[str, dict[str, Tensor]] = {decoder_layer: {} for decoder_layer in ("", *layer_names)}
     for key, value in state.items():
         if key not in left_out:

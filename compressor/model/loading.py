@@ -271,7 +271,7 @@ class PartialModel:
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         self._refuse_foreign_names()

@@ -428,13 +428,13 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
 
 def servers_in_words(advice: Advice) -> str:
     """Return the servers that run a model at full speed, and the others by their worst effect, on one line."""
-    by_effect: dict[Effect, list[str]] = {}
-    known = set[str]()
-    for effect in IN_WORDS:
-        servers = dict.fromkeys(breach.server for breach in advice.breaches if breach.effect == effect)
-        by_effect[effect] = [server for server in servers if server not in known]
-        known |= servers.keys()
     parts = [f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"]
-    parts += [f"{IN_WORDS[effect]} in {', '.join(servers)}" for effect, servers in by_effect.items() if servers]
+    known = set[str]()
+    for effect, words in IN_WORDS.items():
+        servers = dict.fromkeys(breach.server for breach in advice.breaches if breach.effect == effect)
+        worst = [server for server in servers if server not in known]
+        known |= servers.keys()
+        if worst:
+            parts.append(f"{words} in {', '.join(worst)}")
     near = f"nearest number for all: {advice.nearest}; " if advice.nearest not in (None, advice.experts) else ""
     return "; ".join(parts) + (f" ({near}see moe-compress inspect)" if known else "")

@@ -72,7 +72,7 @@ def _loading_error(kind: str, folder: Path) -> BaseException | None:
     return None
 
 
-def verify_checkpoint(folder: Path, experts: int | None = None, known: Collection[str] = ()) -> Checkpoint:
+def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str]) -> Checkpoint:
     """Check every file and tensor of a checkpoint against the stock model, which must have this number of `experts`.
 
     Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises `CompressionError` naming the file,
@@ -114,7 +114,7 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
         raise CompressionError(
             f"the written tensor {key!r} has shape {list(stored)}, the new config asks for {list(expected)}"
         )
-    missing = report.missing_keys - set(getattr(model, "all_tied_weights_keys", None) or {})
+    missing = report.missing_keys - model.all_tied_weights_keys.keys()
     wrong = missing or report.unexpected_keys or set(report.conversion_errors)
     if wrong:
         how = "missing" if missing else "not understood"

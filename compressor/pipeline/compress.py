@@ -30,7 +30,6 @@ from compressor.quality_gate.report import NAMES, write_gate
 from compressor.quality_gate.run import GateRequest, PowerAnalysis
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.recipe.recipe import Recipe
-from compressor.recipe.step import StepOptions
 from compressor.run_record import answers, cache_folder, read_cached, request_key, versions
 from compressor.steps.prune.options import Prune
 
@@ -88,9 +87,8 @@ def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
 
 def with_experts(recipe: Recipe, count: int) -> Recipe:
     """Return the recipe with this number of experts."""
-    steps = list[StepOptions]()
-    for step in recipe.steps:
-        steps.append(step.model_copy(update={"experts": count}) if isinstance(step, Prune) else step)
+    changes = {"experts": count}
+    steps = (step.model_copy(update=changes) if isinstance(step, Prune) else step for step in recipe.steps)
     return recipe.model_copy(update={"steps": tuple(steps)})
 
 

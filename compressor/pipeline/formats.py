@@ -10,7 +10,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.files import lock_output, new_folder
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe
-from compressor.recipe.registry import Exporter, exporter_options, load_exporter
+from compressor.recipe.registry import exporter_options, load_exporter
 from compressor.recipe.step import CONSTANTS
 from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
 from compressor.steps.workdir import check_target
@@ -19,11 +19,11 @@ SAFETENSORS = "safetensors"  # what a run writes, and what every exporter reads
 MONE = "mone"  # the same with constants in the place of experts
 
 
-def find_exporter(name: str) -> Exporter:
+def find_exporter(name: str) -> Any:
     """Return the installed exporter of that name; raise `CompressionError` if there is none or it lacks a package."""
     if name == SAFETENSORS:
         raise CompressionError(f"--format {SAFETENSORS} is what compress writes and export reads; name another format")
-    module: Exporter = load_exporter(name)
+    module = load_exporter(name)
     require_packages = getattr(module, "require_packages", None)
     if require_packages is not None:
         require_packages()

@@ -287,16 +287,15 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     if isinstance(gate, Path):
         gate = read_gate(gate)
     try:
-        sizes = dict[str, Size]()
-        for when in ("before", "after"):
-            sizes[when] = Size(int(content["parameters"][when]), int(content["bytes"][when]))
+        parameters = content["parameters"]
+        nbytes = content["bytes"]
         return Outcome(
             out=str(folder),
             plan=plan,
             experts_before=experts_before,
             experts_after=experts_after,
-            before=sizes["before"],
-            after=sizes["after"],
+            before=Size(int(parameters["before"]), int(nbytes["before"])),
+            after=Size(int(parameters["after"]), int(nbytes["after"])),
             seconds=run.seconds if run else {},
             peak_memory=run.peak_memory if run else 0,
             left_out=tuple(map(str, content.get("left_out") or ())),

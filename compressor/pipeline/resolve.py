@@ -3,8 +3,6 @@
 Everything that can be refused without reading text or weights is refused here.
 """
 
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -43,7 +41,7 @@ from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.run_record import versions
+from compressor.run_record import request_key, versions
 from compressor.steps.job import output_size
 from compressor.steps.state import OWN, State, Texts, part_name
 from compressor.steps.workdir import Workdir
@@ -170,7 +168,7 @@ class ResolvedRecipe:
         """Return the SHA-256 of everything that decides the output, including the content of texts."""
         content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
         texts = [self.recipe.calibration, *(step.calibration for step in self.options if step.calibration is not None)]
-        facts = [
+        return request_key(
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
             None if self.base is self.model else self.base.checkpoint.stamp(),
@@ -181,8 +179,7 @@ class ResolvedRecipe:
             str(self.model.partial.device),
             str(self.model.partial.dtype),
             versions(),
-        ]
-        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+        )
 
 
 def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:

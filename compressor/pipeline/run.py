@@ -266,15 +266,14 @@ def _finish(
         if state.plan.base is not None:
             changes["base"] = state.plan.base.label
         recipe = recipe_of_plan(state.plan).model_copy(update=changes)  # with the steps of earlier runs
-        records = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(recipe)}
-        assemble(checkpoint.folder, work.output, records, resolved.recipe.output.max_shard_bytes)
+        assemble(checkpoint.folder, work.output, resolved.recipe.output.max_shard_bytes)
+        write_file(work.output / RECIPE, recipe_yaml(recipe))
         checkpoint.job.verify(work.output)
 
     with state.clock.phase("write"):
         ranks().broadcast(assemble_output)
     outcome = replace(outcome, heldout=_heldout_divergence(resolved, state, work.output))
-    if outcome.heldout is not None:
-        ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
+    ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
     calibration = None if state.text is None else state.text.fit
     is_changed = checkpoint is not first or any(step.order is None for step in resolved.options)
     heads = first.heads if checkpoint.heads else ()

@@ -101,7 +101,7 @@ def verify_against_base(folder: Path, base: str, digests: OutputVerification | N
     output = opening(ModelSource(str(folder), None, folder), device="cpu")
     is_recorded = (folder / COMPRESSION).is_file()
     comparison = _Comparison(output)
-    found = dict[str, tuple[int, ...]]()
+    found: dict[str, tuple[int, ...]] = {}
     if is_recorded:
         plan = read_plan(folder)
         if plan.source.fingerprint != model.fingerprint:
@@ -111,8 +111,7 @@ def verify_against_base(folder: Path, base: str, digests: OutputVerification | N
         comparison.check_routers(model, experts)
     else:
         experts = _found(model, output)
-        for layer in experts.layers:
-            found[layer.module] = tuple(group.members[0] for group in layer.groups)
+        found = {layer.module: tuple(layer.slots()) for layer in experts.layers}
     through = stored_partial(model) if model.layout.quantized and not output.layout.quantized else None
     job = kept_job(model, experts) if experts.has_constants else make_job(model, experts, through=through)
     comparison.compare(job)
@@ -237,7 +236,7 @@ class _Comparison:
             values = dict[str, Tensor]()
             for name, pieces in packed.produce(decoder_layer):
                 if name not in self.compared:
-                    values[name] = torch.frombuffer(bytearray().join(pieces), dtype=dtypes[name])
+                    values[name] = _joined(pieces, dtypes[name])
             for name, pieces in job.produce(decoder_layer):
                 if name in values:
                     self._record(name, relative_change(pieces, values[name]), FORMAT)
@@ -293,25 +292,21 @@ def relative_change(pieces: Iterable[Piece], value: Tensor) -> float | None:
 
     None if they differ in no number, as -0 and 0 do, or the expected ones are all 0.
     """
-    flat = value.detach().reshape(-1)
-    position = 0
-    alike = list[Tensor]()
-    squares = total = 0.0
-    for piece in pieces:
-        expected = torch.frombuffer(piece, dtype=flat.dtype) if len(piece) else flat[:0]
-        actual = flat[position : position + expected.numel()]
-        position += expected.numel()
-        if torch.equal(expected.view(torch.uint8), actual.view(torch.uint8)):
-            alike.append(actual)
-            continue
-        for ours, theirs in zip(expected.split(CHUNK), actual.split(CHUNK), strict=True):
-            total += _squared_norm(ours)
-            squares += _squared_norm(theirs.double() - ours.double())
-    if sum(map(Tensor.numel, alike)) == flat.numel():
+    actual = value.detach().reshape(-1)
+    expected = _joined(pieces, actual.dtype)
+    if torch.equal(expected.view(torch.uint8), actual.view(torch.uint8)):
         return 0.0
-    for equal in alike:
-        total += sum(map(_squared_norm, equal.split(CHUNK)))
+    squares = total = 0.0
+    for ours, theirs in zip(expected.split(CHUNK), actual.split(CHUNK), strict=True):
+        total += _squared_norm(ours)
+        squares += _squared_norm(theirs.double() - ours.double())
     return (squares / total) ** 0.5 if total > 0 and squares > 0 else None
+
+
+def _joined(pieces: Iterable[Piece], dtype: torch.dtype) -> Tensor:
+    """Return the tensor [n] of these bytes, in order."""
+    content = bytearray().join(pieces)
+    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
 
 
 def _squared_norm(value: Tensor) -> float:

@@ -60,9 +60,7 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        order = dict[str, list[int]]()
-        for layer, statistics in content.items():
-            order[str(int(layer))] = statistics[SALIENCY].argsort(descending=True, stable=True).tolist()
+        saliencies = {str(int(layer)): statistics[SALIENCY] for layer, statistics in content.items()}
+        return {layer: scores.argsort(descending=True, stable=True).tolist() for layer, scores in saliencies.items()}
     except Exception as error:  # pickles raise anything
         raise CompressionError(f"{path} holds no observations of REAP ({reason_of(error)}); {HINT}") from error
-    return order

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from compressor.entry_points import EXPORTERS, STRATEGIES, load, make_options, working
 from compressor.errors import CompressionError, reason_of
-from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
@@ -103,27 +101,18 @@ def working_strategies() -> Iterator[Strategy]:
     return working(STRATEGIES, load_strategy)
 
 
-class Exporter(Protocol):
-    """A module that writes a finished checkpoint in another format; the first line of its docstring says which.
-
-    It may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
-    `CompressionError` where an optional package is missing, before anything is read. `read_summary(output)`, if there
-    is one, reads the summary of a finished output. With `PLANS = True` the command `export` hands it a plan file, too.
-    """
-
-    def export(self, checkpoint: Path, output: Path, options: Any, progress: Progress) -> Any:
-        """Write `checkpoint` to the new folder `output`, which has a hidden name until this returns.
-
-        `options` is an instance of `Options`, None without them. Returns a dataclass that sums up what was written, or
-        None; with the methods `describe()` and `to_dict()` it says itself what the terminal and `--json` show. Raises
-        `CompressionError` and leaves nothing in `output` where it fails.
-        """
-
-
 def load_exporter(name: str) -> Any:
-    """Return the exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
+    """Return the exporter of that name, a module; the first line of its docstring says what it writes.
+
+    Its `export(checkpoint, output, options, progress)` writes a finished checkpoint to the new folder `output`, which
+    has a hidden name until it returns, and leaves nothing there where it fails. It returns None or a dataclass that
+    sums up what was written; with the methods `describe()` and `to_dict()` that says itself what the terminal and
+    `--json` show. The module may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which
+    raises `CompressionError` where an optional package is missing. `read_summary(output)`, if there is one, reads the
+    summary of a finished output. With `PLANS = True` the command `export` hands it a plan file, too.
+    """
     module = load(EXPORTERS, name)
-    if not callable(getattr(module, "export", getattr(module, "write", None))):
+    if not callable(getattr(module, "export", None)):
         message = "it needs a function export(checkpoint, output, options, progress)"
         raise CompressionError(f"exporter {name!r} is no plugin: {message}")
     return module

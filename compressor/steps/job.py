@@ -61,10 +61,8 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     out of the folder.
     """
     refuse_links(folder)
-    files = dict[str, bytes | Path]()
-    for path in _visible(folder):
-        if not f"/{path.name}".endswith(NOT_CARRIED):
-            files[path.name] = path
+    carried = (path for path in _visible(folder) if not f"/{path.name}".endswith(NOT_CARRIED))
+    files: dict[str, bytes | Path] = {path.name: path for path in carried}
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))
@@ -182,10 +180,11 @@ def _cut_head(
     def converted() -> Named:
         return ((name_of(name), content) for name, content in conversions[head.layer.decoder_layer]())
 
-    stored = list[OutputTensor]()
-    for output in outputs:
-        if output.decoder_layer == head.layer.decoder_layer:
-            stored.append(replace(output, name=name_of(output.name), decoder_layer=decoder_layer))
+    stored = [
+        replace(output, name=name_of(output.name), decoder_layer=decoder_layer)
+        for output in outputs
+        if output.decoder_layer == head.layer.decoder_layer
+    ]
     renames: dict[str, str | None] = {}
     for old, new in expert_renames(small.architecture, small.layout, alone).items():
         renames[name_of(old)] = None if new is None else name_of(new)

@@ -105,9 +105,10 @@ class State:
         decided = None if self.deciding is None else self.plan.steps[self.deciding].expert_plan
         return untouched(self.model) if decided is None else decided
 
-    def kept(self, name: str) -> Path | None:
-        """Return the path of work that a resumed run need not repeat; None if nothing is written."""
-        return None if self.work is None else self.work.kept(self.number, name)
+    def kept(self, name: str) -> Path:
+        """Return the path of work that a resumed run need not repeat."""
+        assert self.work is not None
+        return self.work.kept(self.number, name)
 
     def cut(self) -> CutFiles:
         """Return the files of this stage's refitted layers, which are written at once or wait to be."""

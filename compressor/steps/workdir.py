@@ -42,6 +42,7 @@ from compressor.files import (
     wrap_full_disk,
     write_whole,
 )
+from compressor.model.remote_code import json_bytes
 from compressor.records import read_object
 from compressor.steps.tensors import (
     MAX_SHARD_BYTES,
@@ -203,8 +204,8 @@ def _changed(stored: Checkpoint, infos: Iterable[TensorInfo], tensors: Mapping[s
         yield info.name, iter([tensor_bytes_view(value)])
 
 
-def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_bytes: int | None) -> None:
-    """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer; `files` on top."""
+def assemble(stage: Path, output: Path, max_shard_bytes: int | None) -> None:
+    """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     stored = Checkpoint(stage)
@@ -230,8 +231,6 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
     for path in stage.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             write_file(output / path.relative_to(stage), path.read_bytes())
-    for name, content in files.items():
-        write_file(output / name, content)
 
 
 def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
@@ -422,7 +421,6 @@ def write_index(folder: Path, files: Mapping[TensorInfo | OutputTensor, str]) ->
         "total_size": sum(output.nbytes for output in files),
     }
     weight_map = dict(sorted((output.name, file) for output, file in files.items()))
-    content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
     fresh = folder / f"{INDEX_NAME}.new"
-    write_file(fresh, content.encode())
+    write_file(fresh, json_bytes({"metadata": metadata, "weight_map": weight_map}))
     fresh.replace(folder / INDEX_NAME)

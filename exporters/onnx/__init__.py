@@ -5,7 +5,6 @@ the stock model answers everything that the graph will be asked. Then ONNX Runti
 fit into memory, the graph's weights are mapped from their file.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -30,7 +29,7 @@ from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.remote_code import without_code
+from compressor.model.remote_code import json_bytes, without_code
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as
@@ -385,4 +384,4 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
     }
     config = plain_config(without_code(opened.checkpoint.raw_config))
     for name, values in (("config.json", config), (RECORD, record)):
-        (content / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (content / name).write_bytes(json_bytes(values))

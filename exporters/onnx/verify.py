@@ -4,16 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.answers.onnx_decoder import DTYPES, LOGITS, MASK, POSITIONS, TOKENS, ort_value
+from compressor.answers.onnx_decoder import OnnxDecoder, open_session
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference
-from exporters.onnx.trace import present_name
 
 STOCK = "the stock model in float32"
 WHOLE = "the whole graph, the likeliest token after each of a given text"
@@ -152,17 +150,11 @@ class Graph:
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 4  # what fails is told by the exception
         settings.intra_op_num_threads = torch.get_num_threads()
         if mapped:
             settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             settings.add_session_config_entry("session.disable_prepacking", "1")
-        try:
-            self.session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime raises classes of its own
-            raise CompressionError(f"ONNX Runtime does not load the exported graph: {reason_of(error)}") from error
-        self.inputs = {entry.name: entry for entry in self.session.get_inputs()}
-        self.outputs = [entry.name for entry in self.session.get_outputs()]
+        self.session = open_session(path, settings, ["CPUExecutionProvider"])
         self.how = MAPPED if mapped else WHOLE  # as a record names it
 
     def answers(self, cases: Sequence[Case], progress: Progress) -> Iterator[Tensor]:
@@ -174,32 +166,15 @@ class Graph:
 
     def _answer(self, case: Case) -> Tensor:
         """The case chunk by chunk, the cache of one handed to the next."""
-        cache = dict[str, Any]()
+        decoder = OnnxDecoder(self.session, len(case.tokens))
         logits = list[Tensor]()
         for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
-            mask = case.mask[:, :end]
-            past = end - tokens.shape[1]
-            values = {
-                TOKENS: tokens,
-                MASK: mask,
-                POSITIONS: (mask.cumsum(-1) - 1).clamp(min=0)[:, past:],
-            }
-            fed = {name: ort_value(value) for name, value in values.items() if name in self.inputs}
-            for name in self.inputs.keys() - values.keys():
-                fed[name] = cache[present_name(name)] if cache else self._empty(name, len(tokens))
             try:
-                results = self.session.run_with_ort_values(self.outputs, fed)
-            except Exception as error:
+                logits.append(decoder.run(tokens, case.mask[:, :end]).float().clone())
+            except Exception as error:  # the runtime raises classes of its own
+                past = end - tokens.shape[1]
                 raise CompressionError(
                     f"ONNX Runtime fails on {list(tokens.shape)} tokens after {past}: {reason_of(error)}; nothing was "
                     "written"
                 ) from error
-            cache = dict(zip(self.outputs, results, strict=True))
-            logits.append(torch.utils.dlpack.from_dlpack(cache[LOGITS]).float().clone())
         return torch.cat(logits, dim=1)
-
-    def _empty(self, name: str, batch: int) -> Any:
-        entry = self.inputs[name]
-        sizes = {"batch": batch, "past": 0}
-        shape = [sizes.get(size, size) for size in entry.shape]
-        return ort_value(torch.zeros(shape, dtype=DTYPES[entry.type]))

@@ -12,6 +12,7 @@ class Constants(StepOptions):
 
     name: ClassVar[str] = "constants"
     implementation: ClassVar[str] = "compressor.steps.constants.step:ConstantsStep"
+    changes: ClassVar[frozenset[str]] = frozenset({CONSTANTS})
     order: ClassVar[int | None] = 1
     cannot_follow: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys((SUB_EXPERTS, EXPERTS, CONSTANTS), "constants stand for whole experts of the source"),
@@ -30,10 +31,6 @@ class Constants(StepOptions):
     """even (as many in every layer) or uneven (fewer where the model loses least)."""
     protect: Protect = None
     """Experts that are not replaced: auto, graph:N or a JSON list, as for `prune`."""
-
-    @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({CONSTANTS})
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -244,10 +244,10 @@ class _Search:
             changes, self.costs(divisions, "measure curves", self._few()), strict=True
         ):
             measured[position][number] = figures.means["kl"]
-        curves = list[Curve]()
-        for layer, order, costs in zip(layers, self.orders, measured, strict=True):
-            curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs))
-        return curves
+        return [
+            curve(self.constants[layer.name].missed[order].tolist(), costs)
+            for layer, order, costs in zip(layers, self.orders, measured, strict=True)
+        ]
 
     def _few(self) -> list[int]:
         """Return the first held-out batches, of `PROBED` tokens at least if there are as many."""

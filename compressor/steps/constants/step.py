@@ -222,10 +222,11 @@ class ConstantsStep(Step[Constants]):
 def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
     """Return the job of writing everything but the constants: copies of the tensors that stay, and the config."""
     replaced = {layer.module: Substitutes(layer.constants, torch.empty(0)) for layer in plan.layers}
-    copies = list[OutputTensor]()
-    for name, role in model.layout.roles.items():
-        if not is_replaced(role, replaced):
-            copies.append(OutputTensor.copy(model.checkpoint, name, role.decoder_layer))
+    copies = [
+        OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
+        for name, role in model.layout.roles.items()
+        if not is_replaced(role, replaced)
+    ]
     config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
     constants = {str(layer.layer): list(layer.constants) for layer in plan.layers}
     config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}

@@ -15,6 +15,7 @@ class Correct(StepOptions):
 
     name: ClassVar[str] = "correct"
     implementation: ClassVar[str] = "compressor.steps.correct.step:CorrectStep"
+    changes: ClassVar[frozenset[str]] = frozenset({WEIGHTS})
     order: ClassVar[int | None] = 2
     only_after: ClassVar[Mapping[str, str]] = {EXPERTS: "prune", CONSTANTS: "constants"}
     cannot_follow: ClassVar[Mapping[str, str]] = {FORMAT: "it would write the experts that it refits unquantised"}
@@ -39,10 +40,6 @@ class Correct(StepOptions):
     error, and keeps a refit that lowers the largest of these."""
     deterministic: bool = False
     """Use operations that give the same bits each time; on a GPU some are slower."""
-
-    @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({WEIGHTS})
 
     @property
     def wanted(self) -> bool:

@@ -28,11 +28,6 @@ PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
 CONSTANT_PENALTIES = (1e-6, *PENALTIES)
 
 
-def block_width(layer_bytes: int) -> int:
-    """Return the neurons to solve jointly, so that the matrices of it take no more than a quarter of the layer."""
-    return min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(layer_bytes // (4 * 8 * MATRICES))))
-
-
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, slice]]:
     """Return the experts and their neurons in blocks of at most `width` neurons, in order.
 
@@ -184,7 +179,9 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
     fit = _chunks(layer, fit_rows[places % step == 0])
     heldout = _chunks(layer, heldout_rows)
     nbytes = sum(value.nbytes for value in layer.parameters.values())
-    blocks = neuron_blocks(layer.count, width_of(layer.experts), block_width(nbytes))
+    # so many neurons that the matrices of a block take no more than a quarter of the layer
+    width = min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(nbytes // (4 * 8 * MATRICES))))
+    blocks = neuron_blocks(layer.count, width_of(layer.experts), width)
     if len(blocks) > 1:  # one alone has nothing to see of others
         blocks = blocks * SWEEPS
     penalties: Sequence[float] = PENALTIES

@@ -9,10 +9,9 @@ undoing them must be a gain.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from compressor.model.streaming import (
     Replay,
     hidden_of,
 )
-from compressor.model.substitution import LayerTensors, SmallerModel, Substitution
+from compressor.model.substitution import SmallerModel, Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.records import read_as, read_object
@@ -50,7 +49,6 @@ from compressor.steps.correct.streams import BaseStream, EarlyBatches
 from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
-TensorsOf = Callable[[Sequence[MoeLayer]], Tensors]
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
@@ -263,14 +261,13 @@ def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: C
     constants = dict[str, Substitutes]()
     for layer in layers:
         constants |= refitted_constants([layer], by_module, files.tensors(layer))
-    tensors = _by_decoder_layer(layers, partial(_tensors_in, files, model.partial.device))
-    return Substitution(tensors, constants=constants)
-
-
-def _by_decoder_layer(layers: Iterable[MoeLayer], tensors: TensorsOf) -> LayerTensors:
-    """Return the tensors of these MoE layers by decoder layer; None for one that has none of them."""
     by_decoder_layer = layers_by_decoder_layer(layers)
-    return lambda decoder_layer: tensors(by_decoder_layer[decoder_layer]) if decoder_layer in by_decoder_layer else None
+
+    def tensors(decoder_layer: str) -> Tensors | None:
+        inside = by_decoder_layer.get(decoder_layer)
+        return None if inside is None else _tensors_in(files, model.partial.device, inside)
+
+    return Substitution(tensors, constants=constants)
 
 
 def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer]) -> Tensors:
@@ -387,17 +384,15 @@ def correct(
         return plans + [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
 
     stored = ranks().broadcast(finished)
-    layers: Sequence[LayerPlan] = [layer for layer in stored if layer is not None]
-    if len(layers) < len(stored):
+    layers = tuple(layer for layer in stored if layer is not None)
+    is_measured = bool(heads) or ranks().broadcast(lambda: read_difference(files)) is not None
+    if len(layers) < len(stored) or not is_measured:
         by_module = plan.by_module
         work = LayerWork(plan.experts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
         texts = () if heads else calibration.heldout_batches
         with comparing(model, files, texts) as probe:
             layers = compress_sequentially(model, work, calibration, progress, files, probe, heads=heads)
-    kept = tuple(layers)
-    if not heads:
-        kept = keep_the_better(model, kept, files, calibration.heldout_batches, progress)
-    return replace(plan, layers=kept)
+    return replace(plan, layers=_better(model, layers, files))
 
 
 @contextmanager
@@ -421,22 +416,11 @@ def comparing(model: OpenModel, files: CutFiles, texts: Sequence[Tensor]) -> Ite
         write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
 
 
-def keep_the_better(
-    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, texts: Sequence[Tensor], progress: Progress
-) -> tuple[LayerPlan, ...]:
-    """The plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts then.
-
-    The measurement on `texts`, token ids [B, L], is kept beside the files for a run that resumes this one. With fewer
-    than eight sequences, or without a language-model head, nothing is measured and the corrections stay.
-    """
-    by_module = {plan.module: plan for plan in plans}
-    work = LayerWork(len(plans[0].groups), lambda stats: by_module[stats.layer.name])
-    with comparing(model, files, texts) as probe:
-        if probe is not None:  # the pass that made the layers did not measure
-            compress_sequentially(model, work, None, progress, files, probe, "compare the corrections")
+def _better(model: OpenModel, plans: tuple[LayerPlan, ...], files: CutFiles) -> tuple[LayerPlan, ...]:
+    """Return the plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts."""
     undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
     if undoing is None or not undoing.accepted:
-        return tuple(plans)
+        return plans
     reason = (
         f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
         f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"

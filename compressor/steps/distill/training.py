@@ -110,7 +110,9 @@ class TrainingState:
 def _plain(entry: Evaluation) -> dict[str, Any]:
     """Return an evaluation as a plan has it."""
     content = asdict(entry)
-    return content if entry.kl_by_source else {name: content[name] for name in content if name != "kl_by_source"}
+    if not entry.kl_by_source:
+        del content["kl_by_source"]
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,6 @@ def distill(options: Distill, run: State) -> Result:
     and where `stream` meets several processes or an architecture without gradients layer by layer.
     """
     folder = run.kept("distill")
-    assert folder is not None
     trained = folder / "made"
     figures = read_metadata(trained / FIGURES)
     if figures is None:  # else of an earlier run

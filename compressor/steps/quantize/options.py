@@ -13,12 +13,13 @@ class Quantize(StepOptions):
 
     name: ClassVar[str] = "quantize"
     implementation: ClassVar[str] = "compressor.steps.quantize.step:QuantizeStep"
+    changes: ClassVar[frozenset[str]] = frozenset({FORMAT})
     order: ClassVar[int | None] = 4
+    packages: ClassVar[tuple[str, ...]] = ("compressed_tensors",)
     cannot_follow: ClassVar[Mapping[str, str]] = {
         FORMAT: "weights are quantised once, after everything that changes them",
         CONSTANTS: "constants stand for unquantised experts",
     }
-    verified_by_kept: ClassVar[bool] = True
 
     scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = "int4"
     """Number format that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."""
@@ -38,11 +39,3 @@ class Quantize(StepOptions):
         if size == 0:
             raise ValueError("group_size is 0; give the columns that share a scale, or -1 for a whole row")
         return size
-
-    @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({FORMAT})
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("compressed_tensors",)

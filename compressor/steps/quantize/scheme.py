@@ -26,7 +26,6 @@ AT_ONCE = 2**18  # weights that are computed with at once on a CPU: few enough t
 FP4_MAX = 6.0
 FP8_MAX = 448.0
 FP4 = ("mxfp4", "nvfp4")
-FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -192,7 +191,7 @@ class Scheme:
             ranges.append(self._grouped(magnitude).amax(-1).view(weight.dtype).float())
         return torch.cat(ranges, dim=1)
 
-    def scales_of(self, most: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> Scales:
+    def scales_of(self, most: Tensor, dtype: torch.dtype, largest: Tensor | None) -> Scales:
         """Scales for `ranges` [B, O, n], and for NVFP4's `largest` [B] weights, if given; stored in `dtype`."""
         overall: Tensor | None = None
         if self.name == "nvfp4":
@@ -256,21 +255,6 @@ class Scheme:
             "weight_shape": torch.tensor([codes.shape[1:]] * len(codes)),
         }
 
-    def holds(self, stored: Mapping[str, Tensor], codes: Tensor) -> bool:
-        """Return True if what `pack` made holds these numbers [B, O, I] in units of their scales."""
-        if self.name == "fp8":  # which torch itself stores
-            return True
-        separate = _separate(stored["weight_packed"].view(torch.uint8), self.bits, codes.shape[-1])
-        if self.name in FP4:
-            positive = torch.tensor(FP4_NUMBERS, device=codes.device)
-            numbers = torch.cat([positive, -positive]).index_select(0, separate.flatten().int())
-        else:
-            numbers = separate.sub(2 ** (self.bits - 1)).view(torch.int8).flatten()
-        expected = codes.to(numbers.dtype).flatten()
-        if codes.shape[-1] % 8 == 0:  # compares eight bytes at once
-            return torch.equal(numbers.view(torch.int64), expected.view(torch.int64))
-        return torch.equal(numbers, expected)
-
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return one stored matrix [O, I] as it is loaded."""
         from compressed_tensors.compressors import BaseCompressor
@@ -331,23 +315,6 @@ def _join(codes: Tensor, bits: int) -> Tensor:
         return lanes.to(INTEGERS[bits]).view(torch.uint8)
     joined: Tensor = lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
     return joined
-
-
-def _separate(stored: Tensor, bits: int, columns: int) -> Tensor:
-    """Return the codes [..., I] of what `_join` returns, a byte each."""
-    if bits == 8:
-        return stored[..., :columns]
-    missing = -(-columns // 8) * bits - stored.shape[-1]
-    if missing:
-        stored = pad(stored, (0, missing))
-    if bits in INTEGERS:
-        lanes = stored.view(INTEGERS[bits]).long().bitwise_and_(_fields(64, 8 * bits))
-    else:
-        lanes = pad(stored.unflatten(-1, (-1, bits)), (0, 8 - bits)).view(torch.int64)[..., 0]
-    for width in (32, 16, 8):
-        used = width * bits // 8
-        lanes = (lanes << width - used).bitwise_or_(lanes).bitwise_and_(_fields(width, used))
-    return lanes.view(torch.uint8)[..., :columns]
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:

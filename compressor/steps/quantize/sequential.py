@@ -17,7 +17,7 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.experts import Parameters, expert_parameters, intermediate, moe_hooks
+from compressor.model.experts import expert_parameters, intermediate, moe_hooks
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import LayerVisitor, Pass, Replay
@@ -26,7 +26,7 @@ from compressor.steps.correct.cut_layer import Rows
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrix
 from compressor.steps.quantize.scheme import Scales
-from compressor.steps.quantize.writing import Writer, digest_of, largest_weights, pack_checked
+from compressor.steps.quantize.writing import Writer, largest_weights
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
@@ -104,7 +104,6 @@ class Quantizing(LayerVisitor):
         """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
-        self.digests = dict[str, int]()
         self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:
@@ -122,7 +121,7 @@ class Quantizing(LayerVisitor):
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
             self._quantize_experts(layer, routed[layer.name], layer_matrices)
         if ranks().is_first:
-            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, self.digests)
+            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, {})
         ranks().barrier()
         self.tensors.clear()
 
@@ -163,7 +162,8 @@ class Quantizing(LayerVisitor):
                     for chunk in rows[expert].split(CHUNK) if len(rows[expert]) else ():  # none: no width, either
                         inputs = hidden.index_select(0, chunk)
                         if parts == ("down",):
-                            inputs = _inner(experts, expert_parameters(experts, expert), inputs)
+                            parameters = expert_parameters(experts, expert)
+                            inputs = intermediate(experts, parameters, inputs.to(experts.down_proj.dtype))
                         _add_products(total, inputs)
                 total = summed(hessians, same_inputs[-1])
                 self._round(same_inputs, inverse_factor(total))
@@ -190,18 +190,11 @@ class Quantizing(LayerVisitor):
             own_codes = codes[:, rows].contiguous()
             own_scales = Scales(scales.groups[:, rows], scales.overall)
             values = scheme.values(own_codes, own_scales).to(dtype)
-            stored = pack_checked(scheme, own_codes, own_scales, dtype)
+            stored = scheme.pack(own_codes, own_scales, dtype)
             on_cpu = {name: value.cpu() for name, value in stored.items()}
             for number, matrix in enumerate(matrices):
                 matrix.of(self.at.model).copy_(values[number])
-                tensors = {f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()}
-                self.tensors |= tensors
-                self.digests[matrix.module] = digest_of(tensors.values())
-
-
-def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:
-    """Return the inputs [n, I] of an expert's down projection for its tokens [n, H]."""
-    return intermediate(experts, parameters, inputs.to(experts.down_proj.dtype))
+                self.tensors |= {f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()}
 
 
 def quantize_sequentially(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:

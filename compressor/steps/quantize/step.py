@@ -65,9 +65,8 @@ class QuantizeStep(Step[Quantize]):
         return self._writer(state).job(state.expert_plan())
 
     def _writer(self, state: State) -> Writer:
-        assert state.work is not None
         matrices, scheme = self._chosen(state.model)
-        return Writer(state.model, scheme, matrices, state.work.kept(state.number, "quantized"))
+        return Writer(state.model, scheme, matrices, state.kept("quantized"))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe scheme, groups, effective bits, and which servers load it."""

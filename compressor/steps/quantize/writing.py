@@ -1,14 +1,11 @@
-"""The output of the step: a compressed-tensors checkpoint, written a decoder layer at a time and read once more.
+"""The output of the step: a compressed-tensors checkpoint, written a decoder layer at a time.
 
-What is packed is unpacked at once and compared with what a matrix was rounded to. Before the output is put in place,
-the files' bytes are compared by digests, which wait in the work folder, and one layer of each kind is loaded as a
-reader will load it.
+Before it is put in place, one layer of each kind is loaded as a reader will load it.
 """
 
 import json
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -31,19 +28,11 @@ from compressor.steps.job import files_with, make_job, output_size, stored_parti
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme, row_chunks
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
-from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
+from compressor.tensor_cache import load_tensors, read_metadata
 
 ON_DEVICE = 2**25  # weights that a thread rounds at once on an accelerator, where they are in float32
 ROWS = 8  # of a matrix, that are compared as a reader loads them
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
-
-
-def digest_of(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bytes of tensors, one after the other."""
-    total = 0
-    for tensor in tensors:
-        total = zlib.crc32(tensor_bytes_view(tensor), total)
-    return total
 
 
 def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> Tensors:
@@ -55,14 +44,6 @@ def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[
             for matrix, weight in zip(matrices, weights, strict=True):
                 largest[matrix.together] = torch.maximum(largest.get(matrix.together, weight), weight)
     return largest
-
-
-def pack_checked(scheme: Scheme, codes: Tensor, scales: Scales, dtype: torch.dtype) -> Tensors:
-    """Stored tensors of B matrices' codes [B, O, I]; raises `CompressionError` if they hold other numbers."""
-    stored = scheme.pack(codes, scales, dtype)
-    if not scheme.holds(stored, codes):
-        raise CompressionError(f"{scheme.name}: a weight is not packed as it was rounded; please report this")
-    return stored
 
 
 def rounded(
@@ -77,12 +58,12 @@ def rounded(
 
 
 def round_to_nearest(
-    scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None = None
+    scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None
 ) -> Tensors:
     """Stored tensors of matrices [B, O, I] with these ranges, by the last part of their names: [B, ...] each."""
     pieces = dict[str, list[Tensor]]()
     for codes, scales in rounded(scheme, weight, most, dtype, largest):
-        for name, value in pack_checked(scheme, codes, scales, dtype).items():
+        for name, value in scheme.pack(codes, scales, dtype).items():
             pieces.setdefault(name, []).append(value)
     stored = {name: values[0] if name in WHOLE else torch.cat(values, dim=1) for name, values in pieces.items()}
     if "weight_shape" in stored:
@@ -111,11 +92,7 @@ def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: i
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes a model with these matrices quantised.
-
-    In the folder `kept` a layer that is finished has digests of its stored matrices, by module, and its packed tensors
-    if it was quantised in the pass over text.
-    """
+    """Writes a model with these matrices quantised; a layer that a pass over text has quantised lies in `kept`."""
 
     model: OpenModel
     scheme: Scheme
@@ -162,30 +139,24 @@ class Writer:
         )
 
     def _produce(self, inner: OutputJob, decoder_layer: str) -> Named:
-        file = self.kept_file(decoder_layer)
-        tensors = {} if read_metadata(file) is None else load_tensors(file)
-        for name, value in tensors.items():
-            yield name, iter([tensor_bytes_view(value)])
-        if not tensors and self.matrices.of(decoder_layer):
-            digests = dict[str, int]()
-            for matrix, stored, digest in self._rounded(decoder_layer):
-                digests[matrix.module] = digest
-                for name, value in stored.items():
-                    yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
-            save_tensors(file, {}, digests)
+        if self.matrices.of(decoder_layer):
+            file = self.kept_file(decoder_layer)
+            is_kept = read_metadata(file) is not None
+            for name, value in load_tensors(file).items() if is_kept else self._rounded(decoder_layer):
+                yield name, iter([tensor_bytes_view(value)])
         for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
                 yield name, pieces
 
-    def _rounded(self, decoder_layer: str) -> Iterator[tuple[Matrix, Tensors, int]]:
-        """Yield a layer's matrices rounded to nearest: what is stored of each, and the digest of that."""
+    def _rounded(self, decoder_layer: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stored tensors of a layer's matrices rounded to nearest, each after its name."""
         if not self.matrices.stored:
             self.partial.load(self.partial.keys_under(decoder_layer))
         matrices = self.matrices.of(decoder_layer)
         largest = largest_weights(self.scheme, matrices, self._read)
         with one_thread_each() as pool:
             for batch in pool.map(bind(self._packed, largest), self._batches(matrices)):
-                yield from batch
+                yield from batch.items()
 
     def _batches(self, matrices: Sequence[Matrix]) -> list[list[Matrix]]:
         """Return matrices that are rounded together: on an accelerator several of one shape, each alone on a CPU."""
@@ -201,8 +172,8 @@ class Writer:
                 batches.append([matrix])
         return batches
 
-    def _packed(self, largest: Tensors, batch: Sequence[Matrix]) -> list[tuple[Matrix, Tensors, int]]:
-        """Round matrices of one shape to nearest; raises `CompressionError` for one that holds NaN."""
+    def _packed(self, largest: Tensors, batch: Sequence[Matrix]) -> Tensors:
+        """Round matrices of one shape to nearest, by stored names; raises `CompressionError` for one that holds NaN."""
         device = self.model.partial.device
         weights = [self._read(matrix).to(device, non_blocking=True) for matrix in batch]
         weight = torch.stack(weights) if len(weights) > 1 else weights[0][None]
@@ -213,10 +184,9 @@ class Writer:
         shared = torch.cat([largest[matrix.together] for matrix in batch]).to(device) if largest else None
         stored = round_to_nearest(self.scheme, weight, most, self.dtype, shared)
         on_cpu = {name: value.cpu() for name, value in stored.items()}
-        packed = list[tuple[Matrix, Tensors, int]]()
+        packed = dict[str, Tensor]()
         for number, matrix in enumerate(batch):
-            tensors = {name: value[number] for name, value in on_cpu.items()}
-            packed.append((matrix, tensors, digest_of(tensors.values())))
+            packed |= {f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()}
         return packed
 
     def _stored_name(self, matrix: Matrix) -> str:
@@ -236,7 +206,7 @@ class Writer:
         return matrix_of(experts, matrix.key.rpartition(".")[2], value[matrix.expert], matrix.part)
 
     def _verify(self, inner: OutputJob, folder: Path) -> None:
-        """Compare the bytes in a written folder with those that were made, and of each kind of layer how it's loaded.
+        """Compare of each kind of layer in a written folder how it is loaded with what is stored.
 
         Raises `CompressionError` for a matrix that differs.
         """
@@ -246,34 +216,21 @@ class Writer:
         kinds = set[frozenset[tuple[str, int, int]]]()
         for decoder_layer in self.model.architecture.decoder_layers:
             matrices = self.matrices.of(decoder_layer)
-            digests = read_metadata(self.kept_file(decoder_layer))
-            if digests is None:  # lost with power, before it was on disk like the layer
-                digests = {matrix.module: digest for matrix, _, digest in self._rounded(decoder_layer)}
-            stored = {matrix: self._stored(written, matrix) for matrix in matrices}
-            with one_thread_each() as pool:
-                found = pool.map(digest_of, (tensors.values() for tensors in stored.values()))
-                for matrix, digest in zip(matrices, found, strict=True):
-                    if digest != digests.get(matrix.module):
-                        raise CompressionError(
-                            f"{matrix.module} has other bytes in {folder} than were written; check the disk, and run "
-                            "the command again"
-                        )
             shapes = ((matrix.key.removeprefix(decoder_layer), matrix.rows, matrix.columns) for matrix in matrices)
             kind = frozenset(shapes)
             if kind and kind not in kinds:
                 kinds.add(kind)
                 written.partial.load({matrix.key for matrix in matrices})
-                for matrix, tensors in stored.items():
-                    self._verify_loaded(matrix, matrix.of(written.partial.model), tensors)
+                for matrix in matrices:
+                    self._verify_loaded(matrix, matrix.of(written.partial.model), written)
                 written.partial.release(decoder_layer)
 
-    def _stored(self, written: OpenModel, matrix: Matrix) -> Tensors:
-        names = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
-        return {name: written.checkpoint.read(f"{matrix.module}.{name}") for name in names}
-
-    def _verify_loaded(self, matrix: Matrix, value: Tensor, tensors: Tensors) -> None:
+    def _verify_loaded(self, matrix: Matrix, value: Tensor, written: OpenModel) -> None:
         """Compare the first rows of a matrix as it was loaded with what is stored under its name."""
-        first = {name: stored if name in WHOLE else stored[:ROWS] for name, stored in tensors.items()}
+        first = dict[str, Tensor]()
+        for name in self.scheme.stored(matrix.rows, matrix.columns, self.dtype):
+            stored = written.checkpoint.read(f"{matrix.module}.{name}")
+            first[name] = stored if name in WHOLE else stored[:ROWS]
         if "weight_shape" in first:
             first["weight_shape"] = torch.tensor([min(ROWS, matrix.rows), matrix.columns])
         if not torch.equal(value[:ROWS], self.scheme.unpack(first).to(value.dtype)):

@@ -13,6 +13,7 @@ class Routers(StepOptions):
 
     name: ClassVar[str] = "routers"
     implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"
+    changes: ClassVar[frozenset[str]] = frozenset({ROUTERS})
     cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
 
     method: Literal["router", "bias", "auto", "none"] = "router"
@@ -35,7 +36,3 @@ class Routers(StepOptions):
         if self.sequences < self.rounds:
             raise ValueError(f"{self.sequences} sequences are fewer than {self.rounds} rounds; give at least as many")
         return self
-
-    @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({ROUTERS})

@@ -73,7 +73,6 @@ class RoutersStep(Step[Routers]):
         Raises `CompressionError` for fewer than eight held-out sequences.
         """
         path = state.kept("routers.safetensors")
-        assert path is not None
         if ranks().broadcast(lambda: read_metadata(path)) is None:
             tensors, figures = self._calibrated(state)
             if ranks().is_first:

@@ -11,6 +11,7 @@ class Split(StepOptions):
 
     name: ClassVar[str] = "split"
     implementation: ClassVar[str] = "compressor.steps.split.step:SplitStep"
+    changes: ClassVar[frozenset[str]] = frozenset({SUB_EXPERTS})
     order: ClassVar[int | None] = 0
     cannot_follow: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (SUB_EXPERTS, EXPERTS, CONSTANTS, FORMAT), "experts are split before anything else is done to them"
@@ -18,7 +19,3 @@ class Split(StepOptions):
 
     parts: int | Literal["auto"] = 2
     """Sub-experts that each expert becomes; auto: 2, 3 or 4, the first that the model's layout allows, or 1."""
-
-    @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({SUB_EXPERTS})

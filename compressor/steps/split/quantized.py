@@ -218,9 +218,8 @@ def _block_sizes(node: Any) -> Iterator[int]:
 
 def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
     """Refuse a quantisation that names single experts, which become several."""
-    renames = dict[str, str | None]()
-    for expert, old in expert_prefixes(whole.layout, layer).items():
-        renames[old] = f"{old.rpartition('.')[0]}.{expert * parts + 1}"
+    prefixes = expert_prefixes(whole.layout, layer)
+    renames = {old: f"{old.rpartition('.')[0]}.{expert * parts + 1}" for expert, old in prefixes.items()}
     if renumbered_quantization(configs, renames) != configs:
         raise CompressionError("its quantization_config speaks of single experts")
 

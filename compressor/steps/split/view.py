@@ -191,18 +191,17 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
             chosen = parts
             break
         worse_in.setdefault(worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}")
-    reasons = list[str]()
-    for width, numbers in uneven.items():
-        reasons.append(f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}")
+    reasons = [
+        f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
+        for width, numbers in uneven.items()
+    ]
     reasons += worse_in.values()
     if chosen > 1:
         reasons.append("it loses less than whole experts, and no server does worse with them")
     return chosen, "; ".join(reasons)
 
 
-def partitioned(
-    model: OpenModel, text: Calibration | None, progress: Progress, seed: int, changed: bool = False
-) -> OpenModel:
+def partitioned(model: OpenModel, text: Calibration | None, progress: Progress, seed: int, changed: bool) -> OpenModel:
     """Return the split model with its neurons in the order of their energy on the text, or by their weights alone.
 
     Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`.

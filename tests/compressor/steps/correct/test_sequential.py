@@ -17,10 +17,10 @@ from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
-from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.options import Correct
-from compressor.steps.correct.sequential import keep_the_better, read_difference
+from compressor.steps.correct.sequential import correct, read_difference
 from compressor.steps.cutting import CutFiles, Tensors, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
@@ -327,6 +327,7 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(name: str, tm
         worse = {key: value * 3 if "experts" in key else value for key, value in files.tensors(layer).items()}
         files.save(files.plan(layer), layer, worse)  # type: ignore[arg-type]
     field, plan = zoo.family(name).count_field, whole_plan(model, plans)
+    whole = ExpertPlan(len(next(iter(plans.values())).groups), tuple(plans.values()))
     plain, harmed = (cut(stock, field, plan.to_dict()) for _ in range(2))
     state = {key: value for layer in model.architecture.layers for key, value in files.tensors(layer).items()}
     harmed.load_state_dict(state, strict=False)
@@ -334,7 +335,7 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(name: str, tm
     text = data.heldout_batches
     expected = Difference.of(*(by_sequence(stock, each, text[0]) for each in (harmed, plain)))
 
-    better = keep_the_better(model, kept, files, text, Silent())
+    better = correct(model, whole, Silent(), files, data, TUNE).layers
 
     found = read_difference(files)
     assert found is not None and found.accepted and found.sequences == 9
@@ -351,7 +352,7 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(name: str, tm
         assert all(torch.equal(files.tensors(layer)[key], value) for key, value in expected_cut.items())
         model.partial.release(layer.decoder_layer)
     with paths_of("os.rename", "/cut/") as written:  # a run that goes on asks nothing anew
-        assert keep_the_better(model, kept, files, text, Silent()) == better
+        assert correct(model, whole, Silent(), files, data, TUNE).layers == better
     assert not written
 
 
@@ -359,6 +360,7 @@ def test_too_little_text_undoes_nothing(tmp_path: Path) -> None:
     stock, model = opened_wide("mixtral", tmp_path / "in")
     plans, data, files = drops(model.architecture), with_heldout(stock), CutFiles(tmp_path / "cut")
     made = tuple(run(model, plans, data, correction=Correct("ridge"), files=files).values())
-    assert keep_the_better(model, made, files, data.heldout_batches, Silent()) == made
+    whole = ExpertPlan(len(made[0].groups), made)
+    assert correct(model, whole, Silent(), files, data, Correct("ridge")).layers == made
     found = read_difference(files)
     assert found is not None and not found.accepted and found.sequences == 3

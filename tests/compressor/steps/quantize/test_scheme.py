@@ -56,7 +56,6 @@ def test_values_and_packing_are_those_of_compressed_tensors(
     scales = scheme.scales(weight, dtype, clip)
     codes = scheme.codes(weight, scales)
     values, packed = scheme.values(codes, scales).to(dtype), scheme.pack(codes, scales, dtype)
-    assert scheme.holds(packed, codes)
     is_fp4 = name in ("mxfp4", "nvfp4")
     library = BaseCompressor.get_value_from_registry(scheme.format)
     for number, matrix in enumerate(weight):
@@ -79,9 +78,6 @@ def test_values_and_packing_are_those_of_compressed_tensors(
         assert scheme.nbytes(7, width, dtype) == sum(value.nbytes for value in stored.values())
         assert torch.equal(scheme.unpack(stored).to(dtype), values[number])
         assert torch.equal(library.decompress(stored, scheme.described)["weight"].to(dtype), values[number])
-    if name != "fp8":
-        packed["weight_packed"][1, 2, 0] ^= 1  # a bit of the first number
-        assert not scheme.holds(packed, codes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
