@@ -159,9 +159,10 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
     parts = parts_of(outcome.plan.split)
     idle = gone = rows = 0
     for layer in plan.layers:
-        idle += (plan.experts - layer.top_k) * expert_size[layer.module]
-        gone += (layer.experts - plan.experts) * expert_size[layer.module]
-        rows += (layer.experts // parts - plan.experts) * row_size[layer.module]
+        kept = len(layer.groups)
+        idle += (kept - layer.top_k) * expert_size[layer.module]
+        gone += (layer.experts - kept) * expert_size[layer.module]
+        rows += (layer.experts // parts - kept) * row_size[layer.module]
     before = outcome.before.parameters
     after = outcome.after.parameters
     same = plan.top_k is None and before - after == gone + rows
@@ -296,8 +297,9 @@ def _what_became(facts: CardFacts) -> str:
     won = [f"{cited(name)} in {counted(number, 'layer')}" for name, number in sorted(winners.items())]
     decided = f"; decided by {joined(won)}" if won else ""
     routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
+    kept = span(len(layer.groups) for layer in plan.layers)
     return (
-        f" with {plan.experts} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
+        f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
         f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
         f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
     )

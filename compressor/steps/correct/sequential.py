@@ -26,7 +26,7 @@ from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
-from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
+from compressor.model.moe_layer import LayerCounts, MoeLayer, layers_by_decoder_layer
 from compressor.model.mtp import Head, MtpStage, kept_heads, mtp_stages
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
@@ -66,7 +66,7 @@ class LayerWork:
     change, and their routers stay whole.
     """
 
-    experts: int | None  # kept in each; None: as the constants say
+    experts: LayerCounts | None  # kept; None: as the constants say
     decide: Decide
     needs: frozenset[str] = frozenset()
     correction: Correct = UNCORRECTED
@@ -390,7 +390,7 @@ def correct(
     layers: Sequence[LayerPlan] = [layer for layer in stored if layer is not None]
     if len(layers) < len(stored):
         by_module = plan.by_module
-        work = LayerWork(plan.experts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
+        work = LayerWork(plan.counts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
         texts = () if heads else calibration.heldout_batches
         with comparing(model, files, texts) as probe:
             layers = compress_sequentially(model, work, calibration, progress, files, probe, heads=heads)
@@ -430,7 +430,7 @@ def keep_the_better(
     than eight sequences, or without a language-model head, nothing is measured and the corrections stay.
     """
     by_module = {plan.module: plan for plan in plans}
-    work = LayerWork(len(plans[0].groups), lambda stats: by_module[stats.layer.name])
+    work = LayerWork(ExpertPlan.of(plans).counts, lambda stats: by_module[stats.layer.name])
     with comparing(model, files, texts) as probe:
         if probe is not None:  # the pass that made the layers did not measure
             compress_sequentially(model, work, None, progress, files, probe, "compare the corrections")
