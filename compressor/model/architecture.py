@@ -289,9 +289,9 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     towers = tuple(f"{name}." for name, module in model.named_modules() if _is_tower(model, module))
     for name, module in model.named_modules():
         _adopt(module)
-        if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) and hasattr(module, "down_proj"):
-            if not name.startswith(towers):
-                yield name, module
+        flagged = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
+        if flagged and hasattr(module, "down_proj") and not name.startswith(towers):
+            yield name, module
 
 
 def _is_tower(model: Any, module: Any) -> bool:

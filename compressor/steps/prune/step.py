@@ -69,7 +69,8 @@ class PruneStep(Step[Prune]):
 
     def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
         counts = self.options.counts(layers, parts)
-        return sum(counts) // len(counts)
+        mean = sum(counts) // len(counts)
+        return mean - mean % layers[0].routing_groups
 
     def decide(self, state: State) -> ExpertPlan:
         """Decide from one pass over the model, or in order where each layer sees the compressed ones."""
