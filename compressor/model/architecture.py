@@ -73,7 +73,8 @@ def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder layer, last in the name of a module in it
 PER_LAYER = "per_layer_config"  # transformers' field for what differs between layers
-UNFIT = (CompressionError, ValueError, TypeError, AttributeError)  # raised by configs for a value that they cannot have
+# raised by configs for values that they cannot have
+UNFIT = (CompressionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 NOT_COUNTS = re.compile(r"(per_tok|top_?k|shared)[^.]*$")  # in names of fields that don't count experts
 OTHER = "it is a dense model, or an MoE architecture of another interface"
 UNLIKE = {  # why an MoE architecture is not supported, by model type
