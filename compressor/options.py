@@ -32,6 +32,13 @@ def one_or_several(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def pairs(value: Any) -> Any:
+    """'a=1, b=2' -> values by name."""
+    if not isinstance(value, str):
+        return value
+    return dict(pair.strip().partition("=")[::2] for pair in value.split(","))
+
+
 def separated(value: Any) -> Any:
     """'a, b', or such texts in a list -> names."""
     texts = [value] if isinstance(value, str) else value

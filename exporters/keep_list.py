@@ -145,7 +145,7 @@ def _refuse_inexpressible(plan: Plan) -> None:
             )
     if len({layer.layer for layer in expert_plan.layers}) < len(expert_plan.layers):
         raise CompressionError("a keep list has one line for a decoder layer, and this model's have several routers")
-    if len({layer.experts for layer in expert_plan.layers}) > 1:
+    if len({(layer.experts, len(layer.groups)) for layer in expert_plan.layers}) > 1:
         raise CompressionError("a keep list has one ratio for all layers, and this model's have unequal numbers")
 
 

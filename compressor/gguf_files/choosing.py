@@ -213,6 +213,8 @@ def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
     file = blocks.model.first.path.name
     for number in by_number.keys() - known:
         raise CompressionError(f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}")
+    if expert_plan.budget is not None:
+        raise CompressionError("layers of the plan keep different numbers of experts, and a GGUF file has one for all")
     check_llama_cpp(blocks, expert_plan.experts)
     layers = list[LayerPlan]()
     protected = dict[str, tuple[int, ...]]()

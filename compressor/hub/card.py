@@ -159,9 +159,10 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
     parts = parts_of(outcome.plan.split)
     idle = gone = rows = 0
     for layer in plan.layers:
-        idle += (plan.experts - layer.top_k) * expert_size[layer.module]
-        gone += (layer.experts - plan.experts) * expert_size[layer.module]
-        rows += (layer.experts // parts - plan.experts) * row_size[layer.module]
+        kept = len(layer.groups)
+        idle += (kept - layer.top_k) * expert_size[layer.module]
+        gone += (layer.experts - kept) * expert_size[layer.module]
+        rows += (layer.experts // parts - kept) * row_size[layer.module]
     before = outcome.before.parameters
     after = outcome.after.parameters
     same = plan.top_k is None and before - after == gone + rows
@@ -293,8 +294,9 @@ def _what_became(facts: CardFacts) -> str:
         same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
         return f", of which all experts stay{after_split}.{same}"
     routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
+    kept = span(len(layer.groups) for layer in plan.layers)
     return (
-        f" with {plan.experts} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
+        f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
         f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
         f"Strategy: {', then '.join(map(cited, facts.strategies))}."
     )
@@ -351,7 +353,8 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
         breaches = [] if facts.served is None else advise(facts.served).breaches
         worst = [each.says for each in breaches if each.server == "vLLM" and each.effect in ("fails", "wrong")]
         blocks += [Text(f"vLLM {sentence}.") for sentence in worst]
-        if scheme is None or scheme in FORMATS["vllm"]:
+        is_even = isinstance(facts.outcome.expert_plan.counts, int)
+        if is_even and (scheme is None or scheme in FORMATS["vllm"]):
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
     if vllm:
         blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]

@@ -25,7 +25,14 @@ from transformers.utils import ContextManagers
 from compressor.checkpoint.quantized import declared_quantization
 from compressor.checkpoint.reader import CONFIG, quantization_of
 from compressor.errors import CompressionError, reason_of
-from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of, layer_number
+from compressor.model.moe_layer import (
+    ExpertTensor,
+    LayerCounts,
+    MoeLayer,
+    decoder_layer_of,
+    layer_counts,
+    layer_number,
+)
 from compressor.records import read_object
 
 
@@ -64,6 +71,10 @@ def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
 
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder layer, last in the name of a module in it
+PER_LAYER = "per_layer_config"  # transformers' field for what differs between layers
+# raised by configs for values that they cannot have
+UNFIT = (CompressionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 NOT_COUNTS = re.compile(r"(per_tok|top_?k|shared)[^.]*$")  # in names of fields that don't count experts
 OTHER = "it is a dense model, or an MoE architecture of another interface"
 UNLIKE = {  # why an MoE architecture is not supported, by model type
@@ -94,12 +105,39 @@ class Architecture:
 
     @property
     def experts(self) -> int:
-        """The experts per layer in the config."""
-        return int(attrgetter(self.count_field)(self.config))
+        """The experts per layer; the most of any where layers differ."""
+        return max(layer.experts for layer in self.layers)
 
-    def with_experts(self, count: int) -> Any:
-        """Return a copy of the config with `count` experts and the other fields of smaller models."""
-        return with_fields(self.config, {self.count_field: count, **self.written})
+    def counts(self, times: int = 1) -> LayerCounts:
+        """Return the number of experts of every layer, times a factor."""
+        return layer_counts({layer.name: layer.experts * times for layer in self.layers})
+
+    def fields(self, counts: LayerCounts) -> dict[str, Any]:
+        """Return the config's fields, by path, that smaller models have other values of."""
+        return {**count_fields(self.config, self.count_field, counts), **self.written}
+
+    def with_experts(self, counts: LayerCounts) -> Any:
+        """Return a copy of the config with these numbers of experts and the other fields of smaller models."""
+        return with_fields(self.config, self.fields(counts))
+
+    def check_counts(self, counts: LayerCounts) -> None:
+        """Refuse numbers of experts by layer if the stock model that they build has other ones."""
+        if isinstance(counts, int):
+            return
+        with suppress(*UNFIT):
+            tensors = build_meta(self.with_experts(counts)).state_dict()
+            built = set[tuple[str, int]]()
+            for layer in self.layers:
+                for tensor in layer.tensors:
+                    built.add((layer.name, tensors[tensor.key].shape[tensor.dim] - tensor.extra))
+            if built == set(counts):
+                return
+        numbers = sorted(count for _, count in counts)
+        raise CompressionError(
+            f"the plan keeps {numbers[0]} to {numbers[-1]} experts in a layer, and {self.model_class} of transformers "
+            f"{transformers.__version__} reads one number for all layers, not those of {PER_LAYER}; keep equally many "
+            "(--experts N), or put constants in place of experts (--format mone, for vLLM)"
+        )
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
@@ -109,6 +147,23 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
         owner, _, name = path.rpartition(".")
         setattr(attrgetter(owner)(copied) if owner else copied, name, value)
     return copied
+
+
+def count_fields(config: Any, path: str, counts: LayerCounts) -> dict[str, Any]:
+    """Return the fields, by dotted path, by which a config has these numbers of experts; `path` leads to its one."""
+    owner, _, name = path.rpartition(".")
+    node = attrgetter(owner)(config) if owner else config
+    layers = {int(layer): dict(fields) for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items()}
+    if isinstance(counts, int):
+        removed = [fields.pop(name, None) for fields in layers.values()]
+        if not any(removed):
+            return {path: counts}
+        most = counts
+    else:
+        most = max(count for _, count in counts)
+        for module, count in counts:
+            layers.setdefault(int(NUMBER.findall(module)[-1]), {})[name] = count
+    return {path: most, f"{owner}.{PER_LAYER}".removeprefix("."): layers}
 
 
 def load_config(folder: Path) -> Any:
@@ -228,11 +283,23 @@ def _adopt(module: Any) -> None:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full name."""
+    """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full name.
+
+    Those of a tower for pictures or sound that have numbers of their own by layer belong to the tower.
+    """
+    towers = tuple(f"{name}." for name, module in model.named_modules() if _is_tower(model, module))
     for name, module in model.named_modules():
         _adopt(module)
-        if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) and hasattr(module, "down_proj"):
+        flagged = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
+        if flagged and hasattr(module, "down_proj") and not name.startswith(towers):
             yield name, module
+
+
+def _is_tower(model: Any, module: Any) -> bool:
+    """Return True for a module beside the language model whose config counts experts by layer."""
+    fields = getattr(getattr(module, "config", None), "per_layer_attributes", None) or ()
+    counts = any("expert" in name and not NOT_COUNTS.search(name) for name in fields)
+    return counts and module.config is not model.config.get_text_config()
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
@@ -264,29 +331,36 @@ def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
-    """Return the config field whose doubling doubles all experts modules, and the model with twice the experts."""
+    """Return the config field whose doubling doubles all experts modules, and the model with twice the experts.
+
+    Where layers have unequal numbers, it is a field whose value for each of them is in `per_layer_config`.
+    """
     counts = expert_counts(model)
+    wanted = {name: 2 * count for name, count in counts.items()}
     count, *others = sorted(set(counts.values()))
-    if others:
-        raise CompressionError(
-            f"layers hold unequal numbers of experts ({[count, *others]}); one count for all layers is supported"
-        )
 
     def order(path: str) -> tuple[bool, bool, int, str]:  # the most likely first
         return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
 
-    paths = [path for path, value in config_numbers(config) if value == count and not NOT_COUNTS.search(path)]
+    numbers = counts.values()
+    paths = [path for path, value in config_numbers(config) if value in numbers and not NOT_COUNTS.search(path)]
     for candidate in sorted(paths, key=order):
-        with suppress(CompressionError, ValueError, TypeError):
-            doubled = build_meta(with_fields(config, {candidate: 2 * count}))
-            if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
+        with suppress(*UNFIT):
+            doubled = build_meta(with_fields(config, count_fields(config, candidate, layer_counts(wanted))))
+            if expert_counts(doubled) == wanted:
                 return candidate, doubled
+    if others:
+        raise CompressionError(
+            f"layers hold unequal numbers of experts ({[count, *others]}), and {PER_LAYER} does not set them; not "
+            "supported"
+        )
     raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
 
 
-def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str, ExpertTensor]:
+def expert_tensors(model: nn.Module, doubled: nn.Module) -> dict[str, ExpertTensor]:
     """Return the state-dict entries that count experts: their shapes differ between models of E and 2E experts."""
     larger = doubled.state_dict()
+    counts = expert_counts(model).values()
     tensors = {}
     for key, value in model.state_dict().items():
         before = list(value.shape)
@@ -295,7 +369,8 @@ def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str
         if not changed:
             continue
         dim = changed[0]
-        if len(changed) > 1 or after[dim] - before[dim] != count:
+        count = after[dim] - before[dim]
+        if len(changed) > 1 or count not in counts:
             raise CompressionError(f"tensor {key!r} grows from {before} to {after} with the experts; not supported")
         tensors[key] = ExpertTensor(key, dim, before[dim] - count)
     return tensors
@@ -312,7 +387,7 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
             f"{UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is not supported"
         )
     count_field, doubled = find_count_field(config, model)
-    tensors = expert_tensors(model, doubled, int(attrgetter(count_field)(config)))
+    tensors = expert_tensors(model, doubled)
     layer_names = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name

@@ -97,7 +97,6 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
 
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
     """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same checkpoint."""
-    experts = architecture.experts
     quantized = bool(checkpoint.quantization)
     placed, left_out = _placements(partial, quantized)
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
@@ -106,7 +105,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     for name, key in placed.items():
         families.setdefault(key, []).append(name)
     roles: dict[str, Role] = {}
-    doubled = cache(lambda: build_meta(architecture.with_experts(2 * experts)))
+    doubled = cache(lambda: build_meta(architecture.with_experts(architecture.counts(2))))
     regular = True
     for (target, pattern, suffix), names in families.items():
         decoder_layer = decoder_layer_of(target, architecture.decoder_layers)
@@ -125,7 +124,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
                 continue
             dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
             if pattern is not None and not suffix:
-                dim = _fused_dim(checkpoint, names[0], target, partial, doubled(), experts)
+                dim = _fused_dim(checkpoint, names[0], target, partial, doubled(), layer.experts)
             roles.update(dict.fromkeys(names, replace(role, kind="fused", dim=dim, extra=tensor.extra)))
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 

@@ -13,6 +13,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import build_meta, expert_counts, load_config
 from compressor.model.loading import load_converted
+from compressor.model.moe_layer import LayerCounts
 from compressor.model.opened import OpenModel
 from compressor.model.remote_code import load_stock, naming_code
 from compressor.model.tokenizer import load_tokenizer
@@ -72,8 +73,8 @@ def _loading_error(kind: str, folder: Path) -> BaseException | None:
     return None
 
 
-def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str]) -> Checkpoint:
-    """Check every file and tensor of a checkpoint against the stock model, which must have this number of `experts`.
+def verify_checkpoint(folder: Path, counts: LayerCounts | None, known: Collection[str]) -> Checkpoint:
+    """Check every file and tensor of a checkpoint against the stock model, whose experts must have these `counts`.
 
     Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises `CompressionError` naming the file,
     tensor or field that is wrong.
@@ -82,7 +83,8 @@ def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str])
     config = load_config(folder)
     model = build_meta(config)
     for name, count in expert_counts(model).items():
-        if experts is not None and count != experts:
+        experts = dict(counts).get(name) if isinstance(counts, tuple) else counts
+        if experts not in (None, count):
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
     if checkpoint.quantization:
         source = ModelSource(str(folder), None, folder)
@@ -130,16 +132,16 @@ def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
     Tensors `known` not to belong to the stock model are ignored.
     """
     partial = model.partial
-    experts = model.architecture.experts
+    experts = {layer.name: layer.experts for layer in model.architecture.layers}
     unknown = sorted(set(model.layout.left_out) - set(known))
     if unknown:
         raise CompressionError(f"the written tensor {unknown[0]!r} does not belong to the new model")
     for name, role in model.layout.roles.items():
         shape = model.checkpoint.tensors[name].shape
-        if role.kind == "fused" and shape[role.dim] != experts + role.extra:
+        if role.kind == "fused" and shape[role.dim] != experts[role.layer] + role.extra:
             raise CompressionError(
                 f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "
-                f"{experts + role.extra}"
+                f"{experts[role.layer] + role.extra}"
             )
     have = set(partial.keys.targets.values())
     converted = {target for entry in partial.conversions for target in entry.target_patterns[1:]}

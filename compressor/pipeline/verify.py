@@ -160,7 +160,7 @@ def _found(model: OpenModel, output: OpenModel) -> ExpertPlan:
         facts = {name: getattr(layer, name) for name in LAYER_FACTS}
         groups = tuple(map(Group.single, experts))
         layers.append(LayerPlan(layer.name, layer.index, groups=groups, **facts))
-    return ExpertPlan(output.architecture.experts, tuple(layers))
+    return ExpertPlan.of(layers)
 
 
 def _likeness(model: OpenModel, output: OpenModel, layer: str) -> Tensor:
@@ -171,7 +171,9 @@ def _likeness(model: OpenModel, output: OpenModel, layer: str) -> Tensor:
         name = max(routers, key=lambda name: side.checkpoint.tensors[name].nbytes, default=None)
         if name is None:
             raise _other_model(output.source.folder, model.source.name, f"{layer} is not in both")
-        rows = side.checkpoint.read(name).movedim(routers[name].dim, 0)[: side.architecture.experts]
+        role = routers[name]
+        rows = side.checkpoint.read(name).movedim(role.dim, 0)
+        rows = rows[: len(rows) - role.extra]
         sides.append(torch.nn.functional.normalize(rows.flatten(1).double()))
     if sides[0].shape[1] != sides[1].shape[1]:
         raise _other_model(output.source.folder, model.source.name, f"{layer} has another width")

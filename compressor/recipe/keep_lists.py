@@ -29,11 +29,13 @@ def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
     options["prune.options.order"] = {layer: " ".join(map(str, experts)) for layer, experts in order.items()}
     if flags.keys() & {"prune.experts", "prune.ratio"}:
         return options
-    counts = {len(experts) for experts in order.values()}
-    if is_ranking or len(counts) > 1:
-        what = "scores all experts" if is_ranking else f"keeps {min(counts)} to {max(counts)} experts of a layer"
-        raise CompressionError(f"{path} {what}; say how many to keep with --experts N")
-    return {**options, "prune.experts": counts.pop()}
+    if is_ranking:
+        raise CompressionError(f"{path} scores all experts; say how many to keep with --experts N")
+    counts = {int(layer): len(experts) for layer, experts in order.items()}
+    fewest = min(counts.values())
+    if max(counts.values()) > fewest:
+        options["prune.experts_by_layer"] = counts
+    return {**options, "prune.experts": fewest}
 
 
 def _lists(path: Path) -> dict[str, list[int]]:

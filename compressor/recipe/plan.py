@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compressor.errors import CompressionError, without_tokens
-from compressor.model.moe_layer import MoeLayer, check_count
+from compressor.model.moe_layer import LayerCounts, MoeLayer, check_count, layer_counts
 from compressor.records import value_as
 
 if TYPE_CHECKING:  # plans are read without torch
@@ -20,6 +20,7 @@ LARGEST = (2 - 2**-23) * 2.0**127
 SMALLEST = 2.0**-126  # that float32 holds in full, in which experts are mixed
 LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
 MOST_PARTS = 64  # of an expert
+UNEVEN = "uneven"  # the budget of layers that keep different numbers of experts
 KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
 
 
@@ -204,7 +205,7 @@ class ExpertPlan:
     top_k: int | None = None  # experts that a token is routed to in the output, where they are fewer than before
     mtp: Literal["keep", "drop"] | None = None  # what is done with multi-token-prediction heads that are understood
     format: Literal["mone"] | None = None  # constants stand for experts that are dropped
-    budget: str | None = None  # of constants: even or uneven over layers
+    budget: str | None = None  # even or uneven over layers; None: even
     experts_total: int | None = None  # that stay beside constants, over all layers
     figures: Mapping[str, Any] = field(default_factory=dict)  # of how constants were divided over layers
 
@@ -224,15 +225,16 @@ class ExpertPlan:
                 continue
             if layer.constants:
                 yield f"{layer.module} has constants, but the plan is not of that format; restore 'format'"
-            if len(layer.groups) != self.experts:
+            if len(layer.groups) != self.experts and self.budget != UNEVEN:
                 what = f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer"
-                yield f"{layer.module}: {what}; make them equal"
-        if self.format is not None:
+                yield f'{layer.module}: {what}; make them equal, or write "budget": "{UNEVEN}" beside \'experts\''
+        if self.format is not None or self.budget == UNEVEN:
             kept = sum(len(layer.groups) for layer in self.layers)
             mean = kept // len(self.layers) if self.layers else self.experts
-            if (kept, mean) != (self.experts_total, self.experts):
-                promised = f"{self.experts_total!r} in all and {self.experts} in each"
-                yield f"its layers keep {kept} experts, but the plan says {promised}; make them equal"
+            total = self.experts_total if self.format is not None else kept
+            if (kept, mean) != (total, self.experts):
+                promised = f"{total!r} in all and {self.experts} in each"
+                yield f"its layers keep {kept} experts, {mean} in each, but the plan says {promised}; make them equal"
         for module, experts in self.protected.items():
             owner = known.get(module)
             if owner is None:
@@ -246,6 +248,13 @@ class ExpertPlan:
             elif changed:
                 hint = "give it an untouched group of its own, or take it out of 'protected'"
                 yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
+
+    @property
+    def counts(self) -> LayerCounts:
+        """The experts of every layer, or of each where layers keep different numbers and none is a constant."""
+        if self.budget != UNEVEN or self.has_constants:
+            return self.experts
+        return layer_counts({layer.module: len(layer.groups) for layer in self.layers})
 
     @property
     def by_module(self) -> dict[str, LayerPlan]:
@@ -268,10 +277,15 @@ class ExpertPlan:
         return any(group.aligned for layer in self.layers for group in layer.groups)
 
     @classmethod
+    def of(cls, layers: Sequence[LayerPlan]) -> Self:
+        """A plan of these layers, with the mean of their experts."""
+        kept = [len(layer.groups) for layer in layers]
+        return cls(sum(kept) // len(kept), tuple(layers), budget=UNEVEN if len({*kept}) > 1 else None)
+
+    @classmethod
     def whole(cls, model: "OpenModel") -> Self:
         """A plan that keeps every expert of a model as it is."""
-        layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
-        return cls(model.architecture.experts, layers)
+        return cls.of([LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers])
 
 
 def check_split(split: Mapping[str, Any]) -> None:

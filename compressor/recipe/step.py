@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
+    BeforeValidator,
     Field,
     InstanceOf,
     PlainSerializer,
@@ -21,7 +22,7 @@ from pydantic.json_schema import SkipJsonSchema
 from compressor.data.sources import GivenTexts
 from compressor.data.sources import TextPart as TextPart
 from compressor.model.moe_layer import MoeLayer
-from compressor.options import Options
+from compressor.options import Options, pairs
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
@@ -60,18 +61,11 @@ class TextOptions(Options):
     """Calibration sequences."""
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2)
     """Tokens in each sequence."""
-    emphasis: EmphasisOptions | None = None
+    emphasis: Annotated[EmphasisOptions | None, BeforeValidator(pairs)] = None
     """Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as
     end=8,think_end=8."""
     strict: bool = Field(False, exclude=True)  # no effect on the output, so no record holds it
     """End at a row of text, or a source of a blend, that cannot be read, instead of leaving it out."""
-
-    @field_validator("emphasis", mode="before")
-    @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return dict(pair.strip().partition("=")[::2] for pair in value.split(","))
 
     @field_validator("data", mode="before")
     @classmethod

@@ -225,7 +225,8 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
         content["figures"] = dict(decision.figures)
     if decision.protected:
         content["protected"] = {module: list(experts) for module, experts in decision.protected.items()}
-    content |= {name: getattr(decision, name) for name in ("top_k", "mtp") if getattr(decision, name) is not None}
+    given = {name: getattr(decision, name) for name in ("budget", "top_k", "mtp")}
+    content |= {name: value for name, value in given.items() if value is not None}
     return {**content, "layers": [layer_to_dict(layer) for layer in decision.layers]}
 
 

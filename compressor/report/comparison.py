@@ -33,7 +33,7 @@ from compressor.model.substitution import Substitution
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.progress import Progress
 from compressor.quality_gate.domains import several_domains
-from compressor.recipe.plan import ExpertPlan, LayerPlan
+from compressor.recipe.plan import UNEVEN, ExpertPlan, LayerPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy, working_strategies
 from compressor.recipe.step import TextOptions
@@ -44,7 +44,6 @@ from compressor.run_record import versions
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.constants.search import (
     EVEN,
-    UNEVEN,
     ConstantsByLayer,
     choose_replaced,
     measure,

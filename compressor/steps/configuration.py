@@ -33,17 +33,19 @@ logger = logging.getLogger(__name__)
 def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
     """Set a field of `config` in its JSON, by the name that it has there; in a list, in place of its value."""
     *parents, name = path.split(".")
-    node = raw
     for parent in parents:
-        node = node.setdefault(parent, {})
         config = getattr(config, parent)
     mapping: Mapping[str, str] = getattr(type(config), "attribute_map", {}) or {}
     canonical = mapping.get(name, name)
-    before = getattr(config, name)
     names = {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
+    node = raw
+    for parent in parents:
+        if parent in node or not names & node.keys():  # fields of the text may stand at the top level
+            node = node.setdefault(parent, {})
     for alias in sorted(names & set(node)) or [name]:
         stored = node.get(alias)
         if isinstance(stored, list) and not isinstance(value, list):
+            before = getattr(config, name)
             node[alias] = [value if item == before else item for item in stored]
         else:
             node[alias] = value
@@ -197,8 +199,7 @@ def output_config(
 
     `head_renames` are those of the experts of the multi-token-prediction `heads` that are kept.
     """
-    fields = {architecture.count_field: plan.experts, **architecture.written}
-    config, zeroed = config_with(raw, architecture, fields, heads)
+    config, zeroed = config_with(raw, architecture, architecture.fields(plan.counts), heads)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node:

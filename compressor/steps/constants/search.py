@@ -40,7 +40,6 @@ from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
 EVEN = "even"
-UNEVEN = "uneven"
 REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})

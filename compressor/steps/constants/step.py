@@ -26,13 +26,12 @@ from compressor.model.opened import OpenModel, open_substituted, pick_dtype
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.model.substitution import SideBySide, Substitution
 from compressor.model.verification import check_carried
-from compressor.recipe.plan import ExpertPlan, LayerPlan
+from compressor.recipe.plan import UNEVEN, ExpertPlan, LayerPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
 from compressor.steps.configuration import config_with
 from compressor.steps.constants.options import Constants
 from compressor.steps.constants.search import (
     EVEN,
-    UNEVEN,
     ConstantsByLayer,
     LayerConstants,
     choose_replaced,

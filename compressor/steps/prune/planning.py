@@ -17,6 +17,7 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import HeldoutProbe
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
+from compressor.model.moe_layer import layer_counts
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
@@ -44,8 +45,14 @@ class PruneSpec:
     """A requested plan, checked as far as that needs no data."""
 
     strategy: Strategy
-    experts: int  # to keep in every layer
+    experts: int  # to keep in a layer that `by_layer` does not name
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
+    by_layer: Mapping[str, int] = field(default_factory=dict)  # experts to keep, by experts module
+
+    @property
+    def fewest(self) -> int:
+        """The experts of the smallest layer."""
+        return min(self.by_layer.values(), default=self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +168,8 @@ class Planner:
             return replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
-        work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
+        counts = layer_counts(spec.by_layer) if spec.by_layer else spec.experts
+        work = LayerWork(counts, decide, needs, correction or UNCORRECTED, self.seed)
         run = (self.model, work, self.calibration, self.progress, files)
         with ExitStack() as stack:
             probe = None
@@ -195,7 +203,7 @@ class Planner:
                 100 * unreached / experts,
             )
         heads = mtp_choice(model, spec.heads)
-        return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)
+        return replace(ExpertPlan.of(ordered), protected=listed(protected), top_k=model.top_k, mtp=heads)
 
 
 def _layer_plan(
@@ -206,7 +214,7 @@ def _layer_plan(
     if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
-    plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
+    plan = spec.strategy.plan_layer(stats, spec.by_layer.get(stats.layer.name, spec.experts), guarded)
     if MODALITIES in stats.values:
         plan = replace(plan, figures={**plan.figures, **_by_modality(plan, stats.modality_count)})
     changed = touched(plan, guarded)
@@ -236,9 +244,14 @@ def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
 def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
     strategy = load_strategy(prune.strategy, prune.options).balancing(prune.balance)
-    experts = prune.count(model.architecture.layers, parts)
-    given_protected(prune.protect, model.architecture.layers, experts)
-    return PruneSpec(strategy, experts, chosen_heads(model, prune.mtp, experts))
+    layers = model.architecture.layers
+    experts = prune.count(layers, parts)
+    by_layer = dict(zip((layer.name for layer in layers), prune.counts(layers, parts), strict=True))
+    model.architecture.check_counts(layer_counts(by_layer))
+    mtp = "drop" if prune.experts_by_layer else prune.mtp
+    spec = PruneSpec(strategy, experts, chosen_heads(model, mtp, experts), by_layer)
+    given_protected(prune.protect, layers, spec.fewest)
+    return spec
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
