@@ -30,7 +30,7 @@ ERRORS = {  # what a layer's fields are called
 }
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
 
-Matrix = Sequence[Sequence[float]]
+Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
