@@ -30,7 +30,7 @@ ERRORS = {  # what a layer's fields are called
 }
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
 
-Matrix = Sequence[Sequence[float]]
+Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
                 outcome = ", not corrected" if kept == "none" else f" to {after:.4g} ({kept})"
                 cells["held-out error"] = f"{before:.4g}{outcome}"
         rows.append(cells)
-    columns = list(rows[0])
+    columns = tuple(rows[0])
     return Table(caption, columns, [[*cells.values()] for cells in rows], columns)
 
 

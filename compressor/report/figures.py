@@ -21,7 +21,7 @@ from compressor.document.drawing import (
     scale_axis,
 )
 from compressor.document.picture import FONT, Drawing
-from compressor.formatting import counted, percent, readable, short, span
+from compressor.formatting import counted, percent, readable, short
 from compressor.recipe.document import changed
 from compressor.report.data import (
     ERRORS,
@@ -116,9 +116,8 @@ def experts(data: Report) -> Figure | None:
         draw_key(canvas, looks, loc="outside upper left")
 
     became = all_dispositions([layer.plan for layer in layers])
-    counts = span(layer.plan.experts for layer in layers)
     size = (max(cell * columns + 0.7, WIDTH), cell * rows + 1.3)
-    alt = f"Grid of {counted(rows, 'MoE layer')} by {counts} experts: {became}. The table has the same in numbers."
+    alt = f"Grid of {counted(rows, 'MoE layer')} by {columns} experts: {became}. The table has the same in numbers."
     drawing = Drawing("What became of each expert", alt, size, draw)
     caption = f"A row for each MoE layer, a column for each expert of the base; {became}."
     return Figure("experts", "What became of each expert", caption, (drawing,))

@@ -233,7 +233,8 @@ class Similarity:
             what = "%s: the report lacks the similarity of its experts, which could not be compared: %s"
             logger.warning(what, stats.layer.name, reason_of(error))
             return None, ""
-        return table.cpu().double().clamp(0, 1).round(decimals=DIGITS).tolist(), str(label)
+        values = table.cpu().double().clamp(0, 1).round(decimals=DIGITS).tolist()
+        return tuple(map(tuple, values)), str(label)
 
 
 def similarity_of(plan: Plan) -> Similarity:

@@ -133,7 +133,7 @@ def test_a_damaged_record_is_refused(out: Path, tmp_path: Path, damage: str) -> 
 
 @given(gate=st.none() | gate_results.gates(), command=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple))
 def test_json_comes_back(gate: Any, command: Any) -> None:
-    layer = LayerMeasures("m", ((1.0,),), "l", (1.0,), (1.0,), 0.5, 0.5)
+    layer = LayerMeasures("m", ((1.0,),), "l", (1.0,), (1.0,), 0.5)
     measured = Measured((layer,), 3, "t", ("m",))
     assert read_as(Measured, json.loads(json.dumps(plain_json(measured)))) == measured
     data = report(gate=gate, command=command, options={"a": [1, 2]}, hubs=(HUB,), missing=("a",))
