@@ -31,6 +31,7 @@ REPLACED = "replaced"  # where an older output lies between the two renames that
 ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
+GRAPH = "model.onnx"  # of an ONNX export
 SUMS = "SHA256SUMS"  # digests of an output's files
 GOLDEN = "golden_answers.json"  # what the model answers, by which a copy is known
 RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool

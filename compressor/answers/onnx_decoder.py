@@ -16,8 +16,8 @@ from torch import Tensor
 from compressor.answers.decoding import choose, read_facts
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, tokens_of
-from compressor.checkpoint.reader import MODEL_NAME
 from compressor.errors import CompressionError, reason_of, wrap_faults
+from compressor.files import GRAPH
 from compressor.model.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class OnnxDecoder:
         outputs = {entry.name for entry in session.get_outputs()}
         if TOKENS not in self._inputs or LOGITS not in outputs:
             raise CompressionError(
-                f"{MODEL_NAME} has no input {TOKENS!r} or no output {LOGITS!r}; export a causal language model"
+                f"{GRAPH} has no input {TOKENS!r} or no output {LOGITS!r}; export a causal language model"
             )
         self._next = dict[str, str]()  # by input: the output with its next value
         self._caches = dict[str, Any]()  # by input: its value now
@@ -60,7 +60,7 @@ class OnnxDecoder:
             output = next((candidate for candidate in renamed if candidate in outputs), None)
             if output is None:
                 raise CompressionError(
-                    f"{MODEL_NAME}: nothing is known to feed its input {name!r} with, and no output gives its next "
+                    f"{GRAPH}: nothing is known to feed its input {name!r} with, and no output gives its next "
                     "value; export the model again"
                 )
             # no past before the first token, zeros along axes that are fixed; a name is that of a length that may vary
@@ -125,7 +125,7 @@ def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
     import onnxruntime
 
     chosen = providers(device, onnxruntime.get_available_providers())
-    return OnnxDecoder(open_session(folder / MODEL_NAME, onnxruntime.SessionOptions(), chosen))
+    return OnnxDecoder(open_session(folder / GRAPH, onnxruntime.SessionOptions(), chosen))
 
 
 def open_session(path: Path, settings: Any, chosen: Sequence[Any]) -> Any:
@@ -204,9 +204,9 @@ class Continuation:
 
 def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str = "auto") -> Continuation:
     """Read the prompt and open the graph; every fault is a `CompressionError`."""
-    if not (folder / MODEL_NAME).is_file():
+    if not (folder / GRAPH).is_file():
         raise CompressionError(
-            f"{folder} has no {MODEL_NAME}; name the folder of an ONNX export, or run a safetensors checkpoint by "
+            f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors checkpoint by "
             "transformers"
         )
     tokenizer = load_tokenizer(folder)

@@ -148,7 +148,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-MODEL_NAME = "model.onnx"
 WEIGHTS = "transformers_weights"  # the config's field that names them
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

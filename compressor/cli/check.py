@@ -9,11 +9,10 @@ import typer
 
 from compressor.answers.options import ServerOptions
 from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
-from compressor.cli.outputs import GRAPH
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import GOLDEN, SUMS
+from compressor.files import GOLDEN, GRAPH, SUMS
 from compressor.records import plain_json
 
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
@@ -49,9 +48,9 @@ def check(
             content = {"written": str(target)}
             blocks = list(written_line([target]))
         else:
-            verdict, golden = _checked(model, answers, bits, running, ServerOptions(**servers), progress)
+            verdict = _checked(model, answers, bits, running, ServerOptions(**servers), progress)
             content = {**plain_json(verdict), "sentence": verdict.sentence}
-            blocks = verdict.blocks(golden)
+            blocks = verdict.blocks
     print_report(running.as_json, content, blocks)
     if not write and verdict.exit_status:
         raise typer.Exit(verdict.exit_status)
@@ -90,22 +89,26 @@ def _write(model: str, target: Path | None, running: Running, progress: Any) -> 
 
 def _checked(
     model: str, answers: Path | None, bits: str | None, running: Running, servers: ServerOptions, progress: Any
-) -> tuple[Any, Any]:
-    """Return the verdict on a model or its server, and the golden answers that it was compared with."""
+) -> Any:
+    """Return the verdict on a model or its server."""
     path = Path(model)
     is_file = model.lower().endswith(".gguf") and not path.is_dir()
     is_graph = (path / GRAPH).is_file()
     if is_file and not path.is_file():
         raise CompressionError(f"{path} is no file; name a GGUF file, a folder or a Hub id")
+    if is_file and servers.server is None:
+        raise CompressionError(
+            f"{path} is run by llama.cpp: start `llama-server -m {path}`, and add --server http://localhost:8080"
+        )
     if is_graph and servers.server is None:
         require("onnxruntime")
     from compressor.answers.server import open_server
     from compressor.checkpoint.source import locate, locate_tokenizer
     from compressor.golden.answers import find_golden, read_golden
     from compressor.golden.causes import find_cause
-    from compressor.golden.compare import LEVEL, compare
+    from compressor.golden.compare import compare
     from compressor.golden.served import ask_server
-    from compressor.golden.things import ask_folder, ask_gguf, ask_onnx, bits_of, gguf_files
+    from compressor.golden.things import ask_folder, ask_onnx
 
     source = None
     places = [path, path.absolute().parent]
@@ -119,9 +122,7 @@ def _checked(
     golden = read_golden(file)
     if servers.server is not None:
         server = open_server(servers.server, servers.served_model, servers.timeout)
-        answered = ask_server(golden, server, bits_of(golden, gguf_files(path)) if is_file else None)
-    elif is_file:
-        answered = ask_gguf(golden, path)
+        answered = ask_server(golden, server)
     elif source is None:
         answered = ask_onnx(golden, path, running.device)
     else:
@@ -129,8 +130,7 @@ def _checked(
     if bits is not None:
         answered = replace(answered, widest=WIDEST[bits])
     verdict = compare(golden, answered)
-    if verdict.exit_status:
-        thing = None if servers.server else source
-        cause = find_cause(golden, file.parent, answered, thing, LEVEL * verdict.allowed, running.device, progress)
-        verdict = replace(verdict, cause=cause.sentence if cause else "none of the known ones")
-    return verdict, golden
+    if verdict.exit_status and verdict.cause is None:
+        cause = find_cause(golden, file.parent, answered, verdict.allowed, running.device, progress)
+        verdict = replace(verdict, cause=cause or "none of the known ones")
+    return verdict

@@ -25,13 +25,11 @@ from compressor.cli.terminal import print_json, print_report, progress_bars, wri
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import lock_output
+from compressor.files import GRAPH, lock_output
 from compressor.formatting import readable
 from compressor.options import Options
 from compressor.records import plain_json
 from compressor.run_record import COMPRESSION
-
-GRAPH = "model.onnx"
 
 
 class OnnxFlags(Options):

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from compressor.errors import CompressionError
 from compressor.files import GOLDEN, replacing
 from compressor.records import RESTORE, plain_json, read_as, read_object, readable_json
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
-BANDS = ("float32", "bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding, the narrowest first
+BANDS = ("bfloat16", "8-bit", "4-bit")  # kinds of rounding that are measured, the narrowest first
 LEAST = -30.0  # below this a log-probability says nothing, and servers write anything
 
 
@@ -52,14 +52,12 @@ class GoldenPrompt:
     text_tokens: int = 0  # of the text alone
     rendered_tokens: int = 0  # of the text in the chat template, where the ids may be the first of them
     tools: tuple[Any, ...] = ()
+    continued: int = 0  # ids at the end that the model itself chose greedily
 
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """How far one kind of rounding moves the answers."""
-
-    name: str
-    distances: tuple[float, ...]  # by position, over all prompts
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The ids that the model did not choose."""
+        return self.ids[: len(self.ids) - self.continued]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +65,14 @@ class GoldenAnswers:
     """Answers of one model."""
 
     format: int
-    model_type: str
     vocabulary: int
     parameters: int
-    bits: float  # of a stored weight, on average
     dtype: str  # that the answers were computed in
     prompts: tuple[GoldenPrompt, ...]
-    bands: tuple[Band, ...]  # the narrowest first
+    bands: Mapping[str, tuple[float, ...]]  # how far each kind of rounding moves each answer
     texts: Mapping[str, str]  # of the tokens among the answers, by id
     is_chat: bool  # texts are messages of a user, in the chat template
-    config: Mapping[str, Any] = field(default_factory=dict)  # its numbers and switches
-    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of weights
+    config: Mapping[str, Any]  # its numbers and switches
 
     @property
     def top(self) -> tuple[Top, ...]:
@@ -88,6 +83,12 @@ class GoldenAnswers:
     def places(self) -> list[tuple[int, int]]:
         """The number of the prompt, and the position in it, of each answer."""
         return [(number, position) for number, prompt in enumerate(self.prompts) for position in prompt.positions]
+
+    @property
+    def decoded(self) -> set[int]:
+        """The numbers of the answers that come after tokens of the model's own."""
+        places = enumerate(self.places)
+        return {number for number, (prompt, position) in places if position >= len(self.prompts[prompt].given)}
 
 
 def write_golden(path: Path, golden: GoldenAnswers) -> None:
@@ -108,7 +109,7 @@ def read_golden(path: Path) -> GoldenAnswers:
         )
     golden = read_as(GoldenAnswers, content, str(path))
     count = len(golden.places)
-    sizes = {band.name: len(band.distances) for band in golden.bands}
+    sizes = {name: len(distances) for name, distances in golden.bands.items()}
     if not count or len(golden.top) != count or sizes != dict.fromkeys(BANDS, count):
         raise CompressionError(f"{path} lacks answers to some prompts; {RESTORE}")
     return golden

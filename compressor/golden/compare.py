@@ -5,28 +5,33 @@ fault moves them further, or only those that it reaches. Where two experts are n
 so the median counts, and a few answers may be far off.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
 from compressor.document.blocks import Block, Facts, Text
-from compressor.golden.answers import BANDS, GoldenAnswers, Top
+from compressor.golden.answers import GoldenAnswers, Top
+from compressor.model.opened import OpenModel
 
 EXACT = 1e-4  # nats: what float32 and the digits of the file leave open
 UNTOUCHED = 2e-5  # nats: a smaller distance is none
-LEVEL = 1.8  # times a band: embeddings, the head and activations may be rounded, too
-LEVEL_OF_4_BITS = 1.5  # where faults are near
 FAR = 4.0  # times a band: an answer that is far off
 MOST_FAR = 0.06  # of the answers, where experts are nearly tied
+MOST_FAR_IN_DECODING = 0.5  # of those few that come after new tokens
 EVEN = 0.25  # of the median that nine tenths of the answers reach
-MEANING = {
+FP8 = 0.58  # of the way from 8-bit to 4-bit, in orders of magnitude: the error of e4m3 is about 5 times that of 8 bits
+MEANING = {  # by band, the narrowest first
     "float32": "computes this model",
     "bfloat16": "computes this model, up to rounding as bfloat16 does",
     "8-bit": "computes this model, up to rounding as 8-bit weights would",
     "fp8": "computes this model, up to rounding as 8-bit weights would (fp8)",
     "4-bit": "computes this model, up to rounding as 4-bit weights would",
 }
+KINDS = tuple(MEANING)
+LEVELS = {kind: 1.5 if kind == "4-bit" else 1.8 for kind in KINDS}  # times a band: activations may be rounded, too
+TOKENS = "its chat template, or its tokenizer, makes other tokens of the same text"
+CACHE = "answers after new tokens differ, and those to prompts do not: look at its key-value cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,8 @@ class Answered:
     top: Sequence[Top | None]  # by position, over all prompts; None where it was not asked
     widest: str  # band that its number format allows
     other_tokens: Sequence[int] = ()  # numbers of prompts of which it makes other tokens
-    golden: Sequence[Top | None] | None = (
-        None  # the golden answers in the tokens that it names, where these are not all
-    )
+    golden: Sequence[Top | None] | None = None  # in the tokens that it names, where these are not all
+    model: OpenModel | None = None  # that was asked, if it is a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Verdict:
     band: str | None  # the narrowest that holds it; None if it is different
     distance: float  # nats: the median over all positions
     largest: float
-    allowed: float  # the median distance that the widest band that counts here would have
+    allowed: float  # the largest median distance, by the widest band that counts here
     widest: str
     prompt: int  # where it is largest
     position: int
@@ -62,14 +66,13 @@ class Verdict:
     def exit_status(self) -> int:
         return int(self.verdict == "different")
 
-    def blocks(self, golden: GoldenAnswers) -> list[Block]:
-        """Return the verdict for people."""
-        place = f"after token {self.position + 1} of prompt {self.prompt + 1}"
-        text = golden.prompts[self.prompt].text
+    @property
+    def blocks(self) -> list[Block]:
+        """The verdict for people."""
         facts = {
             "distance": f"{self.distance:.5f} nats (median of a top token's log-probability)",
-            "largest": f"{self.largest:.5f}, {place}" + ("" if text is None else f": {text[:60]!r}"),
-            "allowed": f"{LEVEL * self.allowed:.5f} ({self.widest})",
+            "largest": f"{self.largest:.5f}, after token {self.position + 1} of prompt {self.prompt + 1}",
+            "allowed": f"{self.allowed:.5f} ({self.widest})",
         }
         if self.cause is not None:
             facts["likeliest cause"] = self.cause
@@ -79,68 +82,93 @@ class Verdict:
     def sentence(self) -> str:
         if self.band is not None:
             return f"{self.label} {MEANING[self.band]}."
-        if self.other_tokens:
-            shown = ", ".join(str(number + 1) for number in self.other_tokens[:3])
-            return f"{self.label} is different: its tokenizer or chat template makes other tokens of prompts {shown}."
-        return f"{self.label} is different: it computes another model."
+        return f"{self.label} is different: it does not answer as this model does."
 
 
-def level_of(distances: Sequence[float], band: Sequence[float], is_exact: bool) -> float | None:
-    """Return the median distance in units of a band; None where rounding of that kind does not explain them all."""
-    typical = max(median(band), EXACT)
-    level = median(distances) / typical
-    limits = [max(value, typical) for value in band]
-    shares = sorted(value / limit for value, limit in zip(distances, limits, strict=True))
+def limits_of(golden: GoldenAnswers, kind: str) -> list[float]:
+    """Return how far a kind of rounding may move each answer, and at least as far as it moves the median one."""
+    moved = [0.0] * len(golden.top)
+    if kind == "fp8":
+        ends = zip(golden.bands["8-bit"], golden.bands["4-bit"], strict=True)
+        moved = [narrow ** (1 - FP8) * wide**FP8 for narrow, wide in ends]
+    elif kind in golden.bands:
+        moved = [*golden.bands[kind]]
+    typical = max(median(moved), EXACT)
+    return [max(distance, typical) for distance in moved]
+
+
+def is_even(distances: Sequence[float], limits: Sequence[float]) -> bool:
+    """Return True if nine tenths of the answers are moved, and not much less than the median one."""
+    shares = sorted(distance / limit for distance, limit in zip(distances, limits, strict=True))
     tenth = len(shares) // 10
-    far = sum(share > FAR for share in shares)
-    is_even = sorted(distances)[tenth] > UNTOUCHED and shares[tenth] >= EVEN * median(shares)
-    explained = far == 0 if is_exact else is_even and far <= MOST_FAR * len(shares)
-    return level if explained else None
+    return sorted(distances)[tenth] > UNTOUCHED and shares[tenth] >= EVEN * median(shares)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """One kind of rounding, held against distances from golden answers, by number of the answer."""
+
+    kind: str
+    limits: Sequence[float]
+    distances: Mapping[int, float]
+
+    def share_of_far(self, numbers: Collection[int]) -> float:
+        """Return the share of answers that are far off."""
+        far = sum(self.distances[number] > FAR * self.limits[number] for number in numbers)
+        return far / max(len(numbers), 1)
+
+    def explains(self, numbers: Collection[int], is_exact: bool) -> bool:
+        """Return True if the rounding explains these distances from golden answers, which may be exact."""
+        far = self.share_of_far(numbers)
+        if self.kind == "float32":
+            return far == 0
+        distances = [self.distances[number] for number in numbers]
+        limits = [self.limits[number] for number in numbers]
+        if is_exact and not is_even(distances, limits):  # two that are not exact may round alike
+            return False
+        return median(distances) <= LEVELS[self.kind] * median(limits) and far <= MOST_FAR
 
 
 def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     """Return the verdict on answers, by the narrowest band that holds them."""
-    numbers = list[int]()
-    distances = list[float]()
+    distances = dict[int, float]()  # by number of the answer
     for number, (first, second) in enumerate(zip(answered.golden or golden.top, answered.top, strict=True)):
         if first is not None and second is not None:
-            numbers.append(number)
-            distances.append(first.distance(second))
-    counted = BANDS[: BANDS.index(answered.widest) + 1]
-    bands = dict[str, list[float]]()
-    for band in golden.bands:
-        bands[band.name] = [band.distances[number] for number in numbers]
-    name = next((name for name in counted if _holds(name, distances, bands[name])), None)
-    if answered.other_tokens:
-        name = None
-    worst = max(range(len(distances)), key=distances.__getitem__)
-    prompt, position = golden.places[numbers[worst]]
-    kind: Literal["same", "same up to rounding", "different"] = "different"
-    if name is not None:
-        kind = "same" if name == "float32" else "same up to rounding"
+            distances[number] = first.distance(second)
+    decoded = golden.decoded & distances.keys()
+    band = None
+    cause = TOKENS if answered.other_tokens else None
+    for kind in () if answered.other_tokens else KINDS[: 1 + KINDS.index(answered.widest)]:
+        rounding = _Rounding(kind, limits_of(golden, kind), distances)
+        if not rounding.explains(distances.keys() - decoded, golden.dtype == "float32"):
+            continue
+        if rounding.share_of_far(decoded) <= MOST_FAR_IN_DECODING:
+            band = kind
+            cause = None
+            break
+        cause = CACHE
+    worst = max(distances, key=distances.__getitem__)
+    prompt, position = golden.places[worst]
+    verdict: Literal["same", "same up to rounding", "different"] = "different"
+    if band is not None:
+        verdict = "same" if band == "float32" else "same up to rounding"
     return Verdict(
         label=answered.label,
-        verdict=kind,
-        band=name,
-        distance=median(distances),
+        verdict=verdict,
+        band=band,
+        distance=median(distances.values()),
         largest=distances[worst],
-        allowed=max(median(bands[answered.widest]), EXACT),
+        allowed=LEVELS[answered.widest] * median(limits_of(golden, answered.widest)),
         widest=answered.widest,
         prompt=prompt,
         position=position,
         other_tokens=tuple(answered.other_tokens),
+        cause=cause,
     )
 
 
-def _holds(name: str, distances: Sequence[float], band: Sequence[float]) -> bool:
-    level = level_of(distances, band, name == BANDS[0])
-    return level is not None and level <= (LEVEL_OF_4_BITS if name == BANDS[-1] else LEVEL)
-
-
-def widest_band(bits: float | None) -> str:
-    """Return the widest band that weights of so many bits allow; where nobody knows, that of 8-bit weights."""
-    if bits is None:
-        return "8-bit"
+def widest_band(bits: float) -> str:
+    """Return the widest band that weights of so many bits allow."""
     if bits >= 15:
         return "bfloat16"
     return "8-bit" if bits > 7 else "4-bit"

@@ -53,6 +53,7 @@ def golden_prompts(tokenizer: Any, vocabulary: int, longest: int) -> tuple[Golde
             if ids and max(ids) < vocabulary:
                 plain = tokenizer(text, add_special_tokens=False)["input_ids"]
                 prompts.append(_prompt(ids[:longest], text, len(plain), len(ids), tools))
+    prompts.sort(key=lambda prompt: len(prompt.ids))  # neighbours share a batch
     generator = torch.Generator().manual_seed(0)
     while len(prompts) < PROMPTS:
         chosen = torch.randint(len(known), (min(DRAWN, longest),), generator=generator).tolist()
@@ -90,8 +91,10 @@ def other_tokens(folder: Path, prompts: Sequence[GoldenPrompt]) -> list[int]:
         return []
     numbers = list[int]()
     for number, prompt in enumerate(prompts):
-        if prompt.text is not None and rendered(tokenizer, prompt.text, prompt.tools)[: len(prompt.ids)] != prompt.ids:
-            numbers.append(number)
+        if prompt.text is not None:
+            ids = rendered(tokenizer, prompt.text, prompt.tools)
+            if ids[: len(prompt.given)] != prompt.given:
+                numbers.append(number)
     return numbers
 
 

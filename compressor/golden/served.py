@@ -25,6 +25,9 @@ BROKEN = "\ufffd"
 CHAT = 0.05  # nats by which an answer may differ from the same one asked by ids
 
 
+Pair = tuple[Top, Top] | None  # a golden answer, and the one that came
+
+
 class TokenLog(Checked):
     token: str
     logprob: FiniteFloat
@@ -67,15 +70,19 @@ class Vocabulary:
         self.by_text = {text: int(token) for token, text in golden.texts.items() if counts[text] == 1}
         self.unclear = {text for text, count in counts.items() if count > 1}
 
-    def read(self, answer: Answer, golden: Top) -> tuple[Top, Top] | None:
-        """Return the golden and the given answer, both of the tokens that can be told apart; None if these are few."""
+    def read(self, answer: Answer, golden: Top, step: int = 0) -> Pair:
+        """Return the golden and the given answer of a step, both of the tokens that can be told apart.
+
+        None if these are few.
+        """
         logs = answer.choices[0].logprobs
         named = dict[Any, float]()
-        if isinstance(logs, ContentLogs) and logs.content:
-            for entry in logs.content[-1].top_logprobs:
-                named[entry.token if entry.id is None else entry.id] = entry.logprob
-        elif isinstance(logs, Logprobs) and logs.top_logprobs:
-            named = dict(logs.top_logprobs[-1] or {})
+        if isinstance(logs, ContentLogs):
+            for content in logs.content[step : step + 1]:
+                named = {entry.token if entry.id is None else entry.id: entry.logprob for entry in content.top_logprobs}
+        elif isinstance(logs, Logprobs):
+            for tops in logs.top_logprobs[step : step + 1]:
+                named = dict(tops or {})
         tokens = dict[int, float]()
         by_id = False
         for name, log in named.items():
@@ -96,35 +103,48 @@ class Vocabulary:
         return Top(tuple(first), tuple(first.values())), given
 
 
-def ask_server(golden: GoldenAnswers, server: Server, bits: float | None = None) -> Answered:
-    """Return the answers of a server of weights of so many `bits`, which llama-server says itself.
+def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
+    """Return the answers of a server.
 
     Raises `CompressionError` for another vocabulary, and where it gives no log-probabilities.
     """
     _check_vocabulary(golden, server)
     form = _find_form(golden, server)
     vocabulary = Vocabulary(golden)
-    questions = list(zip(range(len(golden.top)), golden.places, golden.top, strict=True))
 
-    def ask(question: tuple[int, tuple[int, int], Top]) -> tuple[int, tuple[Top, Top] | None]:
-        number, (prompt, position), top = question
-        ids = golden.prompts[prompt].ids[: position + 1]
-        payload = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(ids)}
-        return number, vocabulary.read(server.ask("/completions", Answer, payload), top)
+    def ask(number: int) -> tuple[int, list[Pair]]:
+        """Return the answer with this number, and those after tokens of the server's own, as long as these agree."""
+        prompt_number, position = golden.places[number]
+        prompt = golden.prompts[prompt_number]
+        begin = position + 1
+        steps = prompt.continued if begin == len(prompt.given) else 0
+        payload = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(prompt.ids[:begin])}
+        answer = server.ask("/completions", Answer, payload | {"max_tokens": 1 + steps})
+        pairs = [vocabulary.read(answer, golden.top[number])]
+        for step in range(1, 1 + steps):
+            previous = pairs[-1]
+            if previous is None or previous[1].tokens[0] != prompt.ids[position + step]:
+                break
+            pairs.append(vocabulary.read(answer, golden.top[number + step], step))
+        return number, pairs
 
-    answers = dict(server.all(questions, ask, AT_ONCE))
+    questions = [number for number in range(len(golden.top)) if number not in golden.decoded]
+    answers = dict[int, Pair]()
+    for number, pairs in server.all(questions, ask, AT_ONCE):
+        answers |= dict(enumerate(pairs, number))
     if not any(answers.values()):
         raise CompressionError(
             f"{server.label} gives no log-probabilities; start it so that it does (SGLang and vLLM do by default, "
             "llama-server by its /v1/completions)"
         )
-    pairs = [answers[number] for number in range(len(golden.top))]
+    both = [answers.get(number) for number in range(len(golden.top))]
+    bits = 8.0  # where it does not say
     with suppress(ValueError):
         weights = Weights.model_validate(server.facts.get("meta"))
-        bits = bits or 8 * weights.size / weights.n_params
-    first = [pair and pair[0] for pair in pairs]
-    second = [pair and pair[1] for pair in pairs]
-    other_tokens = _other_template(golden, server, vocabulary)
+        bits = 8 * weights.size / weights.n_params
+    first = [pair and pair[0] for pair in both]
+    second = [pair and pair[1] for pair in both]
+    other_tokens = _other_template(golden, server, vocabulary, both)
     return Answered(server.label, second, widest_band(bits), other_tokens, first)
 
 
@@ -157,7 +177,9 @@ def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
     )
 
 
-def _other_template(golden: GoldenAnswers, server: Server, vocabulary: Vocabulary) -> tuple[int, ...]:
+def _other_template(
+    golden: GoldenAnswers, server: Server, vocabulary: Vocabulary, asked: Sequence[Pair]
+) -> tuple[int, ...]:
     """Return the numbers of the prompts that the server puts into another chat template.
 
     It makes another number of tokens of them, or answers them otherwise than their golden tokens.
@@ -167,15 +189,14 @@ def _other_template(golden: GoldenAnswers, server: Server, vocabulary: Vocabular
     for number, prompt in chats[:ASKED]:
         messages = [{"role": "user", "content": prompt.text}]
         question = {"model": server.model, **ONE_TOKEN, "messages": messages, "logprobs": True, "top_logprobs": KEPT}
-        ids = {"model": server.model, **ONE_TOKEN, "logprobs": KEPT, "prompt": list(prompt.ids)}
         try:
             answer = server.ask("/chat/completions", Answer, question)
-            direct = vocabulary.read(server.ask("/completions", Answer, ids), prompt.top[-1])
         except RefusedError:  # it takes no chats
             continue
-        counted = answer.counted
-        pair = vocabulary.read(answer, prompt.top[-1])
-        differs = counted is not None and counted != prompt.rendered_tokens
+        last = golden.places.index((number, len(prompt.given) - 1))
+        direct = asked[last]
+        pair = vocabulary.read(answer, golden.top[last])
+        differs = answer.counted is not None and answer.counted != prompt.rendered_tokens
         if pair is not None and direct is not None:
             limit = max(FAR * direct[0].distance(direct[1]), CHAT)
             differs = differs or pair[0].distance(pair[1]) > limit
@@ -186,4 +207,4 @@ def _other_template(golden: GoldenAnswers, server: Server, vocabulary: Vocabular
 
 def _is_chat(golden: GoldenAnswers, prompt: GoldenPrompt) -> bool:
     """Return True for a prompt that a server can render: whole, and without tools, which few servers take."""
-    return golden.is_chat and not prompt.tools and prompt.rendered_tokens == len(prompt.ids) > 0 and bool(prompt.text)
+    return golden.is_chat and not prompt.tools and prompt.rendered_tokens == len(prompt.given) > 0 and bool(prompt.text)

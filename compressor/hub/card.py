@@ -18,6 +18,7 @@ from compressor.document.blocks import Block, Code, Details, Heading, Items, Lin
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
+from compressor.files import GRAPH
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.opened import OpenModel, open_model, served_model
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRAPH = "model.onnx"
 ONNX_RECORD = "onnx_export.json"
 ONNX_FOLDER = "onnx"
 CARD = "README.md"

@@ -23,8 +23,8 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import GOLDEN, SUMS, TEMPLATES
-from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
+from compressor.files import GOLDEN, GRAPH, SUMS, TEMPLATES
+from compressor.hub.card import CARD, ONNX_FOLDER, ONNX_RECORD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted

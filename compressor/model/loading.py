@@ -27,6 +27,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_u
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
+from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.single_experts import single_experts
@@ -379,6 +380,10 @@ class PartialModel:
         prefix = f"{module_name}." if module_name else ""
         return [key for key in self.empty if key.startswith(prefix)]
 
+    def is_mapped(self, value: Tensor) -> bool:
+        """Return True if a loaded tensor is a view of a file, which nothing may be written to."""
+        return value.untyped_storage().data_ptr() in {view.data_ptr() for view in self._views.values()}
+
     def load(self, keys: Iterable[str]) -> None:
         """Fill these state-dict entries; raises `CompressionError` for NaN, a missing tensor or a wrong shape."""
         wanted = [key for key in keys if key not in self._loaded]
@@ -403,6 +408,8 @@ class PartialModel:
         for alone in (True, False):
             stored = {name: tensors.pop(name) for name in names if (targets[name] == largest) is alone}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
+            stored.clear()
+            give_back()
 
     def _settle(self, wanted: list[str]) -> None:
         """Share tied tensors, and check that everything requested has been loaded."""

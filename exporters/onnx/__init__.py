@@ -22,7 +22,7 @@ from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, require
-from compressor.files import TOOL, new_folder
+from compressor.files import GRAPH, TOOL, new_folder
 from compressor.formatting import human_bytes
 from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
@@ -51,7 +51,6 @@ from exporters.onnx.verify import (
     rounding_cost,
 )
 
-GRAPH = "model.onnx"
 WEIGHTS = "model.onnx.data"
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
 DTYPES = {"fp32": "float32", "fp16": "float16"}

@@ -25,6 +25,7 @@ class Served:
     name: str = "served"
     forms: tuple[type, ...] = (list, str)  # of prompts that get log-probabilities: token ids, text
     most: int = 20  # log-probabilities of an answer that it gives
+    forgets: bool = False  # the prompt, once it decodes
     like_llama: bool = False  # log-probabilities have the form and the ids of llama-server's
     answers: int = 10**9  # of this many requests; then it is silent until it is told to go on
     key: str | None = None
@@ -75,13 +76,19 @@ class Served:
                 tops[-1].setdefault(f"{self.tokenizer.decode([token])}", float(logs[place, token]))
             choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
         elif payload.get("logprobs") and self.most:
-            tops = self.top(ids, payload["logprobs"])
+            steps = [self.top(ids, payload["logprobs"])]
+            for length in range(1, len(new)):
+                steps.append(self.top([*(() if self.forgets else ids), *new[:length]], payload["logprobs"]))
             if self.like_llama:  # as chats have them
-                logs = [{"token": name, "id": token, "logprob": value} for name, token, value in tops]
-                choice["logprobs"] = {"content": [{"token": "", "logprob": 0.0, "top_logprobs": logs}]}
+                content = []
+                for tops in steps:
+                    logs = [{"token": name, "id": token, "logprob": value} for name, token, value in tops]
+                    content.append({"token": "", "logprob": 0.0, "top_logprobs": logs})
+                choice["logprobs"] = {"content": content}
             else:
-                logs = {name: value for name, _, value in tops}
-                choice["logprobs"] = {"tokens": [""], "token_logprobs": [0.0], "top_logprobs": [logs]}
+                logs = [{name: value for name, _, value in tops} for tops in steps]
+                names, values = [""] * len(steps), [0.0] * len(steps)
+                choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": logs}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 

@@ -13,10 +13,8 @@ from compressor.checkpoint.source import locate
 from compressor.golden.answers import GoldenAnswers, Top
 from compressor.golden.causes import find_cause
 from compressor.golden.compare import Answered, compare
-from compressor.golden.fingerprints import cause_of_weights, fingerprints
-from compressor.golden.measure import make_golden, to_fp8, top_of
+from compressor.golden.measure import make_golden, top_of
 from compressor.golden.things import ask_folder
-from compressor.model.opened import open_model
 from compressor.progress import Silent
 from tests.support import zoo
 
@@ -96,16 +94,16 @@ def shift_vocabulary(model: Any) -> None:
 
 
 FAULTS: dict[str, tuple[str, Plant]] = {
-    "permuted": ("experts permuted", lambda model: permute(model, [*range(1, 8), 0])),
-    "swapped": ("gate and up swapped", swap),
-    "weights swapped": ("gate and up swapped", lambda model: swap(model, 3)),
-    "unnormalised": ("gates not normalised", unnormalise),
-    "biases": ("bias dropped", drop_bias),
-    "top-k": ("top-k", one_more),
-    "scale": ("scale", scale),
-    "router": ("router shifted", shift_router),
-    "zeroed": ("expert zeroed", zero),
-    "vocabulary": ("vocabulary shifted", shift_vocabulary),
+    "permuted": ("shifted by one against", lambda model: permute(model, [*range(1, 8), 0])),
+    "swapped": ("gate and up projections are swapped", swap),
+    "weights swapped": ("gate and up projections are swapped", lambda model: swap(model, 3)),
+    "unnormalised": ("not normalised", unnormalise),
+    "biases": ("bias is missing", drop_bias),
+    "top-k": ("num_experts_per_tok", one_more),
+    "scale": ("multiplied by about 2 in layer", scale),
+    "router": ("shifted by one against", shift_router),
+    "zeroed": ("some expert", zero),
+    "vocabulary": ("the vocabulary is shifted", shift_vocabulary),
 }
 WITH_BIAS = {"biases": ("deepseek_v3", "gpt_oss"), "weights swapped": ("gpt_oss",)}
 
@@ -147,19 +145,20 @@ def test_answers_name_the_fault(family: str, fault: str) -> None:
     given = answered(golden, faulty(family, plant))
     verdict = compare(golden, given)
     assert verdict.verdict == "different"
-    cause = find_cause(golden, zoo._models() / f"golden {family}", given, None, verdict.allowed, "cpu")
-    assert cause is not None and cause.name == name, cause
+    cause = find_cause(golden, zoo._models() / f"golden {family}", given, verdict.allowed, "cpu")
+    assert cause is not None and name in cause, cause
 
 
-STORED = [fault for fault in FAULTS if fault not in ("unnormalised", "top-k")]
-FEW = [f"{family} {fault}" for family in ("mixtral", "deepseek_v3") for fault in ("permuted", "biases", "router")]
+UNDONE = [fault for fault in FAULTS if fault not in ("unnormalised", "top-k", "biases", "zeroed")]
+FEW = [f"{family} {fault}" for family in ("mixtral", "deepseek_v3") for fault in ("permuted", "scale")]
 
 
-@pytest.mark.parametrize(("family", "fault"), cases(FEW, STORED))
+@pytest.mark.parametrize(("family", "fault"), cases(FEW, UNDONE))
 def test_a_changed_folder_names_the_fault_by_itself(family: str, fault: str, tmp_path: Path) -> None:
     name, plant = FAULTS[fault]
     faulty(family, plant).save_pretrained(tmp_path)
-    check_folder(golden_of(family), tmp_path, name)
+    name = name.replace("about 2", "about 0.5")
+    check_folder(golden_of(family), tmp_path, f"once {name}" if fault == "swapped" else name)
 
 
 @pytest.mark.parametrize(
@@ -173,35 +172,16 @@ def test_a_changed_config_is_named(changed: dict[str, Any], name: str, tmp_path:
     check_folder(golden_of("qwen3_moe"), tmp_path, name)
 
 
-def test_any_permutation_is_named(tmp_path: Path) -> None:
-    faulty("mixtral", lambda model: permute(model, (3, 1, 2, 0, 7, 5, 6, 4))).save_pretrained(tmp_path)
-    check_folder(golden_of("mixtral"), tmp_path, "experts permuted")
-
-
-def round_to_fp8(model: nn.Module) -> None:
-    for value in model.parameters():
-        if value.dim() > 1:
-            value.copy_(to_fp8(value))
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", *map(zoo.full, ("mixtral", "qwen3_moe", "deepseek_v3"))])
-@pytest.mark.parametrize("rounding", [nn.Module.bfloat16, round_to_fp8])
-def test_rounding_is_no_cause(family: str, rounding: Plant, tmp_path: Path) -> None:
-    faulty(family, rounding).save_pretrained(tmp_path)
-    own = fingerprints(open_model(locate(str(tmp_path)), "float32", "cpu"))
-    assert cause_of_weights(golden_of(family).fingerprints, own) is None
-
-
 def test_another_model_has_no_cause_in_answers() -> None:
     golden = golden_of("mixtral")
     given = answered(golden, zoo.build("mixtral", seed=7))
-    assert find_cause(golden, zoo._models() / "golden mixtral", given, None, 0.01, "cpu") is None
+    assert find_cause(golden, zoo._models() / "golden mixtral", given, 0.01, "cpu") is None
 
 
 def check_folder(golden: GoldenAnswers, folder: Path, name: str) -> None:
     source = locate(str(folder))
     given = ask_folder(golden, source, "cpu", Silent())
     verdict = compare(golden, given)
-    cause = find_cause(golden, folder, given, source, verdict.allowed, "cpu")
+    cause = find_cause(golden, folder, given, verdict.allowed, "cpu")
     assert verdict.verdict == "different"
-    assert cause is not None and cause.name == name, cause
+    assert cause is not None and name in cause, cause

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from exporters.onnx import export
 from tests.support import small, zoo
 from tests.support.command_line import Run, refused
 from tests.support.model_server import serving
@@ -95,6 +96,18 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "vocabulary shifted": lambda model: model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0)),
 }
 
+CAUSES = {
+    "experts permuted": "shifted by one against",
+    "gate and up swapped": "gate and up projections are swapped",
+    "gates not normalised": "not normalised",
+    "bias dropped": "bias is missing",
+    "top-k off by one": "one expert less",
+    "one scale wrong": "multiplied by about 1.1 in layer",
+    "router shifted": "shifted by one against",
+    "expert zeroed": "some expert",
+    "vocabulary shifted": "the vocabulary is shifted",
+}
+
 
 def has(model: Path, fault: str) -> bool:
     """Whether the family has what the fault changes."""
@@ -137,6 +150,40 @@ def test_faults_are_called_different(model: Path, run: Run) -> None:
         assert (result.status, json.loads(result.out)["verdict"]) == (1, "different"), fault
         with serving(copy, like_llama=fault < "f") as served:
             assert run("check", model, "--server", served.address).status == 1, fault
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["deepseek_v3"], indirect=True)
+def test_ten_faults_of_onnx_exports_are_named(model: Path, run: Run, tmp_path: Path) -> None:
+    export(model, tmp_path / "sound")
+    assert json.loads(run("check", tmp_path / "sound", "--answers", model, "--json").out)["verdict"] == "same"
+    small.tokenizer(small.CHAT.replace("<", "[")).save_pretrained(tmp_path / "sound")
+    folders = {"wrong template": tmp_path / "sound"}
+    for fault, change in FAULTS.items():
+        folders[fault] = tmp_path / fault
+        export(changed(model, change), folders[fault])
+    causes = dict[str, str]()
+    for fault, folder in folders.items():
+        result = run("check", folder, "--answers", model, "--json")
+        assert (result.status, json.loads(result.out)["verdict"]) == (1, "different"), fault
+        causes[fault] = json.loads(result.out)["cause"]
+    unnamed = {fault: cause for fault, cause in causes.items() if CAUSES.get(fault, "template") not in cause}
+    assert len(unnamed) <= 1, unnamed
+
+
+def test_continuations_are_greedy_and_compared(model: Path, run: Run) -> None:
+    prompts = json.loads((model / GOLDEN).read_text())["prompts"]
+    continued = [prompt for prompt in prompts if prompt["continued"]]
+    assert [prompt["continued"] for prompt in continued] == [2, 2, 2, 2]
+    stock = zoo.reload(json.loads((model / "config.json").read_text())["model_type"], model)
+    for prompt in continued:
+        logs = zoo.logits(stock, torch.tensor([prompt["ids"]]))[0].log_softmax(-1)
+        for position in (-3, -2):
+            # drafted in bfloat16
+            assert logs[position, prompt["ids"][position + 1]] > logs[position].max() - 0.1
+    with serving(model, forgets=True, like_llama=True) as served:
+        result = run("check", model, "--server", served.address)
+        assert result.status == 1 and "key-value cache" in result.out
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
