@@ -35,11 +35,16 @@ class Correct(StepOptions):
     """Learning rate of tune, as a multiple of the remaining error."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of tune's products, which are summed in float32. auto is bfloat16 on GPUs that multiply it."""
-    balance: Literal["sum", "worst"] = "sum"
+    balance: Literal["sum", "worst"] | None = None
     """sum fits all tokens alike. With several calibration sources, worst weighs a source more the larger its held-out
-    error, and keeps a refit that lowers the largest of these."""
+    error, and keeps a refit that lowers the largest of these. The default is worst for ridge and sum for tune."""
     deterministic: bool = False
     """Use operations that give the same bits each time; on a GPU some are slower."""
+
+    @property
+    def balances(self) -> bool:
+        """Return True if sources count the more, the larger their errors."""
+        return self.balance == "worst" or (self.balance is None and self.method == "ridge")
 
     @property
     def wanted(self) -> bool:

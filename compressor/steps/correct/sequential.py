@@ -191,7 +191,7 @@ class _InOrder(LayerVisitor):
                 collector = CalibrationCollector(self.model, layer, work.needs, calibration, self.routers, work.seed)
                 collectors.append(collector)
             if work.measure or work.correction.wanted:
-                sources = calibration.sources if work.correction.balance == "worst" else ()
+                sources = calibration.sources if work.correction.balances else ()
                 recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis, sources)
                 recording.attach(self.model.partial.model)
                 recordings.append(recording)

@@ -205,6 +205,17 @@ def test_balanced_sources_are_weighed_by_their_kl_and_one_source_changes_nothing
     assert list(state.balance.values()) == pytest.approx([2 * each / sum(grown) for each in grown])
 
 
+def test_ridge_balances_several_sources_unless_it_is_told_not_to(models: Path, tmp_path: Path) -> None:
+    weights = list[bytes]()
+    for balance in (None, "worst", "sum"):
+        steps = default_steps(experts=4, strategy="count-guided", correct={"method": "ridge", "balance": balance})
+        sources = [str(models / name) for name in ("letters.txt", "digits.txt")]
+        out = tmp_path / str(balance)
+        compress(models / "base", out, steps, calibration=sources, samples=32, sequence_length=32, evaluate=False)
+        weights.append((out / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
 def test_a_run_on_several_sources_names_the_degraded_one(run: Run, models: Path, tmp_path: Path) -> None:
     sources = [f"{models / 'letters.txt'}=0.8", f"{models / 'digits.txt'}=0.2"]
     arguments = compressing(models, tmp_path / "out", *sources, strategy="count-guided")
