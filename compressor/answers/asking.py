@@ -85,7 +85,7 @@ def ask(
     model.eval()
     pad = pad_token(tokenizer)
     run = run or (lambda task, tokens, mask, answered: forward(model, tokens, mask))
-    results = list[TaskScore]()
+    results = []
     for task, asked in by_task.items():
         right = 0
         nats = 0.0
@@ -93,7 +93,7 @@ def ask(
         for start in range(0, len(asked), batch_size):
             part = asked[start : start + batch_size]
             batch_rows = list[TokenRow]()
-            right_rows = list[int]()
+            right_rows = []
             for item, answers in part:
                 right_rows.append(len(batch_rows) + item.right)
                 batch_rows += answers

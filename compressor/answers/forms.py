@@ -103,7 +103,7 @@ def same_forms(
 
     What template a server applies is its own matter, and recorded as such.
     """
-    facts = dict[str, dict[str, Any]]()
+    facts = {}
     for task, form in base.items():
         other = smaller[task]
         names = (form.chat_template, other.chat_template)

@@ -72,7 +72,7 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
     """
     if not path.is_file():
         raise CompressionError(f"{path} cannot be read (it is no file); name a JSONL file with items")
-    items = list[Item]()
+    items = []
     left_out = LeftOut(f"items of {path}", strict)
     for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows:
         with left_out.each():
@@ -136,7 +136,7 @@ def tokenised(
     items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None, strict: bool = False
 ) -> list[tuple[Item, tuple[TokenRow, ...]]]:
     """Return each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
-    questions = list[tuple[Item, tuple[TokenRow, ...]]]()
+    questions = []
     left_out = LeftOut("items", strict)
     for item in items:
         with left_out.each():

@@ -49,7 +49,7 @@ PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
     """Return the results of one model on a task, or on all parts of a group under one metric."""
     named, _, filter_named = (task.settings.metric or "").partition(",")
-    rows = dict[str, Rows]()
+    rows = {}
     for part in task.parts:
         # of a task that reads its answers in several ways, the results of the first
         filter_name = filter_named or samples[part][0]["filter"]
@@ -57,7 +57,7 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
     metric, kind = choose_metric(task, rows, named)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
-    items = list[AnsweredItem]()
+    items = []
     for part in task.parts:
         for row in rows[part]:
             number = row["doc_id"]
@@ -105,7 +105,7 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
     first = next(iter(task.parts))
     names = dict.fromkeys([named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
-        kinds = set[Kind | None]()
+        kinds = set()
         for part, task_object in task.parts.items():
             is_perplexity = aggregates_perplexity(task_object, name)
             kinds |= {_kind(row.get(name), is_perplexity) for row in rows[part]}
@@ -214,7 +214,7 @@ def _evaluated(
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    asked = dict[str, range]()
+    asked = {}
     for task in tasks:
         for part, count in zip(task.parts, task.counts, strict=True):
             asked[part] = range(count)[: task.settings.limit or options.limit]

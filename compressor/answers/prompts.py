@@ -97,7 +97,7 @@ def usable_prompts(
 
     The others are left out with one warning, or refused if `strict`.
     """
-    usable = list[Prompt]()
+    usable = []
     left_out = LeftOut("prompts", strict)
     with quiet_transformers():
         for prompt in prompts:

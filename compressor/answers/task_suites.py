@@ -54,7 +54,7 @@ def with_suite(values: Mapping[str, Any], kind: type[Options], fields: Collectio
     if "expect" not in kind.model_fields:
         del suite["expect"]
     validated(kind, suite, name)
-    given = dict[str, Any]()
+    given = {}
     if "settings" not in values:  # else all are given, by a recipe whose suite is changed
         for key, value in values.items():
             if key in kind.model_fields and value != kind.model_fields[key].default:
@@ -94,8 +94,8 @@ def _options(name: str, content: dict[str, Any], known: Collection[str]) -> dict
     """
     is_vllm = content.pop(VLLM_FIELD, None) is not None
     tolerance = content.pop("rtol", VLLM_TOLERANCE) if is_vllm else None
-    tasks = dict[str, Any]()
-    expect = list[str]()
+    tasks = {}
+    expect = []
     for number, entry in enumerate(content.pop("tasks")):
         row = {"name": entry} if isinstance(entry, str) else entry
         task = validated(SuiteTask, row, f"{name}: tasks[{number}]", f"{name} has no key", f" in tasks[{number}]")

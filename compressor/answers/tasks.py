@@ -171,7 +171,7 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     if options.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     owners = dict[str, str]()
-    tasks = list[EvaluationTask]()
+    tasks = []
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
         for name in options.tasks:
@@ -374,7 +374,7 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
     Items without one right choice are left out with one warning, or refused if `strict`. Raises `CompressionError` for
     a task that is not multiple choice, or has no training split where that is wanted.
     """
-    items = list[Item]()
+    items = []
     left_out = LeftOut("items of tasks", strict)
     parts = dict[str, Any]()
     for resolved in resolve_tasks(options):

@@ -65,7 +65,7 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
             return replace(read_as(Traces, earlier, str(manifest)), file=out, manifest=manifest)
         if out.exists() or not is_same:  # else a run was killed between its two files
             _check_files(out, manifest, overwrite)
-        rows = list[dict[str, Any]]()
+        rows = []
         dropped = Counter[str]()
         answers = answer_all(writer, requests, options, folder, progress)
         for (prompt, _), answer in zip(requests, answers, strict=True):

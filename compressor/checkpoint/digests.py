@@ -11,7 +11,7 @@ from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from compressor.checkpoint.reader import TensorInfo, read_header
+from compressor.checkpoint.reader import read_header
 from compressor.errors import CompressionError
 from compressor.files import SUMS, file_digest, wrap_full_disk
 from compressor.formatting import counted
@@ -26,13 +26,13 @@ def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
 
     It has no tensors unless it is a readable safetensors file.
     """
-    infos = list[TensorInfo]()
+    infos = []
     if path.suffix == ".safetensors":
         with suppress(CompressionError):
             infos = sorted(read_header(path).values(), key=lambda info: (info.begin, info.end, info.name))
     if not infos:
         return file_digest(path), []
-    tensors = list[tuple[str, str]]()
+    tensors = []
     with (
         path.open("rb") as stream,
         mmap(stream.fileno(), 0, access=ACCESS_READ) as content,
@@ -48,7 +48,7 @@ def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
 def write_digests(folder: Path) -> None:
     """Write the digests of all files in a finished folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-    lines = list[str]()
+    lines = []
     with ThreadPoolExecutor() as pool:
         for path, (sha256, tensors) in zip(paths, pool.map(digest_of, paths), strict=True):
             lines.append(f"{sha256}  {path.relative_to(folder).as_posix()}\n")
@@ -84,7 +84,7 @@ def _fault(path: Path, name: str, sha256: str, checksums: str) -> str:
     if file_digest(path) == sha256:
         return ""
     _, tensors = digest_of(path)
-    wrong = list[str]()
+    wrong = []
     if 8 * len(tensors) == len(checksums):
         for position, (tensor, crc) in enumerate(tensors):
             if crc != checksums[8 * position : 8 * position + 8]:

@@ -76,7 +76,7 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
     down, across = scales.get(weights.strategy, (rows // block[0], 2))
     generator = torch.Generator().manual_seed(0)
     stored = dict[str, Tensor]()
-    plain = list[Tensor]()
+    plain = []
     for expert in range(EXPERTS):
         weight = torch.randn(rows, columns, generator=generator)
         cells = weight.unflatten(1, (across, -1)).unflatten(0, (down, -1))

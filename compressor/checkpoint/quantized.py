@@ -141,7 +141,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         target = kwargs["full_layer_name"]
-        plain = dict[str, Any]()
+        plain = {}
         dtype = wanted_dtype(kwargs["model"], target)
         modules: dict[str, dict[str, list[Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():

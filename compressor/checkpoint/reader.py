@@ -267,7 +267,7 @@ def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) 
     bits = set(re.findall(r'"num_bits": (\d+)', json.dumps(quantization.get("config_groups"))))
     if len(bits) == 1:
         per_element["I32"] = Fraction(32, int(bits.pop()))
-    result = dict[str, TensorInfo]()
+    result = {}
     for name, info in tensors.items():
         weights = Fraction(1)
         match = PART.fullmatch(name)
@@ -330,8 +330,8 @@ class Checkpoint:
 
         Only the bytes of these tensors are mapped. A tensor whose view is still in use is not read again.
         """
-        views = dict[str, Tensor]()
-        infos = list[TensorInfo]()
+        views = {}
+        infos = []
         for name in names:
             view = self._views.get(name)
             if view is None:

@@ -314,7 +314,7 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
             headers = [*pool.map(read, files)]
     except Exception as error:
         raise hub_error(model, revision, error) from error
-    tensors = dict[str, TensorInfo]()
+    tensors = {}
     for file, header in zip(files, headers, strict=True):
         for name, info in header.tensors.items():
             tensors[name] = TensorInfo(name, file, info.dtype, tuple(info.shape), *info.data_offsets)

@@ -167,7 +167,7 @@ def gate(
                 passable(power)
                 base, compressed = stack.enter_context(_demo_models(progress))
             shared = {**computing, "servers": serving, "revision": running.revision, "progress": progress}
-            written = list[Path]()
+            written = []
             if save_baseline is not None and base is not None:
                 written.append(save_baseline)
                 compressor.save_baseline(base, save_baseline, gate_options, overwrite=running.overwrite, **shared)

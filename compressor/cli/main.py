@@ -66,7 +66,7 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
     What follows it is no name if it is another option, a folder or a Hub id.
     """
-    spelled = list[str]()
+    spelled = []
     followers = [*arguments, "-"][1:]
     for argument, after in zip(arguments, followers, strict=True):
         if argument == f"--no-{CHAT}":

@@ -156,7 +156,7 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
 
     def command(**values: Any) -> None:
         values.pop(HELP_ALL, None)
-        built = dict[str, Any]()
+        built = {}
         for name, (shape, options) in shapes.items():
             given = [(field, values.pop(option.name)) for field, option in options]
             chosen = {field: value for field, value in given if value is not None and value != []}

@@ -230,7 +230,7 @@ class _SourceText:
         """Return the sequences of these uses in batches of at most this size; one with pictures is its own batch."""
         if self.is_pictured:
             return self.rows(*uses)
-        batches = list[Tensor]()
+        batches = []
         for use in uses:
             rows = self.sequences[use]
             batches += [torch.cat(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
@@ -251,7 +251,7 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     """
     spec, texts = _read_sources(spec, tokenizer, vocabulary)
     if spec.samples:
-        shapes = list[tuple[int, int]]()
+        shapes = []
         for text in texts:
             fit = text.rows(FIT)
             shapes.append((len(fit), max(row.shape[1] for row in fit)))
@@ -320,7 +320,7 @@ def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int
 
     The only sequence of a source may be held out if there is no other.
     """
-    counts = list[int]()
+    counts = []
     for count, _ in shapes:
         due = math.floor(count * share + 0.5)
         counts.append(max(0, min(due, count - 1)))
@@ -399,7 +399,7 @@ def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_So
 
     Short text has fewer, but there is at least one unless other text is held out.
     """
-    tails = list[tuple[_SourceText, int, int]]()
+    tails = []
     heldout = 0
     for text in texts:
         if not text.is_pictured:
@@ -486,15 +486,15 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
         _evaluation_sets(names, [text.batches(RESERVED) for text in texts]),
         tuple(emphasis),
     )
-    parts = dict[str, Batches]()
-    part_sources = dict[str, tuple[str, ...]]()
+    parts = {}
+    part_sources = {}
     for name, part in spec.parts.items():
         by_source = [text.batches(name, size=part.rows) for text in texts]
         parts[name] = tuple(chain.from_iterable(by_source))
         part_sources[name] = tuple(source for source, batches in zip(names, by_source, strict=True) for _ in batches)
     held_out = _evaluation_sets(names, [text.batches(HELD, BEHIND) for text in texts])
-    evaluated = list[Batches]()
-    short = set[str]()
+    evaluated = []
+    short = set()
     for name, text in zip(names, texts, strict=True):
         uses = [EVALUATION]
         if text.is_short:
@@ -516,7 +516,7 @@ def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> Evalua
 
 def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
     """Return the description of the text and its parts by which `repeat_text` repeats and checks it."""
-    sources = list[dict[str, Any]]()
+    sources = []
     used = list[Tensor]()
     for entry, text in zip(spec.sources, texts, strict=True):
         rows = text.rows(FIT, HELD, *spec.parts, BEHIND)
@@ -578,7 +578,7 @@ def evaluation_sets(
     sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
 ) -> EvaluationSets:
     """Return at most `most` sequences of each file or data set, packed like calibration text."""
-    batches = list[Batches]()
+    batches = []
     for name in sources:
         entry = WeightedSource(name, 1.0)
         try:
@@ -616,7 +616,7 @@ def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
 def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
     """Return the rows in each batch of a sample of `count` tokens; `sizes` are the tokens of the batches."""
     positions = sample_positions(sum(sizes), count, seed)
-    rows = list[Tensor]()
+    rows = []
     for begin, end in pairwise([0, *accumulate(sizes)]):
         inside = (positions >= begin) & (positions < end)
         rows.append(positions[inside] - begin)

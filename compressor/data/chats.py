@@ -85,11 +85,11 @@ def _conversation(row: Fields, column: str | None, where: str, choices: Sequence
     is_plain = column is not None or names[0] in ("text", *CHATS)
     if text is not None and (is_plain or not text.strip()):
         return Conversation(names, [{"role": "user", "content": text}], text=text)
-    beside = list[str]()
+    beside = []
     if isinstance(turns[0], str):
         beside = [name for name in DATA if name not in names and _is_text(row.get(name))]
         turns[0] = "\n".join([turns[0], *(row[name] for name in beside)])
-    messages = list[Message]()
+    messages = []
     for name, turn, role in zip(names, turns, ("user", "assistant"), strict=False):
         messages += _messages(row, name, turn, role, where)
     if column is None:
@@ -216,7 +216,7 @@ def _without_none(value: Any) -> Any:
 
 def media_beside(row: Any) -> dict[str, Any]:
     """Return the pictures, video and sound in the columns of a row, by kind."""
-    media = dict[str, Any]()
+    media = {}
     for name, kind in MEDIA.items():
         value = row.get(name) if isinstance(row, Mapping) else None
         is_empty = isinstance(value, list | str) and not value
@@ -227,7 +227,7 @@ def media_beside(row: Any) -> dict[str, Any]:
 
 def with_media(row: Any, conversation: Conversation) -> bool:
     """Return True if a row has pictures, video or sound, in its messages or in columns of their own."""
-    parts = list[Any]()
+    parts = []
     for message in conversation.messages:
         if isinstance(message["content"], list):
             parts += message["content"]
@@ -246,7 +246,7 @@ def require_template(tokenizer: Any, what: str) -> None:
 
 def plain_chat(messages: Sequence[Message]) -> str:
     """Return a chat as roles and contents, for models without a chat template."""
-    lines = list[str]()
+    lines = []
     for message in messages:
         content = message.get("content") or ""
         if isinstance(content, list):

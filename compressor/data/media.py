@@ -119,11 +119,11 @@ def sequence_of(
     conversation = read_row(row, column, where)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
-    beside = list[Part]()
+    beside = []
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
         beside += [{"type": kind, kind: value} for value in several if value is not None]
-    messages = list[Message]()
+    messages = []
     for message in _placed(conversation.messages, beside, where):
         parts = [_opened(part, processor.tokenizer, length, folder, where) for part in message["content"]]
         messages.append({**message, "content": parts})
@@ -142,7 +142,7 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
     These take the place of empty parts and of `<image>`; the rest comes before the first message of the user.
     """
     waiting = list(beside)
-    placed = list[Message]()
+    placed = []
     for message in messages:
         content: Any = message["content"] or ()
         if isinstance(content, str):
@@ -150,7 +150,7 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
             content = [text]
             for text in others:
                 content += [{"type": "image"}, text.removeprefix("\n")]
-        parts = list[Part]()
+        parts = []
         for part in map(as_part, content):
             if part.get("type") == "image_url":
                 url = part.get("image_url")
@@ -262,7 +262,7 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
             f"{where} takes {needed} tokens up to the end of its last picture, more than a sequence's {length}; raise "
             "--sequence-length, or give smaller pictures"
         )
-    more = dict[str, Tensor]()
+    more = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
             more[name] = value[:, :length] if value.shape == shape else value

@@ -167,9 +167,9 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
     """
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    entries = list[WeightedSource]()
-    addresses = list[SourceSpec]()
-    bare = list[str]()
+    entries = []
+    addresses = []
+    bare = []
     for argument in arguments:
         source, weight = _split_weight(str(argument))
         if weight is None:
@@ -268,7 +268,7 @@ def local_name(source: str) -> str:
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """Return each file's name without folder and suffix, or the source without revision; equal names are numbered."""
-    names = list[str]()
+    names = []
     for source in sources:
         address = SourceSpec.parse(source)
         is_file = isfile(address.name)

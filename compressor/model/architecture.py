@@ -204,7 +204,7 @@ def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
     A checkpoint may name a repository there, whose code would be fetched and run.
     """
     nodes = [config]
-    seen = set[int]()
+    seen = set()
     while nodes:
         node = nodes.pop()
         if id(node) in seen:

@@ -128,7 +128,7 @@ class SubstitutedCheckpoint(Checkpoint):
 
     def substitutes(self, layers: Sequence[MoeLayer], dtype: torch.dtype, device: Any) -> dict[str, Substitutes]:
         """Return the constants of these layers by experts module, in the dtype for computing."""
-        result = dict[str, Substitutes]()
+        result = {}
         for layer in layers:
             experts = sorted(expert for index, expert in self.constants if index == layer.index)
             if experts:

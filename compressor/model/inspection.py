@@ -87,7 +87,7 @@ def _parts(model: OpenModel) -> dict[str, str]:
     ends = [stock.get_input_embeddings(), stock.get_output_embeddings()]
     embeddings = {name for name, module in stock.named_modules() if module in ends}
     blocks = [layer.block for layer in model.architecture.layers]
-    parts = dict[str, str]()
+    parts = {}
     for name, role in model.layout.roles.items():
         target = targets.get(name, name)
         block = next((block for block in blocks if target.startswith(f"{block}.")), None)

@@ -58,7 +58,7 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
         cuts = range(1, last.count("_") + 1)
         weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
     mapped = map_keys(chain.from_iterable(weights.values()), partial.model, partial.plain_conversions)
-    left_out = list[str]()
+    left_out = []
     for name, candidates in weights.items():
         weight = next((candidate for candidate in candidates if candidate in mapped.targets), None)
         if weight is None:
@@ -138,7 +138,7 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
     ordered = sorted(names, key=dot_natural_key)
     parts = [name.split(".") for name in ordered]
     columns = [set(column) for column in zip(*parts, strict=False)]
-    numbers = list[set[int]]()
+    numbers = []
     for column in columns:
         if len(column) > 1 and "".join(column).isdecimal():
             numbers.append({int(part) for part in column})

@@ -119,7 +119,7 @@ class ReadAhead:
         Tensors being read ahead are waited for and kept no longer; the others are read now.
         """
         wanted = list(names)
-        tensors = dict[str, Tensor]()
+        tensors = {}
         if self._pool is not None and not self._names.isdisjoint(wanted):
             self._pool.shutdown()
             ahead, copied = self._task.result()
@@ -146,7 +146,7 @@ class ReadAhead:
                 self.checked.add(name)
 
     def _read(self, computed: Any) -> tuple[dict[str, Tensor], Any]:
-        tensors = dict[str, Tensor]()
+        tensors = {}
         try:
             with self.copier.copying():
                 computed.synchronize()  # until then, the memory of earlier work is not free
@@ -174,9 +174,9 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     state = model.state_dict()
     prefix = model.base_model_prefix
-    targets = dict[str, str]()
-    patterns = dict[str, str | None]()
-    unknown = list[str]()
+    targets = {}
+    patterns = {}
+    unknown = []
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
@@ -191,7 +191,7 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
 def unwrapped(name: str) -> Iterator[tuple[str, str]]:
     """Yield possible names of a tensor in the stock model, each with the tools that would have wrapped it."""
     inner = f".{name}"
-    tools = list[str]()
+    tools = []
     for wrapper, tool in WRAPPERS.items():
         if f".{wrapper}." in inner:
             inner = inner.replace(f".{wrapper}.", ".")

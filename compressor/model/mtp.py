@@ -151,7 +151,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
             prefixes[ROOT + match[0]] = ROOT  # all heads share their parts
         elif name not in PARTS:
             raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
-    heads = list[HeadNames]()
+    heads = []
     for number, (prefix, parts_prefix) in enumerate(prefixes.items(), start=len(layer_names)):
         block = tuple(name for name in under(prefix) if name not in PARTS)
         parts = {PARTS[name]: parts_prefix + name for name in under(parts_prefix) if name in PARTS}
@@ -252,7 +252,7 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
     for layer in reversed(model.architecture.layers):
         shapes = _shapes(model.partial.model.get_submodule(layer.decoder_layer))
         kinds.setdefault(tuple(shapes.items()), layer.decoder_layer)
-    reasons = list[str]()
+    reasons = []
     for decoder_layer in kinds.values():
         try:
             return _built(model, names, decoder_layer, experts, quantized=model.layout.quantized and not are_plain)

@@ -17,7 +17,7 @@ from compressor.model.architecture import experts_modules
 def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
     """Return weight converters for experts that are stored one by one under names unknown to the loader."""
     ends = {re.split(r"\.\d+\.", name)[-1]: module for name, module in experts_modules(model)}
-    converters = list[Any]()
+    converters = []
     for end, module in ends.items():
         stored = re.compile(rf"\b{re.escape(end)}\.\d+\.down_proj\.weight")
         if any(map(stored.search, unknown)):

@@ -100,8 +100,8 @@ def as_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
 
 def as_call(arguments: Iterable[tuple[str | None, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments, reversing `as_arguments`."""
-    positional = list[Any]()
-    by_keyword = dict[str, Any]()
+    positional = []
+    by_keyword = {}
     for name, value in arguments:
         if name is None:
             positional.append(value)
@@ -301,7 +301,7 @@ class _Lockstep:
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following = dict(pairwise(self.decoder_layers))
-        passed = set[str]()
+        passed = set()
         idle = iter(() if ranks().is_alone or standing else self.decoder_layers)  # ranks keep in step
 
         def replay(numbers: Iterable[int], layer_forward: Forward | None = None) -> None:
@@ -430,7 +430,7 @@ def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[s
     """Return the tensors that the forward of each module outside these layers and blocks may use, by module."""
     model = partial.model
     head = head_of(partial.model)
-    keys_of = dict[str, list[str]]()
+    keys_of = {}
     direct: dict[str, list[str]] = {}  # tensors by the module that owns them
     for key in model.state_dict():  # a multi-token-prediction head has another embedding
         direct.setdefault(key.rpartition(".")[0], []).append(key)

@@ -200,7 +200,7 @@ def as_part(part: Any) -> Any:
 
 def joined_text(parts: Sequence[Any]) -> str:
     """Return the texts of a message's parts, joined as by servers; raise ValueError for another part."""
-    texts = list[str]()
+    texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -213,7 +213,7 @@ def with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose tool calls have arguments in JSON text, which servers and some templates require."""
     if not message.get("tool_calls"):
         return dict(message)
-    calls = list[Any]()
+    calls = []
     for call in message["tool_calls"]:
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
@@ -239,7 +239,7 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
         call = {"id": CALL_ID, "type": "function", "function": function}
         return {"role": "assistant", "content": content, "tool_calls": [call]}
 
-    shown = list[tuple[bool, str | None]]()
+    shown = []
     for as_json, content in product((False, True), (None, "")):
         text = rendered(USER, calling(as_json, content))
         if PROBE in text and "None" not in text and not ARGUMENT_REPR.search(text):
@@ -248,8 +248,8 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
     silence = tuple(content for as_json, content in shown if as_json == json_arguments)
     call = calling(json_arguments, silence[0] if silence else "")
     answered = {"role": "tool", "tool_call_id": CALL_ID, "name": "look"}
-    strings = set[str]()
-    parts = set[str]()
+    strings = set()
+    parts = set()
     for role, before, message, after in (
         ("system", (), {"role": "system"}, (USER,)),
         ("user", (), {"role": "user"}, ()),

@@ -188,8 +188,8 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnaly
     ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
     source = find_model(str(recipe.model), recipe.revision, delivery.progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
-    counts = list[int]()
-    facts = list[Any]()
+    counts = []
+    facts = []
     if options.search:
         check_search(recipe)
         model = open_model(source, recipe.dtype, delivery.device)

@@ -135,7 +135,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     copies = max(needed.hidden_copies for needed in resolved.requirements)
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
-    steps = list[Mapping[str, Any]]()
+    steps = []
     stages = stage_numbers(resolved.options)
     for step, stage, need in zip(resolved.options, stages, resolved.requirements, strict=True):
         passes = need.passes if texts else 0

@@ -70,7 +70,7 @@ def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeR
 def size_table(title: str, rows: Sequence[SizeRow], exactly: bool = False) -> Table:
     """Return the sizes as a table; `exactly` adds columns with all digits."""
     columns = ["", "before", "after", "left"]
-    lines = list[tuple[str, ...]]()
+    lines = []
     if exactly:
         columns += ["before, exactly", "after, exactly"]
     for row in rows:

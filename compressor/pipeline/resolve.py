@@ -121,7 +121,7 @@ class ResolvedRecipe:
         """Experts of a layer after each step that decides on their number; the model's number if no step does."""
         layers = self.view.architecture.layers
         parts = layers[0].parts
-        counts = list[int]()
+        counts = []
         for step in self.steps:
             count = step.experts_left(layers, parts)
             if count is not None:
@@ -199,7 +199,7 @@ def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
     Layerwise steps of ascending `order` share a stage. A step on the whole model is a stage of its own, and so is one
     that stores tensors in another format.
     """
-    numbers = list[int]()
+    numbers = []
     stage = first - 1
     previous = -1
     for step in steps:
@@ -263,7 +263,7 @@ def prepare(
 
 def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
     """Return the steps that do something, with every option resolved for the model."""
-    steps = list[Step[Any]]()
+    steps = []
     described = replace(model, formats=recipe.output.formats)
     for stage, options in zip(stage_numbers(recipe.steps), recipe.steps, strict=True):
         step = options.step().resolve(described, of_stage(recipe.steps, stage))
@@ -283,7 +283,7 @@ def _requirements(
     stages = stage_numbers(options)
     layerwise = [stage for stage, step in zip(stages, options, strict=True) if step.order is not None]
     view = model
-    requirements = list[Requirements]()
+    requirements = []
     for position, step in enumerate(steps):
         order = step.options.order
         stage = stages[position]
@@ -393,7 +393,7 @@ def read_texts(resolved: ResolvedRecipe) -> Texts:
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
-    texts = dict[int | None, TextBatches]()
+    texts = {}
     for number, spec in text_specs(resolved):
         tokenizer = load_tokenizer(resolved.model.source.folder)
         identity = None

@@ -150,7 +150,7 @@ def _changed_kinds(plan: Plan) -> set[str]:
 
 def _found(model: OpenModel, output: OpenModel) -> ExpertPlan:
     """Return the plan by which an output without a record was pruned, found by the rows of its routers."""
-    layers = list[LayerPlan]()
+    layers = []
     for layer in model.architecture.layers:
         cosines, nearest = _likeness(model, output, layer.name).max(1)
         experts = nearest.tolist()
@@ -165,7 +165,7 @@ def _found(model: OpenModel, output: OpenModel) -> ExpertPlan:
 
 def _likeness(model: OpenModel, output: OpenModel, layer: str) -> Tensor:
     """Return the cosines of an output's router rows and the base's: [N, E]."""
-    sides = list[Tensor]()
+    sides = []
     for side in (output, model):
         routers = {name: role for name, role in side.layout.roles.items() if role.is_router and role.layer == layer}
         name = max(routers, key=lambda name: side.checkpoint.tensors[name].nbytes, default=None)
@@ -235,7 +235,7 @@ class _Comparison:
         job = make_job(model, experts, through=plain)
         dtypes = {output.name: TORCH_DTYPES[output.dtype] for output in packed.outputs}
         for decoder_layer in self.unmatched:
-            values = dict[str, Tensor]()
+            values = {}
             for name, pieces in packed.produce(decoder_layer):
                 if name not in self.compared:
                     values[name] = _joined(pieces, dtypes[name])

@@ -40,7 +40,7 @@ def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lists(path: Path) -> dict[str, list[int]]:
     """Return the lists of a JSON file, or of one JSON object a line, by decoder layer."""
-    order = dict[str, list[int]]()
+    order = {}
     try:
         text = path.read_text(encoding="utf-8")
         for content in map(json.loads, text.splitlines() if path.suffix == ".jsonl" else [text]):

@@ -91,7 +91,7 @@ class LayerPlan:
             raise CompressionError(f"{self.module}: {message}")
 
     def _faults(self) -> Iterator[str]:
-        seen = set[int]()
+        seen = set()
         for group in self.groups:
             if not group.members:
                 yield "a group has no members; remove it"

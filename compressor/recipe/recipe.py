@@ -49,7 +49,7 @@ class PlainLoader(yaml.SafeLoader):
     """YAML in which each key stands once, and dates are text."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = set[str]()
+        names = set()
         for key, _ in node.value:
             if str(key.value) in names:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
@@ -229,7 +229,7 @@ def recipe_yaml(recipe: Recipe) -> bytes:
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
-    steps = list[Any]()
+    steps = []
     for step in recipe.steps:
         options = step.changed()
         steps.append({step.name: options} if options else step.name)

@@ -43,7 +43,7 @@ class Strategy:
     def _shares(self, sources: Sequence[LayerStatistics], arguments: Sequence[Any]) -> torch.Tensor:
         """Return the experts' shares of each source's score: [N, E]; 0 for a source without any."""
         assert self.score is not None
-        shares = list[torch.Tensor]()
+        shares = []
         for source in sources:
             scores = rounded(self.score(source, *arguments)).cpu()
             shares.append(scores / (float(scores.sum()) or 1.0))

@@ -288,7 +288,7 @@ def layer_from_dict(entry: Any) -> LayerPlan:
 def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
     """Return one plan for two stages in sequence, in terms of the first stage's experts."""
     before = first.by_module
-    layers = list[LayerPlan]()
+    layers = []
     for layer in second.layers:
         earlier = before.get(layer.module)
         if earlier is not None:
@@ -303,8 +303,8 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
 def _composed_group(earlier: LayerPlan, group: Group) -> Group:
     """Return a group of an earlier plan's slots as a group of that plan's experts."""
     members = list[int]()
-    mixed = list[float]()
-    routed = list[float]()
+    mixed = []
+    routed = []
     for slot, share, router_share in zip(group.members, group.coefficients, group.router_coefficients, strict=True):
         inner = earlier.groups[slot]
         members += inner.members

@@ -84,7 +84,7 @@ def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
 
 def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
     """Return the experts module with the neurons of the members of every group with a head in the head's order."""
-    orders = dict[int, Tensor]()
+    orders = {}
     for group in groups:
         for member in group.members:
             if group.head not in (None, member):
@@ -249,7 +249,7 @@ class Conversion:
     def outputs(self, decoder_layers: Sequence[str]) -> list[OutputTensor]:
         """Return the tensors of these decoder layers in the output."""
         state = self.small.state_dict()
-        outputs = list[OutputTensor]()
+        outputs = []
         for decoder_layer in decoder_layers:
             keys = [key for key in self._keys_of(decoder_layer) if key in state]
             tensors = {key: state[key].to(wanted_dtype(self.small, key)) for key in keys}

@@ -136,8 +136,8 @@ class State:
         """Run the base on the batches of all steps from `first` on that read this text, and on its held-out part."""
         assert self.work is not None
         evaluator = Evaluator(self.base, text.heldout)
-        batches = dict[str, Sequence[torch.Tensor]]()
-        hidden = list[str]()
+        batches = {}
+        hidden = []
         for number, step in enumerate(self.steps[first:], first):
             name = OWN if OWN in text.parts else part_name(number)
             if name in text.parts and name not in batches:

@@ -118,7 +118,7 @@ def mixed(name: str, members: Weighted) -> Tensor:
 
 def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
     """Return a tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
-    rows = list[Tensor]()
+    rows = []
     for group in plan.groups:
         members = weighted_members(group, router)
         slices = [(value.select(dim, expert), share) for expert, share in members]
@@ -142,7 +142,7 @@ def plan_outputs(
     for name, role in roles.items():
         if role.kind == "expert":
             families.setdefault(role.family, {})[role.expert] = name
-    outputs = list[OutputTensor]()
+    outputs = []
     for name, role in roles.items():
         layer_plan = plans.get(role.layer)
         info = checkpoint.tensors[name]

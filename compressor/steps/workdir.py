@@ -238,14 +238,14 @@ def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[T
 
     One tensor may be larger than a file.
     """
-    parts = list[list[TensorInfo]]()
-    sizes = list[int]()
+    parts = []
+    sizes = []
     for name in dict.fromkeys(info.file for info in stored.tensors.values()):
         infos = [*read_header(stored.folder / name).values()]
         for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
             parts.append([infos[number] for number in numbers])
             sizes.append(sum(infos[number].nbytes for number in numbers))
-    groups = list[list[TensorInfo]]()
+    groups = []
     for numbers in shards(sizes, max_shard_bytes or MAX_SHARD_BYTES, SMALL):
         groups.append([info for number in numbers for info in parts[number]])
     return groups
@@ -283,7 +283,7 @@ def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
         metadata[STEPS] = json.dumps(list(steps))
     entries: dict[str, Any] = {"__metadata__": metadata}
     position = 0
-    offsets = dict[str, int]()
+    offsets = {}
     for output in sorted(outputs, key=lambda output: -DTYPE_BITS[output.dtype]):
         offsets[output.name] = position
         end = position + output.nbytes

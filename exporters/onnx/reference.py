@@ -108,7 +108,7 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     With `past` some come in chunks, with the cache of one handed to the next.
     """
     config = model.config
-    cases = list[Case]()
+    cases = []
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
 
     def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:

@@ -78,7 +78,7 @@ def compare(
     Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties.
     """
     bound = tolerance.of(reference)
-    cases = list[tuple[str, float]]()
+    cases = []
     ties = 0
     tokens = 0
     compared = 0
@@ -167,7 +167,7 @@ class Graph:
     def _answer(self, case: Case) -> Tensor:
         """The case chunk by chunk, the cache of one handed to the next."""
         decoder = OnnxDecoder(self.session, len(case.tokens))
-        logits = list[Tensor]()
+        logits = []
         for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
             try:
                 logits.append(decoder.run(tokens, case.mask[:, :end]).float().clone())

@@ -72,7 +72,7 @@ def replaceable(
 
     Every layer keeps its top-k and its protected experts.
     """
-    orders = list[list[int]]()
+    orders = []
     for layer in layers:
         guarded = protected.get(layer.name, frozenset())
         missed = constants[layer.name].missed
@@ -93,7 +93,7 @@ def measure(
     paths = {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
     if paths and all(read_metadata(path) is not None for path in paths.values()):
         return {name: LayerConstants(**load_tensors(path)) for name, path in paths.items()}
-    constants = dict[str, LayerConstants]()
+    constants = {}
     for stats in collect(model, NEEDS, calibration, progress, seed):
         name = stats.layer.name
         measured = LayerConstants.of(stats)
@@ -105,7 +105,7 @@ def measure(
 
 def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> ConstantsByLayer:
     """Return the constants of the experts that are `dropped`, both by experts module."""
-    substitutes = dict[str, Substitutes]()
+    substitutes = {}
     for name, experts in dropped.items():
         if experts:
             chosen = sorted(experts)
@@ -210,7 +210,7 @@ class _Search:
         """Return the figures of each division's model, on all held-out batches or on those of these numbers."""
         if not divisions:
             return []
-        variants = list[Substitution]()
+        variants = []
         for numbers in divisions:
             dropped = _first_of(self.model.architecture.layers, self.orders, numbers)
             variants.append(Substitution(constants=substitutes_of(dropped, self.constants)))
@@ -233,7 +233,7 @@ class _Search:
     def curves(self) -> list[Curve]:
         """Return each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
         layers = self.model.architecture.layers
-        changes = list[tuple[int, int]]()
+        changes = []
         for position, layer in enumerate(layers):
             changes += [(position, number) for number in probed_numbers(len(self.orders[position]), layer.experts)]
         nothing = [0] * len(layers)
@@ -250,7 +250,7 @@ class _Search:
 
     def _few(self) -> list[int]:
         """Return the first held-out batches, of `PROBED` tokens at least if there are as many."""
-        numbers = list[int]()
+        numbers = []
         tokens = 0
         for number, batch in enumerate(self.evaluator.batches):
             if tokens < PROBED:
@@ -262,14 +262,14 @@ class _Search:
         """Return divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
         best = self.best
         base = self.kl(self.best)
-        changes = list[tuple[int, int]]()
+        changes = []
         for position, order in enumerate(self.orders):
             changes += [(position, change) for change in (step, -step) if 0 <= best[position] + change <= len(order)]
         costs = self.costs([shifted(best, *change) for change in changes], "measure moves")
         ranked = sorted((figures.means["kl"] - base, *change) for figures, change in zip(costs, changes, strict=True))
         giving = [(cost, position) for cost, position, change in ranked if change == step]
         taking = [(cost, position) for cost, position, change in ranked if change == -step]
-        divisions = list[list[int]]()
+        divisions = []
         numbers = list(best)
         used = set[int]()
         for (more, giver), (less, taker) in zip(giving, taking, strict=False):

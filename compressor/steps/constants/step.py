@@ -26,7 +26,7 @@ from compressor.model.opened import OpenModel, open_substituted, pick_dtype
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.model.substitution import SideBySide, Substitution
 from compressor.model.verification import check_carried
-from compressor.recipe.plan import UNEVEN, ExpertPlan, LayerPlan
+from compressor.recipe.plan import UNEVEN, ExpertPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
 from compressor.steps.configuration import config_with
 from compressor.steps.constants.options import Constants
@@ -135,7 +135,7 @@ class ConstantsStep(Step[Constants]):
         removed = sum(layer.experts for layer in layers) - total
         heldout = calibration.heldout_batches
         replaced, figures = choose_replaced(model, constants, protected, removed, self.budget, heldout, state.progress)
-        plans = list[LayerPlan]()
+        plans = []
         for layer in layers:
             missed = constants[layer.name].missed
             dropped = sorted(replaced[layer.name])
@@ -161,7 +161,7 @@ class ConstantsStep(Step[Constants]):
         given = state.text.fit, state.progress, state.seed, correction, state.cut()
         refitted = refit(state.model, _planned(state), *given)
         plan = state.expert_plan()
-        layers = list[LayerPlan]()
+        layers = []
         for layer in plan.layers:
             if layer.module in refitted:
                 figures = {**layer.figures, "correction": refitted[layer.module].figures["correction"]}
@@ -186,7 +186,7 @@ class ConstantsStep(Step[Constants]):
             written = refitted_substitution(model, state.expert_plan().layers, files)
         kept = kept_job(model, state.expert_plan())
         copies = kept.outputs
-        added = list[OutputTensor]()
+        added = []
         for layer in layers:
             prefixes = expert_prefixes(model.layout, layer)
             values = written.constants[layer.name].values

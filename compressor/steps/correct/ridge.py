@@ -53,7 +53,7 @@ class _Chunk:
 
 def _chunks(layer: CutLayer, rows: Tensor) -> list[_Chunk]:
     """Split the tokens at `rows` into chunks."""
-    chunks = list[_Chunk]()
+    chunks = []
     for part in layer.recording.chunks(rows):
         scale = layer.token_weights(part).sqrt()
         residual = layer.gap(part, layer.targets(part)) * scale[:, None]

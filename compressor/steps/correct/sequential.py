@@ -182,8 +182,8 @@ class _InOrder(LayerVisitor):
         work = self.work
         calibration = self.calibration
         statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
-        collectors = list[CalibrationCollector]()
-        recordings = list[Recording]()
+        collectors = []
+        recordings = []
         if self.base_stream is not None:
             self.base_stream.find_factor(layers, replay)
         for layer in layers if calibration.batches else ():
@@ -245,7 +245,7 @@ def refitted_constants(
     layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan], tensors: Tensors
 ) -> dict[str, Substitutes]:
     """Return the constants among the tensors of refitted layers, by experts module."""
-    constants = dict[str, Substitutes]()
+    constants = {}
     for layer in layers:
         if constants_key(layer) in tensors:
             plan = plans[layer.name]
@@ -425,7 +425,7 @@ def _better(model: OpenModel, plans: tuple[LayerPlan, ...], files: CutFiles) -> 
         f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
         f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
     )
-    undone = dict[str, LayerPlan]()
+    undone = {}
     for plan in plans:
         figures = dict(plan.figures.get("correction") or {})
         if "heldout_error_before" in figures:  # errors stay as they were measured

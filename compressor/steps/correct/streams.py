@@ -84,14 +84,14 @@ class BaseStream(EarlyBatches):
         layer, *others = layers
         experts = self.model.partial.model.get_submodule(layer.name)
         sums = torch.zeros(4, dtype=torch.float64)
-        outputs = list[Tensor]()
+        outputs = []
 
         def scaled(scale: float, module: Any, args: Any, value: Tensor) -> Tensor:
             outputs.append(as_float64(value.detach()).flatten())
             return value * scale
 
         for number in sorted(self.outputs)[:1]:
-            hidden = list[Tensor]()
+            hidden = []
             for scale in (0.0, 2.0, 1.0):
                 with experts.register_forward_hook(partial(scaled, scale)):
                     replay([number])

@@ -72,8 +72,8 @@ class Adafactor:
 
     def _preconditioned(self, gradients: list[Tensor], decays: Sequence[Tensor]) -> list[Tensor]:
         """Update the averages of the squared gradients [N, O, I], and return the gradients over their roots."""
-        sums = list[Tensor]()
-        weights = list[Tensor]()
+        sums = []
+        weights = []
         for gradient, decay, is_matrix in zip(gradients, decays, self.is_matrix, strict=True):
             sums += [vector_norm(gradient, dim=-1, keepdim=True)] * is_matrix
             sums.append(vector_norm(gradient, dim=-2, keepdim=True))
@@ -81,7 +81,7 @@ class Adafactor:
         torch._foreach_pow_(sums, 2)
         torch._foreach_lerp_(self.averages, sums, weights)
         averages = iter(self.averages)
-        updates = list[Tensor]()
+        updates = []
         for size, is_matrix in zip(self.sizes, self.is_matrix, strict=True):
             if not is_matrix:
                 updates.append(next(averages).clone())
@@ -113,7 +113,7 @@ def descend(
     gates = weights if len(groups) == 1 else weights.detach().requires_grad_(weights.requires_grad)
     reached = layer.reached(weights, index).clamp(max=1).view(-1, 1, 1)
     total = layer.targets(rows).neg_()
-    outputs = list[tuple[Tensor, Tensor]]()
+    outputs = []
     for positions, output in layer.gated_outputs(rows, gates, index, groups, dtype) if len(rows) else ():
         total.index_add_(0, positions, output.detach())
         outputs.append((positions, output))
@@ -170,13 +170,13 @@ def tune(
     places, count = layer.recording.places(rows)
     row_at = torch.full((count,), -1)
     row_at[places] = rows
-    groups = list[Parameters]()
+    groups = []
     for group in layer.groups:
         leaves = {name: value.data.requires_grad_() for name, value in layer.slices(group).items()}
         groups.append(leaves)
     owned = [[list(leaves.values()), []] for leaves in groups]
     owned[-1][1] = [value.requires_grad_() for value in router]
-    optimizers = list[Adafactor]()
+    optimizers = []
     for own, shared in owned:
         optimizers.append(Adafactor([leaf.data for leaf in own], [leaf.data[None] for leaf in shared]))
     chosen = torch.stack(_steps(count, steps, tokens, seed))

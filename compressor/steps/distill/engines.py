@@ -114,7 +114,7 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
     parameters = {key for key, value in live.named_parameters() if value.is_floating_point()}
     linear = {f"{name}.weight" for name, module in live.named_modules() if isinstance(module, nn.Linear)}
     shared = {*model.partial.tied, *model.partial.tied.values()}
-    trained = list[TrainedLayer]()
+    trained = []
     for decoder_layer in model.architecture.decoder_layers:
         keys = [key for key in model.partial.keys_under(decoder_layer) if key in parameters]
         layers = by_decoder_layer.get(decoder_layer, [])
@@ -123,7 +123,7 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
         in_experts = [key for key in keys if key.startswith(experts)]
         in_routers = [key for key in keys if key.startswith(routers)]
         whole = in_routers
-        factored = list[str]()
+        factored = []
         if options.train == "all":
             whole = keys
         elif options.train == "experts":
@@ -164,7 +164,7 @@ def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str,
 
     Refuses one that cannot be written back.
     """
-    dtypes = dict[str, torch.dtype]()
+    dtypes = {}
     for layer in layers:
         empty = {key: model.partial.empty[key] for key in layer.keys}
         direct, converted = _stored(model, empty)

@@ -57,8 +57,8 @@ class TrainingText:
         epoch, position = divmod(step, len(self.fit) // sequences)
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
-        plain = list[tuple[Batch, int]]()
-        alone = list[Batch]()
+        plain = []
+        alone = []
         for number in order[position * sequences : (position + 1) * sequences]:
             number, row = self.fit[number]
             batch = self.batches[number]
@@ -74,7 +74,7 @@ class TrainingText:
 
 def _joined(rows: Sequence[tuple[Batch, int]]) -> Batch:
     """Return one batch of these rows of others."""
-    base = dict[str, Tensor]()
+    base = {}
     for name in rows[0][0].base.tensors:
         base[name] = torch.stack([batch.base.tensors[name][row] for batch, row in rows])
     return Batch(
@@ -97,7 +97,7 @@ def training_text(
     Of sequences with pictures only those tokens count whose next one is text.
     """
     longest = max((batch.shape[1] for batch in batches if not isinstance(batch, Inputs)), default=0)
-    fit = list[tuple[int, int]]()
+    fit = []
     for number, batch in enumerate(batches):
         if isinstance(batch, Inputs) or batch.shape[1] == longest:  # those that were cut shorter are left out
             fit += [(number, row) for row in range(len(batch))]

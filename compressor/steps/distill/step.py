@@ -68,7 +68,7 @@ class DistillStep(Step[Distill]):
         blocks: list[Block] = [Text(f"Distillation ({training}): {outcome}.")]
         if result.get("ended"):
             blocks.append(Text(f"Training ended: {result['ended']}."))
-        rows = list[tuple[str, ...]]()
+        rows = []
         for evaluation in evaluations(entry):
             losses = [f"{name} {short(value)}".replace("_", " ") for name, value in evaluation["training"].items()]
             rows.append(

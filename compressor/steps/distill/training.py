@@ -168,7 +168,7 @@ class Training:
         """Return the figures of the model now, and the KL of each sequence; all processes measure together."""
         figures = self.engine.evaluated(self.evaluator)
         means = figures.means
-        by_source = dict[str, float]()
+        by_source = {}
         if self.engine.options.balance == "worst" and len(self.evaluator.names) > 1:
             by_source = {name: figures.of({number}).means["kl"] for number, name in enumerate(self.evaluator.names)}
         evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts, by_source)

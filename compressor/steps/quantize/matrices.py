@@ -96,7 +96,7 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     matrices.sort(key=lambda matrix: order[matrix.decoder_layer])
     quantized = {matrix.key for matrix in matrices}
     names = {key: name for name, key in keys.targets.items()}
-    ignored = set[str]()
+    ignored = set()
     for name, module in partial.model.named_modules():
         # routers, too, which are no linear modules in transformers, but in servers
         is_matrix = getattr(getattr(module, "weight", None), "ndim", 0) == 2
@@ -133,7 +133,7 @@ def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix
 
 def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, MoeLayer]:
     """State-dict keys of the weights of all routed experts, and their layers."""
-    keys = dict[str, MoeLayer]()
+    keys = {}
     for layer in layers:
         for tensor in parameter_names(model.get_submodule(layer.name))[:2]:
             keys[f"{layer.name}.{tensor}"] = layer
@@ -159,7 +159,7 @@ def _names_of_experts(
         pattern = keys.patterns[name]
         if key in in_experts and pattern is not None and "*" in pattern:
             families.setdefault((key, pattern), []).append(name)
-    stored = dict[tuple[str, int, str], str]()
+    stored = {}
     for (key, pattern), names in families.items():
         converter = partial.converter_of(pattern)
         first, *others = converter.target_patterns

@@ -185,7 +185,7 @@ class Scheme:
         Without their signs, floating-point numbers are in the order of their bits, which as integers are compared fast.
         """
         bits = INTEGERS[weight.dtype.itemsize]
-        ranges = list[Tensor]()
+        ranges = []
         for rows in row_chunks(weight):
             magnitude = rows.contiguous().view(bits) & torch.iinfo(bits).max
             ranges.append(self._grouped(magnitude).amax(-1).view(weight.dtype).float())

@@ -153,7 +153,7 @@ class Quantizing(LayerVisitor):
         for numbers in torch.arange(layer.experts).split(at_once):
             batch = numbers.tolist()
             for parts in (inner, ("down",)):
-                same_inputs = list[list[Matrix]]()
+                same_inputs = []
                 for part in parts:
                     same_inputs.append([by_part[expert, part] for expert in batch])
                 columns = same_inputs[0][0].columns
@@ -176,7 +176,7 @@ class Quantizing(LayerVisitor):
         """
         scheme = self.writer.scheme
         dtype = self.writer.dtype
-        weights = list[Tensor]()
+        weights = []
         for matrices in parts:
             weights.append(torch.stack([matrix.of(self.at.model).float() for matrix in matrices]))
         weight = torch.cat(weights, dim=1)

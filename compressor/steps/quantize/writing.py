@@ -78,7 +78,7 @@ def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: i
     """
     partial = stored_partial(model)
     size = output_size(model, experts, changed, through=not matrices.stored)
-    dtypes = dict[str, str]()
+    dtypes = {}
     if matrices.stored and not model.is_split:
         dtypes = {key: model.checkpoint.tensors[name].dtype for name, key in partial.plain_keys.targets.items()}
     plain = packed = 0
@@ -213,7 +213,7 @@ class Writer:
         inner.verify(folder)
         source = ModelSource(str(folder), None, folder)
         written = open_model(source, str(self.dtype).removeprefix("torch."), "cpu")
-        kinds = set[frozenset[tuple[str, int, int]]]()
+        kinds = set()
         for decoder_layer in self.model.architecture.decoder_layers:
             matrices = self.matrices.of(decoder_layer)
             shapes = ((matrix.key.removeprefix(decoder_layer), matrix.rows, matrix.columns) for matrix in matrices)
@@ -227,7 +227,7 @@ class Writer:
 
     def _verify_loaded(self, matrix: Matrix, value: Tensor, written: OpenModel) -> None:
         """Compare the first rows of a matrix as it was loaded with what is stored under its name."""
-        first = dict[str, Tensor]()
+        first = {}
         for name in self.scheme.stored(matrix.rows, matrix.columns, self.dtype):
             stored = written.checkpoint.read(f"{matrix.module}.{name}")
             first[name] = stored if name in WHOLE else stored[:ROWS]

@@ -94,7 +94,7 @@ class RoutersStep(Step[Routers]):
         require_enough(evaluator.sequences, "routers")
         text = list(zip(batches, answers, strict=True))
         methods = ["router", "bias"] if method == "auto" else [method]
-        tried = dict[str, Calibrated]()
+        tried = {}
         for name in methods:
             try:
                 if name == "router":
@@ -152,13 +152,13 @@ class RoutersStep(Step[Routers]):
             took += f", forced; held-out text confirms {'the' if result['confirmed'] else 'no'} gain"
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
         blocks: list[Block] = [Text(f"Router calibration ({self.options.method}{took}): {outcome}.")]
-        rounds = list[tuple[str, ...]]()
+        rounds = []
         for number, step in enumerate(result.get("steps", ()), 1):
             figures = [short(step.get(name)) if step.get("step") else "-" for name in FIGURES]
             rounds.append((str(number), *figures))
         if rounds:
             blocks.append(Table("Rounds of the router calibration", ROUNDS, tuple(rounds)))
-        places = list[tuple[str, ...]]()
+        places = []
         for layer in result.get("layers", ()):
             closeness = [short(layer.get(name)) for name in ("mean", "deviation")]
             places.append((str(layer.get("layer", "-")), layer["place"], *closeness))
@@ -174,7 +174,7 @@ def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[st
     known = model.partial.plain_keys
     if keys is None:
         keys = [router_weight(layer) for layer in model.architecture.layers]
-    stored = dict[str, str]()
+    stored = {}
     for key in keys:
         names = [name for name, target in known.targets.items() if target == key and known.patterns[name] is None]
         infos = [model.checkpoint.tensors[name] for name in names]

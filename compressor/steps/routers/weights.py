@@ -96,7 +96,7 @@ class _WithWeights(ReverseVisitor):
 
 def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights | None:
     """Return the router tensors of a decoder layer, like those of the model, by key; None if there are none."""
-    tensors = dict[str, Tensor]()
+    tensors = {}
     for key, weight in weights.items():
         if key.startswith(f"{decoder_layer}."):
             present = attrgetter(key)(model)
@@ -126,7 +126,7 @@ def calibrate_weights(
     """
     progress.start("calibrate the routers", len(fit))
     before = best = evaluate_trials(model, evaluator, [weights])[0]
-    rounds = list[Round]()
+    rounds = []
     steps: Sequence[float] = STEPS
     for text in fit:
         moved = partial(_moved, weights, _moments(model, weights, text, emphasis))
@@ -348,7 +348,7 @@ class _Inputs(LayerVisitor):
 def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
     """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses have no place."""
     inputs = _Inputs(layers)
-    places = list[BiasPlace]()
+    places = []
     Pass(model, batches, wanted={layer.decoder_layer for layer in layers}).run(inputs)
     for layer in layers:
         if layer.name not in inputs.moments:

@@ -91,7 +91,7 @@ class StoredParts:
         plans = plan.by_module
         layers = {layer.name: layer for layer in model.architecture.layers}
         finished = set[str]()  # layers whose experts are stored by themselves
-        outputs = list[OutputTensor]()
+        outputs = []
         for name, role in roles.items():
             output = OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
             if role.kind == "plain":
@@ -148,7 +148,7 @@ class StoredParts:
         """Yield the bytes of parts, each from a stored tensor by the part's number."""
         assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
         order = model.partial.orders[role.layer].long()
-        read = dict[str, Tensor]()
+        read = {}
         for name, member in members:
             if name not in read:
                 read = {name: model.checkpoint.read_checked(name)}
@@ -172,7 +172,7 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     for role in whole.layout.roles.values():
         family, _, suffix = role.family.rpartition("|")
         suffixes.setdefault(family, set()).add(suffix)
-    cuts = dict[str, Cut]()
+    cuts = {}
     blocks = {*_block_sizes(configs)}
     for name, role in whole.layout.roles.items():
         if role.kind == "plain":

@@ -86,7 +86,7 @@ def _each(value: Any, change: Callable[[int], int]) -> Any:
 
 def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
     """The fields that hold one of these numbers, and what they hold: the first by this `order`, then by depth."""
-    named = list[tuple[str, Any]]()
+    named = []
     for path, value in config_numbers(config):
         if not {*values}.isdisjoint(value if isinstance(value, list) else [value]):
             named.append((path, value))
@@ -243,7 +243,7 @@ def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
         output = block.get_submodule(layer.name[inside:])(hidden[0], index, weights)
     else:
         rows = min((len(block.get_buffer(table[inside:])) for table in layer.tables), default=TOKENS)
-        more = dict[str, Tensor]()
+        more = {}
         if "input_ids" in inspect.signature(block.forward).parameters:
             more["input_ids"] = torch.arange(TOKENS)[None] % rows
         output = block(hidden, **more)

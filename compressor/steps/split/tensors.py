@@ -39,7 +39,7 @@ def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors
     `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
     shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
     """
-    split = dict[str, Tensor]()
+    split = {}
     shares = {"down_proj": factors.output, "down_proj_bias": factors.output / factors.parts}
     for expert, neurons in enumerate(order.to(experts.down_proj.device).long()):
         parameters = expert_parameters(experts, expert)
@@ -122,7 +122,7 @@ class SplitModel(PartialModel):
     def load(self, keys: Iterable[str]) -> None:
         """Fill these state-dict entries; raises `CompressionError` as for the stored model."""
         missing = [key for key in keys if key not in self._loaded]
-        plain = list[str]()
+        plain = []
         of_layers = dict[str, list[str]]()
         for key in missing:
             if key in self.owners:

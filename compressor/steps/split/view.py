@@ -212,7 +212,7 @@ def partitioned(model: OpenModel, text: Calibration | None, progress: Progress, 
     parts = model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
     needs = WEIGHTS if text is None else WEIGHTS | {"squared_neuron_sum"}
-    orders = dict[str, Tensor]()
+    orders = {}
 
     def order(stats: LayerStatistics) -> Tensor:
         return order_of(neuron_energies(stats), parts, block)
@@ -269,7 +269,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     view = seen_as(stored, parts, top_k)
     if "block" not in split:
         view = replace(view, stored_parts=None)
-    orders = dict[str, Tensor]()
+    orders = {}
     for layer in stored.architecture.layers:
         width = width_of(stored.partial.model.get_submodule(layer.name))
         neurons = unpacked(split["neurons"].get(layer.name), layer.experts, width, parts, layer.name)
