@@ -23,7 +23,10 @@ def attribute(
     keys: Annotated[int, flag("Sequences on which to split the strongest heads by key token.", min=0)] = 0,
     edges: Annotated[
         Literal["routers", "experts"],
-        flag("Targets of the graph's edges: routers, or experts (every later expert's score, too)."),
+        flag(
+            "Targets of the graph's edges: routers, or experts (every later expert's score, too).",
+            metavar="routers|experts",
+        ),
     ] = "routers",
     edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
     without: Annotated[
