@@ -73,6 +73,7 @@ class GoldenAnswers:
     texts: Mapping[str, str]  # of the tokens among the answers, by id
     is_chat: bool  # texts are messages of a user, in the chat template
     config: Mapping[str, Any]  # its numbers and switches
+    fingerprints: Mapping[str, str]  # of its weights, by tensor
 
     @property
     def top(self) -> tuple[Top, ...]:

@@ -1,6 +1,6 @@
-"""The likeliest cause of other answers: the fault that, planted in a sound model, gives those that were observed.
+"""The likeliest cause of other answers: what happened to the config or the weights of a checkpoint.
 
-Where only the faulty model is at hand, faults are planted in that one: what undoes a fault is one, too.
+Elsewhere it is the fault that, planted in the sound model, gives the answers that were observed.
 """
 
 import math
@@ -14,12 +14,14 @@ from compressor.errors import CompressionError
 from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.compare import Answered, is_even
 from compressor.golden.faults import faults_of, of_vocabulary, scaled
+from compressor.golden.fingerprints import cause_of_weights, fingerprints
 from compressor.golden.measure import Variant, ask_model, config_of, open_exactly, with_answers
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 from compressor.tolerance import stable_argmin
 
 NUDGE = 1.05  # a scale whose effect is linear
+FACTORS = (1.0, 1.5, 2.0)  # of a first-order step, since answers move ever less
 EXPLAINED = 0.2  # share of the distance that a fault may leave
 ONE_EXPERT = "answers that do not depend on some expert are right: look for one that is zero, or scaled"
 PROMPTS = 4  # on which faults of single layers are tried
@@ -68,7 +70,7 @@ class _Trial:
         return variants[best].sentence or None
 
     def _fitted(self) -> list[Variant]:
-        """Return the scale of each layer's experts that would, to first order, come nearest to the answers.
+        """Return the scale of each layer's experts that would, to first order, come nearest, and larger ones.
 
         Of the triangle of sound, nudged and observed answers, the sides are known.
         """
@@ -82,8 +84,8 @@ class _Trial:
             for effect, before, after in zip(effects, self.distances[0], self.distances[number], strict=True):
                 if effect >= least and effect > 0:
                     steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
-            if steps:
-                faults.append(scaled(1 + median(steps) * (NUDGE - 1), [layer]))
+            for factor in FACTORS if steps else ():
+                faults.append(scaled(1 + factor * median(steps) * (NUDGE - 1), [layer]))
         return faults
 
 
@@ -115,20 +117,18 @@ def find_cause(
     for name, value in golden.config.items():
         if config.get(name) != value:
             return f"config.json has {name} {config.get(name)}, and the model had {value}"
-    sound = None
-    if faulty is None or not faulty.source.folder.samefile(reference):
-        with suppress(CompressionError):  # there may be no model
-            sound = open_exactly(ModelSource(str(reference), None, reference), device)
-    model = sound or faulty
-    if model is None:
+    if faulty is not None:
+        cause = cause_of_weights(golden.fingerprints, fingerprints(faulty))
+        if cause is not None or faulty.source.folder.samefile(reference):
+            return cause
+    try:
+        sound = open_exactly(ModelSource(str(reference), None, reference), device)
+    except CompressionError:  # there is no model
         return None
-    observed = golden.prompts
-    if sound is not None:
-        observed = tuple(with_answers(golden.prompts, [top or Top((), ()) for top in answered.top]))
-    trial = _Trial(model, observed, rounding, progress)
-    cause = None
+    observed = with_answers(golden.prompts, [top or Top((), ()) for top in answered.top])
+    trial = _Trial(sound, observed, rounding, progress)
     with suppress(CompressionError):  # of layers that cannot be changed like this
         cause = trial.find()
-    if cause is None:
-        return ONE_EXPERT if trial.is_local else None
-    return cause if sound is not None else f"the golden answers come back once {cause}"
+        if cause is not None:
+            return cause
+    return ONE_EXPERT if trial.is_local else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.golden.fingerprints import gate_and_up
 from compressor.golden.measure import Variant
 from compressor.model.architecture import another_top_k
 from compressor.model.loading import set_tensor
@@ -94,9 +95,8 @@ def _swapped(dims: Sequence[int], model: Any, layer: MoeLayer) -> dict[str, Tens
     swapped = dict[str, Tensor]()
     for key, value in _tensors(True, model, layer).items():
         if "gate_up" in key and value.dim() in dims:
-            dim = 2 if experts.is_transposed and value.dim() > 2 else 1
-            pair = value.unflatten(dim, (2, -1) if experts.is_concatenated else (-1, 2))
-            swapped[key] = pair.flip(dim + (not experts.is_concatenated)).reshape(value.shape)
+            pair, dim = gate_and_up(experts, value)
+            swapped[key] = pair.flip(dim).reshape(value.shape)
     return swapped
 
 

@@ -18,6 +18,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import require_head
 from compressor.errors import CompressionError, wrap_faults
 from compressor.golden.answers import FORMAT, KEPT, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.fingerprints import fingerprints
 from compressor.golden.prompts import LONGEST, golden_prompts, tokenizer_of
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel, memory_budget, open_model
@@ -225,6 +226,7 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
         texts=_texts(tokenizer, exact),
         is_chat=tokenizer is not None and has_chat_template(tokenizer),
         config=config_of(model),
+        fingerprints=fingerprints(model),
     )
 
 

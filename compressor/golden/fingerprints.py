@@ -1,0 +1,156 @@
+"""Fingerprints of weights, three numbers of each tensor and of each expert's: they name what was moved, scaled or lost.
+
+Rounding hardly changes them. N experts, or rows of a vocabulary, or 1; C tensors of a module.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.formatting import counted
+from compressor.model.moe_layer import MoeLayer, decoder_layer_of
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import TINY
+
+ROWS = 64  # of an embedding or a head that are told apart
+TURNED = 0.3  # more than rounding changes a projection of weights of norm 1
+SCALED = 0.04  # share of a norm, more than rounding changes it
+
+
+def gate_and_up(experts: Any, value: Tensor) -> tuple[Tensor, int]:
+    """Return a fused gate and up parameter [E, ...] with a dimension for the two, and the number of that."""
+    dim = 2 if experts.is_transposed and value.dim() > 2 else 1
+    if experts.is_concatenated:
+        return value.unflatten(dim, (2, -1)), dim
+    return value.unflatten(dim, (-1, 2)), dim + 1
+
+
+@cache
+def _directions(length: int) -> Tensor:
+    return torch.randn(length, 2, generator=torch.Generator().manual_seed(0))
+
+
+def _numbers(value: Tensor) -> Tensor:
+    """Return the norm of each row's weights, and two projections of them at norm 1: [N, ...] -> [N, 3]."""
+    rows = list[Tensor]()
+    for row in value.detach():
+        matrix = row.float().cpu()
+        matrix = matrix.reshape(-1, matrix.shape[-1] if matrix.dim() else 1)
+        norm = matrix.norm()
+        projections = (matrix @ _directions(matrix.shape[1]) * _directions(len(matrix))).sum(0)
+        rows.append(torch.cat([norm[None], projections / norm.clamp_min(TINY)]))
+    return torch.stack(rows)
+
+
+def _parts(model: OpenModel, layers: Mapping[str, MoeLayer], key: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values [N, ...] of the parts of a loaded tensor."""
+    value = model.partial.model.get_parameter_or_buffer(key)
+    layer = layers.get(key)
+    if layer is None:
+        is_vocabulary = value.dim() > 1 and len(value) == model.vocabulary
+        yield key, value[:ROWS] if is_vocabulary else value[None]
+        return
+    (dim,) = (tensor.dim for tensor in layer.tensors if tensor.key == key)
+    value = value.movedim(dim, 0)[: layer.experts]
+    if "gate_up_proj" not in key:
+        yield key, value
+        return
+    pair, dim = gate_and_up(model.partial.model.get_submodule(layer.name), value)
+    yield key.replace("gate_up", "gate"), pair.select(dim, 0)
+    yield key.replace("gate_up", "up"), pair.select(dim, 1)
+
+
+def fingerprints(model: OpenModel) -> dict[str, str]:
+    """Return a model's fingerprints by tensor, in base64 of bfloat16; one decoder layer is in memory at a time."""
+    partial = model.partial
+    layers = {tensor.key: layer for layer in model.architecture.layers for tensor in layer.tensors}
+    by_module = dict[str, list[str]]()
+    for key, value in partial.empty.items():
+        module = decoder_layer_of(key, model.architecture.decoder_layers) or key.rpartition(".")[0]
+        if key not in partial.tied and value.is_floating_point():
+            by_module.setdefault(module, []).append(key)
+    texts = dict[str, str]()
+    for module, keys in by_module.items():
+        partial.load(keys)
+        for key in keys:
+            for name, part in _parts(model, layers, key):
+                stored = _numbers(part).bfloat16().view(torch.int16)
+                texts[name] = base64.b64encode(stored.numpy().tobytes()).decode()
+        partial.release(module)
+    return texts
+
+
+def _decoded(text: str) -> Tensor:
+    stored = bytearray(base64.b64decode(text))
+    return torch.frombuffer(stored, dtype=torch.bfloat16).float().view(-1, 3)
+
+
+def _move(old: Tensor, new: Tensor) -> str | None:
+    """Return how rows have changed places: [N, 2 C], [N, 2 C]; None if they are others."""
+    count = len(old)
+    if count == 1:
+        return None
+    for step in range(1, count):
+        is_there = (new - old.roll(step, 0)).abs().amax(1) <= TURNED
+        if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
+            return f"shifted by {step - count if step > count // 2 else step}"
+    sources = torch.cdist(new, old).argmin(1)
+    is_permuted = sources.unique().numel() == count and bool((new - old[sources]).abs().amax() <= TURNED)
+    return "permuted" if is_permuted else None
+
+
+def _cause_in(module: str, names: Sequence[str], old: Tensor, new: Tensor) -> tuple[str, str] | None:
+    """Return what has happened to the tensors of a module, whose numbers are [N, C, 3]: the kind, and a sentence."""
+    lost = (new[..., 0] == 0) & (old[..., 0] > 0)
+    for name, is_lost in zip(names, lost.all(0).tolist(), strict=True):
+        if is_lost:
+            return "missing", f"{name} is zero"
+    if lost.any():
+        return "zero", f"expert {int(lost.any(1).int().argmax())} of {module} is zero"
+    is_turned = (new - old)[..., 1:].abs().amax(-1) > TURNED
+    if not is_turned.any():
+        ratios = new[..., 0] / old[..., 0].clamp_min(TINY)
+        is_scaled = (old[..., 0] > 0) & ((ratios - 1).abs() > SCALED)
+        if not is_scaled.any():
+            return None
+        row, column = is_scaled.nonzero()[0].tolist()
+        whose = "" if is_scaled[:, column].all() else f" of expert {row}"
+        return "scale", f"{names[column]}{whose} is multiplied by about {ratios[row, column]:.3g}"
+    columns = is_turned.any(0)
+    how = _move(old[:, columns, 1:].flatten(1), new[:, columns, 1:].flatten(1))
+    if how is not None:
+        if any("down_proj" in name for name in names):
+            return how, f"the experts of {module} are {how} against their router"
+        return how, f"the rows of {module} are {how}"
+    for gate, name in enumerate(names):
+        partner = name.replace("gate_proj", "up_proj")
+        if partner != name and partner in names:
+            apart = new[:, names.index(partner)] - old[:, gate]
+            if not (apart[:, 1:].abs() > TURNED).any():
+                return "swapped", f"gate and up projections are swapped in {module}"
+    return "others", f"{module} holds other weights"
+
+
+def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> str | None:
+    """Return what has happened to weights since golden answers were written; None for nothing, or for other shapes."""
+    groups = dict[tuple[str, int], list[str]]()
+    for name, text in golden.items():
+        if name not in own:
+            return f"{name} is missing"
+        if len(own[name]) != len(text):
+            return None
+        groups.setdefault((name.rpartition(".")[0], len(text)), []).append(name)
+    sentences = dict[str, list[str]]()  # by kind
+    for (module, _), names in groups.items():
+        old = torch.stack([_decoded(golden[name]) for name in names], 1)
+        new = torch.stack([_decoded(own[name]) for name in names], 1)
+        cause = _cause_in(module, names, old, new)
+        if cause is not None:
+            kind, sentence = cause
+            sentences.setdefault(kind, []).append(sentence)
+    first, *more = max(sentences.values(), key=len, default=[None])
+    return f"{first}; so in {counted(len(more), 'more module')}" if more else first
