@@ -180,7 +180,7 @@ def test_the_workflow_compresses_gates_and_publishes_with_what_it_installs(tmp_p
     assert "moe_demo_sorting" in (tmp_path / "gate" / "summary.md").read_text()
     for path in (artifacts / "compressed").iterdir():
         assert files[path.name] == path.read_bytes()
-    assert "images/gate.png" in files and b"moe_demo_sorting" in files["README.md"]
+    assert "images/experts.png" in files and b"moe_demo_sorting" in files["README.md"]
 
 
 class Comments(BaseHTTPRequestHandler):

@@ -86,7 +86,7 @@ MOMENTS: list[tuple[str, Moment, Sequence[int]]] = [  # with the layers that the
     ("corrected", Moment("os.fsync"), (0, 1, 2)),
     ("corrected", REST, ()),
     ("gptq", PUT_IN_PLACE, ()),
-    ("rounded", layer(1), (1, 2)),
+    ("rounded", layer(1, STAGED), ()),
     ("rounded", Moment("open", r"/output/model\.safetensors"), ()),
     ("corrected, then gptq", layer(1, "kept/2-quantized"), (1, 2)),
     ("corrected, then gptq", Moment("open", r"/output/model\.safetensors"), ()),
@@ -138,7 +138,6 @@ def test_training_goes_on_where_it_was_killed(
 @pytest.mark.parametrize(
     ("way", "moment", "cut"),
     [
-        ("rounded", layer(2, STAGED), ["*-quantized/*.safetensors"]),
         ("gptq", layer(0, STAGED), ["*-quantized/*.safetensors"]),
         ("distilled", Moment(pattern=r"/steps/state\.safetensors$", nth=4), ["*/step-*/*", "base-*/*-0000000.*"]),
     ],

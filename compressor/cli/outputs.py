@@ -24,7 +24,7 @@ from compressor.cli.options import (
 from compressor.cli.terminal import print_json, print_report, progress_bars, written_line
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError
-from compressor.extras import require
+from compressor.extras import ONNX, require
 from compressor.files import GRAPH, lock_output
 from compressor.formatting import readable
 from compressor.options import Options
@@ -60,6 +60,8 @@ def export(
 
     keep-list takes a plan file, too.
     """
+    if format == "onnx":
+        require(*ONNX)
     from compressor.checkpoint.source import locate
     from compressor.entry_points import read_option
     from compressor.pipeline.formats import export_checkpoint, find_exporter
