@@ -32,6 +32,7 @@ ARRIVING = "arriving"  # an output whose content is on its way into a folder tha
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
 GRAPH = "model.onnx"  # of an ONNX export
+LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 SUMS = "SHA256SUMS"  # digests of an output's files
 GOLDEN = "golden_answers.json"  # what the model answers, by which a copy is known
 RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
@@ -307,8 +308,7 @@ def write_files(folder: Path, contents: Mapping[str, Any], names: Sequence[str],
     """
     with whole_folder(folder, names, overwrite) as fresh:
         for name, content in contents.items():
-            # names of files may hold what UTF-8 cannot
-            data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
+            data = content if isinstance(content, bytes) else content.encode("utf-8", LONE_HALVES)
             (fresh / name).write_bytes(data)
     return [folder / name for name in contents]
 

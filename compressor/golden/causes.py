@@ -84,8 +84,9 @@ class _Trial:
             for effect, before, after in zip(effects, self.distances[0], self.distances[number], strict=True):
                 if effect >= least and effect > 0:
                     steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
-            for factor in FACTORS if steps else ():
-                faults.append(scaled(1 + factor * median(steps) * (NUDGE - 1), [layer]))
+            if steps:
+                step = median(steps) * (NUDGE - 1)
+                faults += [scaled(1 + factor * step, [layer]) for factor in FACTORS]
         return faults
 
 

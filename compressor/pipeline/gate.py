@@ -11,11 +11,11 @@ from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.files import file_digest
+from compressor.files import LONE_HALVES, file_digest
 from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
-from compressor.quality_gate.report import LONE_HALVES, gate_json
+from compressor.quality_gate.report import gate_json
 from compressor.quality_gate.run import (
     GateRequest,
     PowerAnalysis,

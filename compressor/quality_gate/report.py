@@ -29,7 +29,7 @@ from compressor.document.blocks import (
 )
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
-from compressor.files import file_digest, write_files
+from compressor.files import LONE_HALVES, file_digest, write_files
 from compressor.formatting import counted, joined, one_line, readable, setting
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.statistics import POWER, advise, overall
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
-LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 METHOD = (
     "Both models answered the same items, and the differences were tested item by item (Miller, arXiv:2411.00640): "
     "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A drop passes if its "
