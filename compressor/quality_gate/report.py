@@ -5,7 +5,7 @@ A result belongs to a folder of weights if the files that it lists are those of 
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
@@ -31,6 +31,7 @@ from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import LONE_HALVES, file_digest, write_files
 from compressor.formatting import counted, joined, one_line, readable, setting
+from compressor.quality_gate.anomalies import MANY_CUT
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.statistics import POWER, advise, overall
 from compressor.quality_gate.verdict import (
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMES = (REPORT, "gate.xml", "gate.md")
+NAMES_OF = ("base", "compressed model")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
 METHOD = (
@@ -146,6 +148,19 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
+def cut_sentences(tasks: Sequence[TaskGate]) -> list[str]:
+    """Return a sentence on each task whose answers may have been cut at the token limit."""
+    sentences = []
+    for task in tasks:
+        if task.cut is not None:
+            base, compressed = (f"{share:.1%} of the {name}'s" for share, name in zip(task.cut, NAMES_OF, strict=True))
+            cause = ""
+            if max(task.cut) >= MANY_CUT:
+                cause = ", the likely cause of wrong ones; raise --max-gen-toks, or the limit of the tool that asked"
+            sentences.append(f"{task.task}: {base} and {compressed} answers reached the token limit{cause}.")
+    return sentences
+
+
 def asked_sentences(asked: Asked) -> list[str]:
     """Return a sentence on each form in which tasks were asked; none for recorded results."""
     if not asked:
@@ -188,7 +203,7 @@ def gate_blocks(result: GateResult) -> list[Block]:
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
     sentences = [anomaly.sentence for anomaly in result.anomalies]
-    sentences += [*advice(result), *asked_sentences(result.asked)]
+    sentences += [*cut_sentences(result.tasks), *advice(result), *result.notes, *asked_sentences(result.asked)]
     if sentences:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
