@@ -499,13 +499,16 @@ def _json_lines(file: Path) -> list[Mapping[str, Any]]:
     rows = []
     with file.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, 1):
+            where = f"{file}, line {number}"
             try:
-                rows.append(json.loads(line))
-            except ValueError as error:
+                row = value_as(json.loads(line), Mapping[str, Any], where)
+            except (ValueError, RecursionError) as error:
                 raise CompressionError(
-                    f"{file}, line {number} is no whole JSON ({error}); copy the file again if it was cut, or evaluate "
-                    "the model again"
+                    f"{where} is no whole JSON ({error}); copy it again if it was cut, or evaluate the model again"
                 ) from error
+            if not {"doc_id", "filter"} <= row.keys():
+                raise CompressionError(f"{where} has no filter or doc_id; evaluate the model again with --log_samples")
+            rows.append(row)
     if not rows:
         raise CompressionError(f"{file} is empty; evaluate the model again")
     return rows

@@ -6,6 +6,7 @@ A result belongs to a folder of weights if the files that it lists are those of 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
@@ -45,7 +46,8 @@ from compressor.quality_gate.verdict import (
     gate_content,
     gate_from_content,
 )
-from compressor.records import read_json, report_json
+from compressor.records import plain_json, read_json, report_json, value_as
+from compressor.run_record import cache_folder, request_key, write_cached
 
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
@@ -369,8 +371,18 @@ def read_gate(path: Path) -> GateResult:
         raise CompressionError(f"{file}: {error}; {remedy}") from error
 
 
+def keep_result(result: GateResult) -> None:
+    """Keep the result of a model's files in the user's cache, where `gate_of` finds it by their digests."""
+    if "digests" in result.compressed_identity:
+        key = request_key(plain_json(result.compressed_identity["digests"]), result.compressed_identity["files"])
+        write_cached(cache_folder("results") / f"{key}.json", gate_content(result))
+
+
 def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
-    """Return the given result, refused if it is of other files, or else the one beside the weights if it is theirs."""
+    """Return the given result, refused if it is of other files, or else the newest one of these very files.
+
+    It lies beside the weights, in a folder beside theirs, as `gate -o` and `compress --gate` write it, or in the cache.
+    """
     if gate is not None:
         name = differing(folder, gate.compressed_identity)
         if name is not None:
@@ -379,26 +391,37 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
                 "this folder"
             )
         return gate
-    if not (folder / REPORT).is_file():
-        return None
-    result = read_gate(folder / REPORT)
-    identity = result.compressed_identity
-    return result if "weights" in identity and differing(folder, identity) is None else None
+    places = [*folder.resolve().parent.glob(f"*/{REPORT}"), *cache_folder("results").glob("*.json")]
+    if (folder / REPORT).is_file():
+        read_gate(folder / REPORT)  # refused if it is none
+    results = {}
+    for path in places:
+        with suppress(CompressionError, OSError):
+            result = read_gate(path)
+            identity = result.compressed_identity
+            if "weights" in identity and differing(folder, identity) is None:
+                results[path.stat().st_mtime_ns] = result
+    return results[max(results)] if results else None
 
 
 def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
     """Return the first file that differs from the identity; None if none does.
 
-    Times of change are ignored: a copied or downloaded model is the same model.
+    Times of change are ignored where there are digests: a copied or downloaded model is the same model.
     """
-    for name, size, *_ in identity.get("weights", ()):
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return str(name)
-    for name, digest in identity.get("files", {}).items():
-        path = folder / name
-        if not path.is_file() or file_digest(path) != digest:
-            return str(name)
+    stamps = tuple[tuple[str, int, int], ...]
+    weights: Any = value_as(identity.get("weights", []), stamps, "weights")
+    digests: Mapping[str, str] = value_as(identity.get("digests", {}), Mapping[str, str], "digests")
+    files: Mapping[str, str] = value_as(identity.get("files", {}), Mapping[str, str], "files")
+    known = {path.name: path for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+    for name, size, time in weights:
+        if name not in known or known[name].stat().st_size != size:
+            return name
+        if name in digests and known[name].stat().st_mtime_ns != time:
+            files = {**files, name: digests[name]}
+    for name, digest in files.items():
+        if name not in known or file_digest(known[name]) != digest:
+            return name
     return None
 
 

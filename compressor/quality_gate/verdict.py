@@ -165,4 +165,4 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
         )
         for condition in conditions
     )
-    return Table("Conditions on behaviour", columns, rows, {"of", "verdict"}, ("of", "at least"))
+    return Table("Conditions", columns, rows, {"of", "verdict"}, ("of", "at least"))
