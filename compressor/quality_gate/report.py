@@ -407,19 +407,17 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
 def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
     """Return the first file that differs from the identity; None if none does.
 
-    Times of change are ignored where there are digests: a copied or downloaded model is the same model.
+    Times of change are ignored: a copied or downloaded model is the same model.
     """
     stamps = tuple[tuple[str, int, int], ...]
     weights: Any = value_as(identity.get("weights", []), stamps, "weights")
     digests: Mapping[str, str] = value_as(identity.get("digests", {}), Mapping[str, str], "digests")
     files: Mapping[str, str] = value_as(identity.get("files", {}), Mapping[str, str], "files")
     known = {path.name: path for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
-    for name, size, time in weights:
+    for name, size, _ in weights:
         if name not in known or known[name].stat().st_size != size:
-            return name
-        if name in digests and known[name].stat().st_mtime_ns != time:
-            files = {**files, name: digests[name]}
-    for name, digest in files.items():
+            return str(name)
+    for name, digest in {**files, **digests}.items():
         if name not in known or file_digest(known[name]) != digest:
             return name
     return None
