@@ -93,6 +93,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_file(out: Path, content: str, check: Callable[[], None]) -> None:
+    """Write a file that becomes `out` once it is complete, by one run at a time.
+
+    `check` refuses an `out` that is not to be written, also one that has appeared in the meantime.
+    """
+    with lock_output(out) as work, replacing(out, work / out.name) as fresh:
+        fresh.write_text(content, encoding="utf-8", errors=LONE_HALVES)
+        check()
+
+
 def replace_folder(finished: Path, target: Path, old: Path) -> None:
     """Rename a finished folder into place; what it replaces then lies at `old`, and comes back if that fails.
 

@@ -1,7 +1,7 @@
 """`check`: whether a model anywhere computes what its golden answers say."""
 
-import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import GOLDEN, GRAPH, SUMS
+from compressor.files import GOLDEN, GRAPH, lock_output, write_file
 from compressor.records import plain_json
 
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
@@ -70,20 +70,17 @@ def _verify(model: str, base: str, running: Running, progress: Any) -> None:
 def _write(model: str, target: Path | None, running: Running, progress: Any) -> Path:
     """Write a model's golden answers, and return their file."""
     from compressor.checkpoint.source import locate
-    from compressor.golden.answers import write_golden
+    from compressor.golden.answers import check_target, golden_json
     from compressor.golden.measure import make_golden
 
     source = locate(model, running.revision, progress)
     if target is None:
         target = source.folder if source.revision is None else Path.cwd()
     target = target / GOLDEN if target.is_dir() else target
-    if target.exists() and (target.parent / SUMS).is_file():
-        raise CompressionError(f"the digest of {target} is in {SUMS}; write to another file with --output")
-    if target.exists() and not running.overwrite:
-        raise CompressionError(f"{target} exists; pass --overwrite to replace it")
-    if not os.access(target.parent, os.W_OK):
-        raise CompressionError(f"nothing can be written to {target.parent}; name a file with --output")
-    write_golden(target, make_golden(source, running.device, progress))
+    check_target(target, running.overwrite)
+    with lock_output(target):
+        golden = make_golden(source, running.device, progress)
+        write_file(target, golden_json(golden), partial(check_target, target, running.overwrite))
     return target
 
 

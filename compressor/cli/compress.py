@@ -91,8 +91,7 @@ def plan(
         else:
             planned = package.plan(model, flags, imatrix)
         if ranks().is_first:
-            check_file(output, running.overwrite)  # planning takes a while
-            write_plan(output, planned)
+            write_plan(output, planned, running.overwrite)
     blocks = [*plan_blocks(planned, output), *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers)]
     print_report(running.as_json, planned.to_dict(), blocks)
 

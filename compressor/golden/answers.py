@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, replacing
+from compressor.files import GOLDEN, SUMS, check_parent
 from compressor.records import RESTORE, plain_json, read_as, read_object, readable_json
 
 FORMAT = 2  # of the file
@@ -92,10 +92,18 @@ class GoldenAnswers:
         return {number for number, (prompt, position) in places if position >= len(self.prompts[prompt].given)}
 
 
-def write_golden(path: Path, golden: GoldenAnswers) -> None:
-    """Write golden answers as JSON, whole or not at all."""
-    with replacing(path, path.with_name(f".{path.name}.fresh")) as fresh:
-        fresh.write_text(readable_json(plain_json(golden)), encoding="utf-8")
+def golden_json(golden: GoldenAnswers) -> str:
+    """Return the text of a file of golden answers."""
+    return readable_json(plain_json(golden))
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Refuse a file for golden answers that exists, or whose digest another one holds."""
+    if path.exists() and (path.parent / SUMS).is_file():
+        raise CompressionError(f"the digest of {path} is in {SUMS}; write to another file with --output")
+    if path.exists() and not overwrite:
+        raise CompressionError(f"{path} exists; pass --overwrite to replace it")
+    check_parent(path, "file with --output")
 
 
 def read_golden(path: Path) -> GoldenAnswers:

@@ -7,6 +7,7 @@ so the median counts, and a few answers may be far off.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from statistics import median
 from typing import Literal
 
@@ -30,6 +31,7 @@ MEANING = {  # by band, the narrowest first
 }
 KINDS = tuple(MEANING)
 LEVELS = {kind: 1.5 if kind == "4-bit" else 1.8 for kind in KINDS}  # times a band: activations may be rounded, too
+LEAST_COMPARED = 0.5  # of the answers
 TOKENS = "its chat template, or its tokenizer, makes other tokens of the same text"
 CACHE = "answers after new tokens differ, and those to prompts do not: look at its key-value cache"
 
@@ -43,6 +45,8 @@ class Answered:
     widest: str  # band that its number format allows
     other_tokens: Sequence[int] = ()  # numbers of prompts of which it makes other tokens
     golden: Sequence[Top | None] | None = None  # in the tokens that it names, where these are not all
+    asked: int = 0  # positions, if not all
+    unanswered: int = 0  # of these
     model: OpenModel | None = None  # that was asked, if it is a checkpoint
 
 
@@ -60,6 +64,8 @@ class Verdict:
     prompt: int  # where it is largest
     position: int
     other_tokens: tuple[int, ...]
+    compared: int  # answers
+    asked: int
     cause: str | None = None
 
     @property
@@ -80,9 +86,10 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
+        compared = f"{self.compared} of {self.asked} answers compared"
         if self.band is not None:
-            return f"{self.label} {MEANING[self.band]}."
-        return f"{self.label} is different: it does not answer as this model does."
+            return f"{self.label} {MEANING[self.band]} ({compared})."
+        return f"{self.label} is different: it does not answer as this model does ({compared})."
 
 
 def limits_of(golden: GoldenAnswers, kind: str) -> list[float]:
@@ -136,9 +143,19 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
         if first is not None and second is not None:
             distances[number] = first.distance(second)
     decoded = golden.decoded & distances.keys()
+    finite = {number: distance for number, distance in distances.items() if isfinite(distance)}
+    asked = answered.asked or len(golden.top)
     band = None
-    cause = TOKENS if answered.other_tokens else None
-    for kind in () if answered.other_tokens else KINDS[: 1 + KINDS.index(answered.widest)]:
+    cause = None
+    if answered.other_tokens:
+        cause = TOKENS
+    elif len(finite) < len(distances):
+        cause = f"{len(distances) - len(finite)} of its answers are no finite numbers"
+    elif answered.unanswered:
+        cause = f"it left {answered.unanswered} of {asked} answers out"
+    elif len(finite) < LEAST_COMPARED * asked:
+        cause = "most of its answers name too few tokens by id or by a text of their own to compare them"
+    for kind in () if cause else KINDS[: 1 + KINDS.index(answered.widest)]:
         rounding = _Rounding(kind, limits_of(golden, kind), distances)
         if not rounding.explains(distances.keys() - decoded, golden.dtype == "float32"):
             continue
@@ -147,7 +164,7 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
             cause = None
             break
         cause = CACHE
-    worst = max(distances, key=distances.__getitem__)
+    worst = max(distances, key=lambda number: finite.get(number, inf))
     prompt, position = golden.places[worst]
     verdict: Literal["same", "same up to rounding", "different"] = "different"
     if band is not None:
@@ -156,13 +173,15 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
         label=answered.label,
         verdict=verdict,
         band=band,
-        distance=median(distances.values()),
+        distance=median(finite.get(number, inf) for number in distances),
         largest=distances[worst],
         allowed=LEVELS[answered.widest] * median(limits_of(golden, answered.widest)),
         widest=answered.widest,
         prompt=prompt,
         position=position,
         other_tokens=tuple(answered.other_tokens),
+        compared=len(finite),
+        asked=asked,
         cause=cause,
     )
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, product
+from math import isfinite
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ def config_of(model: OpenModel) -> dict[str, Any]:
 def make_golden(source: ModelSource, device: str = "auto", progress: Progress = _SILENT) -> GoldenAnswers:
     """Return the golden answers of a checkpoint, from four streamed passes, two of them with few prompts.
 
-    Raises `CompressionError` without a head.
+    Raises `CompressionError` without a head, and for answers that are not finite.
     """
     model = open_exactly(source, device)
     tokenizer = tokenizer_of(source.folder)
@@ -216,6 +217,10 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
     for name, moved in zip(("bfloat16", *LARGEST), (in_bfloat16, *rounded), strict=True):
         pairs = zip(exact, moved, strict=True)
         bands[name] = tuple(round(first.distance(second), DIGITS) for first, second in pairs)
+        if not all(map(isfinite, bands[name])):
+            raise CompressionError(
+                f"{source.label} answers with numbers that are not finite, exactly or in {name}; see its weights"
+            )
     return GoldenAnswers(
         format=FORMAT,
         vocabulary=model.vocabulary,

@@ -23,7 +23,7 @@ from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import GOLDEN, clear, lock_output, work_folder
 from compressor.formatting import joined
-from compressor.golden.answers import GoldenAnswers, write_golden
+from compressor.golden.answers import GoldenAnswers, golden_json
 from compressor.golden.measure import make_golden
 from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
@@ -288,7 +288,7 @@ def _finish(
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
     is_model = (work.output / CONFIG).is_file()  # not what an exporter of another kind has made of it
     if golden is not None and is_model and ranks().is_first:
-        write_golden(work.output / GOLDEN, golden)
+        (work.output / GOLDEN).write_text(golden_json(golden), encoding="utf-8")
     if is_model:
         with state.clock.phase("write"):
             ranks().broadcast(lambda: write_digests(work.output))

@@ -26,6 +26,8 @@ class Served:
     forms: tuple[type, ...] = (list, str)  # of prompts that get log-probabilities: token ids, text
     most: int = 20  # log-probabilities of an answer that it gives
     forgets: bool = False  # the prompt, once it decodes
+    mute: range = range(0)  # numbers of the answers that have no log-probabilities, whatever is asked
+    scored: int = 0  # answers with log-probabilities that were asked for
     like_llama: bool = False  # log-probabilities have the form and the ids of llama-server's
     answers: int = 10**9  # of this many requests; then it is silent until it is told to go on
     key: str | None = None
@@ -89,6 +91,10 @@ class Served:
                 logs = [{name: value for name, _, value in tops} for tops in steps]
                 names, values = [""] * len(steps), [0.0] * len(steps)
                 choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": logs}
+        if payload.get("logprobs"):
+            self.scored += 1
+            if self.scored in self.mute:
+                choice["logprobs"] = None
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 
@@ -195,7 +201,8 @@ class Behaviour:
     name: str
     path: str  # of the request that it happens to
     sent: bytes = b""
-    how: str = "whole"  # or: silent, reset
+    how: str = "whole"  # or: silent, reset, slow, endless
+    rest: bytes = b""  # of a slow answer, sent again and again with pauses; of an endless one without
     taken: bool = False  # as an answer, in one way or another
 
     def __str__(self) -> str:
@@ -210,6 +217,7 @@ GOOD: Mapping[str, Any] = {
     CHAT: {"choices": [{"index": 0, "message": {"content": "So it is."}, "finish_reason": "stop"}]},
 }
 ELSEWHERE = "taken from elsewhere"
+OUTLASTING, PAUSE = 3_000, 0.02  # parts of an answer, and seconds between two: a minute
 
 
 def response(content: Any, status: int = 200, headers: str = "") -> bytes:
@@ -302,6 +310,27 @@ def behaviours(elsewhere: str) -> list[Behaviour]:
     return found
 
 
+def unending(path: str) -> list[Behaviour]:
+    """Eleven ways never to end an answer."""
+    head = b"HTTP/1.1 200 OK\r\n"
+    long = head + b"Content-Length: 999999999999\r\n\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    large = b" " * 2**20
+    return [
+        Behaviour("silent", path, how="silent"),
+        Behaviour("silent after the head", path, long, "slow"),
+        Behaviour("a status in bits", path, b"HTTP/1.1 200 ", "slow", rest=b"O"),
+        Behaviour("a header in bits", path, head + b"X: ", "slow", rest=b"x"),
+        Behaviour("header after header", path, head, "slow", rest=b"X: y\r\n"),
+        Behaviour("go on, go on", path, b"", "slow", rest=b"HTTP/1.1 100 Continue\r\n\r\n"),
+        Behaviour("a body in bits", path, long, "slow", rest=b" "),
+        Behaviour("a body without length, in bits", path, head + b"\r\n", "slow", rest=b" "),
+        Behaviour("chunks in bits", path, chunked, "slow", rest=b"1\r\n \r\n"),
+        Behaviour("an endless body", path, long, "endless", rest=large),
+        Behaviour("endless chunks", path, chunked, "endless", rest=b"100000\r\n" + large + b"\r\n"),
+    ]
+
+
 @dataclass
 class Stub:
     """A server without a model, which answers well but for one behaviour."""
@@ -312,6 +341,7 @@ class Stub:
     strays: int = 0  # requests that were led elsewhere
     address: str = ""
     elsewhere: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -337,6 +367,13 @@ def stubbed() -> Iterator[Stub]:
         def misbehave(self, behaviour: Behaviour) -> None:
             if behaviour.how == "whole":
                 self.wfile.write(behaviour.sent)
+            elif behaviour.how in ("slow", "endless"):
+                self.wfile.write(behaviour.sent)
+                for _ in range(OUTLASTING):
+                    self.wfile.write(behaviour.rest)
+                    stub.stop.wait(PAUSE if behaviour.how == "slow" else 0)
+                    if stub.stop.is_set():
+                        return
             elif behaviour.how == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
@@ -360,4 +397,5 @@ def stubbed() -> Iterator[Stub]:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             opened.callback(server.server_close)
             opened.callback(server.shutdown)
+        opened.callback(stub.stop.set)
         yield stub

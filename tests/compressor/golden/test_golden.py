@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exporters.onnx import export
 from tests.support import small, zoo
+from tests.support.audit import Moment, happening
 from tests.support.command_line import Run, refused
 from tests.support.model_server import serving
 
@@ -198,6 +199,65 @@ def test_fp8_and_templates(model: Path, run: Run, tmp_path: Path) -> None:
         served.tokenizer = small.tokenizer(small.CHAT.replace("<", "["))
         for result in (run("check", tmp_path / "fp8"), run("check", model, "--server", served.address)):
             assert result.status == 1 and "chat template" in result.out
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("value", [torch.inf, 3e38])
+def test_answers_that_are_no_numbers_are_different(value: float, model: Path, run: Run) -> None:
+    changes: list[Callable[[Any], Any]] = [
+        lambda model: model.lm_head.weight[3].fill_(value),
+        lambda model: expert_modules(model)[-1].down_proj[1, 2].fill_(value),
+    ]
+    for change in changes:
+        copy = changed(model, change)
+        result = run("check", copy, "--answers", model, "--json")
+        verdict = json.loads(result.out)
+        assert (result.status, verdict["verdict"]) == (1, "different")
+        assert verdict["compared"] < verdict["asked"] and "no finite numbers" in verdict["cause"]
+        refused(run("check", "--write", copy), "not finite")
+        assert not (copy / GOLDEN).exists()
+    copy = changed(model, lambda model: model.lm_head.weight[3].fill_(torch.nan))
+    refused(run("check", copy, "--answers", model), "lm_head.weight.* holds NaN")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_an_export_that_answers_no_numbers_is_different(model: Path, run: Run, tmp_path: Path) -> None:
+    import onnx
+
+    export(model, tmp_path / "onnx")
+    graph = onnx.load(tmp_path / "onnx" / "model.onnx")
+    norm = next(value for value in graph.graph.initializer if "norm" in value.name and len(value.dims) == 1)
+    values = onnx.numpy_helper.to_array(norm).copy()
+    values[0] = torch.nan
+    norm.CopyFrom(onnx.numpy_helper.from_array(values, norm.name))
+    onnx.save(graph, tmp_path / "onnx" / "model.onnx")
+    result = run("check", tmp_path / "onnx", "--answers", model)
+    assert result.status == 1 and "no finite numbers" in result.out
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_what_was_not_answered_is_no_pass(model: Path, run: Run) -> None:
+    with serving(model) as served:
+        whole = json.loads(run("check", model, "--server", served.address, "--json").out)
+    assert whole["verdict"] == "same" and whole["compared"] == whole["asked"]
+    for mute in (range(7, 8), range(3, 10**6)):
+        for like_llama in (False, True):
+            with serving(model, mute=mute, like_llama=like_llama) as served:
+                result = run("check", model, "--server", served.address, "--json")
+            partial = json.loads(result.out)
+            assert (result.status, partial["verdict"]) == (1, "different")
+            assert partial["compared"] < partial["asked"]
+            assert f"({partial['compared']} of {partial['asked']} answers compared)" in partial["sentence"]
+            assert "out" in partial["cause"]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_a_file_that_appears_while_answers_are_made_stays(model: Path, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    with happening(Moment("open", r"mine\.json\.moe-compressor/mine\.json$"), lambda: out.write_text("mine")):
+        refused(run("check", "--write", model, "--output", out), "--overwrite")
+    assert out.read_text() == "mine" and not list(tmp_path.glob(".mine*"))
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
