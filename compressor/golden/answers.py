@@ -102,7 +102,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     if path.exists() and (path.parent / SUMS).is_file():
         raise CompressionError(f"the digest of {path} is in {SUMS}; write to another file with --output")
     if path.exists() and not overwrite:
-        raise CompressionError(f"{path} exists; pass --overwrite to replace it")
+        raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
     check_parent(path, "file with --output")
 
 
