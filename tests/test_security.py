@@ -99,7 +99,7 @@ def test_every_promise_has_its_tests() -> None:
     promising = text[text.index("## Not trusted") : text.index("## Not promised")]
     sentences = list[str]()
     for line in promising.splitlines():
-        _, dash, promises = line.partition(" – ")
+        _, dash, promises = line.partition(" \N{EN DASH} ")
         if dash:
             sentences += re.split(r"(?<=[.])\s+(?=[A-Z`])", promises)
     assert sentences == list(PROMISES)
