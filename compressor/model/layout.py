@@ -1,6 +1,7 @@
 """The layout of stored experts, one by one or fused along a dimension, found with the loader's own conversion."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -46,12 +47,16 @@ class Layout:
     quantized: bool
 
 
-def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
-    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock leaves out."""
+def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], dict[str, str], list[str]]:
+    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock leaves out.
+
+    In the middle: the weight that each tensor is or belongs to.
+    """
     keys = partial.plain_keys
     placed: dict[str, Key] = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
+    weight_of = {name: name for name in placed}
     if not quantized:
-        return placed, list(keys.unknown)
+        return placed, weight_of, list(keys.unknown)
     weights = dict[str, list[str]]()  # possible weights of a companion: x.up_scale -> x.weight, x.up
     for name in keys.unknown:
         stem, _, last = name.rpartition(".")
@@ -65,7 +70,8 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
             left_out.append(name)
         else:
             placed[name] = (mapped.targets[weight], mapped.patterns[weight], f".{name.rpartition('.')[2]}")
-    return placed, left_out
+            weight_of[name] = weight
+    return placed, weight_of, left_out
 
 
 def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int) -> int:
@@ -98,7 +104,10 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
     """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same checkpoint."""
     quantized = bool(checkpoint.quantization)
-    placed, left_out = _placements(partial, quantized)
+    placed, weight_of, left_out = _placements(partial, quantized)
+    weights: dict[tuple[str, str | None], dict[str, None]] = {}
+    for name, (target, pattern, _) in placed.items():
+        weights.setdefault((target, pattern), {})[weight_of[name]] = None
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
     families: dict[Key, list[str]] = {}
@@ -120,7 +129,15 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
             role = Role("expert", decoder_layer, layer.name, is_router=not target.startswith(f"{layer.name}."))
             if pattern is not None and "*" in pattern:
                 family = replace(role, family=f"{target}|{pattern}|{suffix}")
-                roles.update(_one_each(checkpoint, names, family, layer))
+                own = {weight_of[name]: name for name in names}
+                roles.update(_one_each(checkpoint, own, [*weights[target, pattern]], family, layer))
+                continue
+            shape = checkpoint.tensors[names[0]].shape
+            if suffix and math.prod(shape) == 1:  # a scale of the whole tensor
+                roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
+                continue
+            if suffix and shape[0] != layer.experts + tensor.extra:  # blocks of several experts
+                regular = False
                 continue
             dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
             if pattern is not None and not suffix:
@@ -129,13 +146,19 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
-def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
-    """Return the roles of tensors stored one for each expert, in the loader's order."""
-    if len(names) != layer.experts:
+def _one_each(
+    checkpoint: Checkpoint, names: Mapping[str, str], weights: list[str], kind: Role, layer: MoeLayer
+) -> dict[str, Role]:
+    """Return the roles of tensors stored one for each expert, in the loader's order.
+
+    `names` are by weight; of the layer's `weights`, those that are stored plainly need no scales.
+    """
+    if len(weights) != layer.experts:
         raise CompressionError(
-            f"{layer.name}: the checkpoint holds {len(names)} tensors like {min(names)!r} for {layer.experts} experts"
+            f"{layer.name}: the checkpoint holds {len(weights)} tensors like {min(names.values())!r} for "
+            f"{layer.experts} experts"
         )
-    ordered = sorted(names, key=dot_natural_key)
+    ordered = sorted(weights, key=dot_natural_key)
     parts = [name.split(".") for name in ordered]
     columns = [set(column) for column in zip(*parts, strict=False)]
     numbers = []
@@ -147,14 +170,27 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
         raise CompressionError(
             f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; download it again"
         )
-    usual = checkpoint.tensors[ordered[0]].shape
-    for name in ordered:
+    roles = {}
+    usual = ""
+    for expert, weight in enumerate(ordered):
+        name = names.get(weight)
+        if name is None:
+            stored = checkpoint.tensors.get(weight)
+            if stored is None or not stored.is_plain:
+                raise CompressionError(
+                    f"{layer.name}: beside {weight!r}, the checkpoint has no tensor like {min(names.values())!r}, as "
+                    "other experts have; download it again"
+                )
+            continue
+        usual = usual or name
         shape = checkpoint.tensors[name].shape
-        if shape != usual:
+        if shape != checkpoint.tensors[usual].shape:
             raise CompressionError(
-                f"tensor {name!r} has shape {list(shape)}, {ordered[0]!r} has {list(usual)}; download it again"
+                f"tensor {name!r} has shape {list(shape)}, {usual!r} has {list(checkpoint.tensors[usual].shape)}; "
+                "download it again"
             )
-    return {name: replace(kind, expert=expert) for expert, name in enumerate(ordered)}
+        roles[name] = replace(kind, expert=expert)
+    return roles
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:

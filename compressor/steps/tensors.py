@@ -7,16 +7,24 @@ checkpoint that must be mixed goes through the dequantised model instead (`compr
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
+from compressor.checkpoint.reader import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    Checkpoint,
+    TensorInfo,
+    is_finite,
+    refuse_nan,
+    tensor_bytes,
+)
 from compressor.errors import CompressionError
 from compressor.model.layout import Role
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
@@ -102,12 +110,12 @@ def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
 
 
 def mixed(name: str, members: Weighted) -> Tensor:
-    """Return one row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
+    """Return one row: the sum of (member, coefficient), cast once to the widest dtype; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
     if _is_picked(members):
         return members[0][0]
-    row = mix(members).to(members[0][0].dtype)
+    row = mix(members).to(reduce(torch.promote_types, [member.dtype for member, _ in members]))
     if not is_finite(row) and not all(is_finite(member) for member, _ in members):
         raise CompressionError(
             f"tensor {name!r} holds infinity for an expert that is to be merged, as a selection bias that switches it "
@@ -138,41 +146,81 @@ def plan_outputs(
 ) -> list[OutputTensor]:
     """Return the output's tensors with these roles in the order of the layers, stored as the base stores them."""
     plans = plan.by_module
-    families: dict[str, dict[int, str]] = {}
-    for name, role in roles.items():
-        if role.kind == "expert":
-            families.setdefault(role.family, {})[role.expert] = name
+    families = single_experts(roles)
     outputs = []
-    for name, role in roles.items():
+    for name, role in {**roles, **_unlike_roles(roles, families)}.items():
         layer_plan = plans.get(role.layer)
-        info = checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
-            outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
+            if name in roles:
+                outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
             continue
-        shape = info.shape
         groups = layer_plan.groups
+        if role.kind == "expert":
+            groups = groups[role.expert : role.expert + 1]
+            names = families[role.family]
+            members = [pair for group in groups for pair in weighted_members(group, role.is_router)]
+            stored = [(names[expert], share) for expert, share in members if expert in names]
+            if not groups or (members and not stored):  # such as scales, of an expert that has none
+                continue
+            infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
+            shape = infos[0].shape
+            content = partial(_mixed, checkpoint, name, stored)
+        else:
+            infos = [checkpoint.tensors[name]]
+            shape = infos[0].shape
         if role.kind == "table":
             groups = ()  # of which none is mixed
-            content = partial(_remapped, checkpoint, info, layer_plan)
+            content = partial(_remapped, checkpoint, infos[0], layer_plan)
         elif role.kind == "fused":
             before = shape[: role.dim]
             after = shape[role.dim + 1 :]
             shape = (*before, len(groups) + role.extra, *after)
-            content = partial(_fused, checkpoint, info, role, layer_plan)
-        elif role.expert < len(groups):
-            groups = groups[role.expert : role.expert + 1]
-            members = weighted_members(groups[0], role.is_router)
-            names = families[role.family]
-            content = partial(_mixed, checkpoint, name, [(names[expert], share) for expert, share in members])
-        else:
-            continue
-        is_mixed = not all(_is_picked(weighted_members(group, role.is_router)) for group in groups)
-        if is_mixed and not info.is_plain:
-            raise CompressionError(
-                f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
-            )
-        outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density))
+            content = partial(_fused, checkpoint, infos[0], role, layer_plan)
+        if not all(_is_picked(weighted_members(group, role.is_router)) for group in groups):
+            refuse_mixing(infos)
+        outputs.append(OutputTensor(name, widest(infos), shape, role.decoder_layer, content, infos[0].density))
     return in_order_of(layer_names, outputs)
+
+
+def single_experts(roles: Mapping[str, Role]) -> dict[str, dict[int, str]]:
+    """Return the names of experts' own tensors, by family and expert."""
+    families: dict[str, dict[int, str]] = {}
+    for name, role in roles.items():
+        if role.kind == "expert":
+            families.setdefault(role.family, {})[role.expert] = name
+    return families
+
+
+def _unlike_roles(roles: Mapping[str, Role], families: Mapping[str, Mapping[int, str]]) -> dict[str, Role]:
+    """Return roles of names that are not stored, for experts with parts, such as scales, that others lack."""
+    stems: dict[str, dict[int, str]] = {}
+    for family, names in families.items():
+        numbered = stems.setdefault(family.rpartition("|")[0], {})
+        numbered.update({expert: name.rpartition(".")[0] for expert, name in names.items()})
+    lacking = {}
+    for family, names in families.items():
+        first = next(iter(names.values()))
+        for expert, stem in stems[family.rpartition("|")[0]].items():
+            if expert not in names:
+                lacking[f"{stem}.{first.rpartition('.')[2]}"] = replace(roles[first], expert=expert)
+    return lacking
+
+
+def widest(infos: Iterable[TensorInfo]) -> str:
+    """Return the dtype that holds every number of these stored tensors: their own if they are alike."""
+    names = {info.dtype for info in infos}
+    if len(names) == 1:
+        return names.pop()
+    return DTYPE_NAMES[reduce(torch.promote_types, [TORCH_DTYPES[name] for name in names])]
+
+
+def refuse_mixing(infos: Iterable[TensorInfo]) -> None:
+    """Refuse to average stored tensors that are not plain numbers."""
+    for info in infos:
+        if not info.is_plain:
+            raise CompressionError(
+                f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
+            )
 
 
 def _is_picked(members: Sequence[tuple[object, float]]) -> bool:

@@ -25,7 +25,15 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.steps.configuration import renumbered_quantization
 from compressor.steps.cutting import cut_router
 from compressor.steps.split.tensors import Factors, SplitModel, split_beside
-from compressor.steps.tensors import OutputTensor, Piece, in_order_of, refuse_overflow, remap_table, tensor_bytes_view
+from compressor.steps.tensors import (
+    OutputTensor,
+    Piece,
+    in_order_of,
+    refuse_overflow,
+    remap_table,
+    single_experts,
+    tensor_bytes_view,
+)
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
@@ -130,10 +138,7 @@ class StoredParts:
     def _of_single_experts(self, model: OpenModel, layer: MoeLayer, plan: LayerPlan) -> Iterator[OutputTensor]:
         """Yield the parts that stay of experts whose tensors are their own; a family has one of each expert."""
         roles = model.layout.roles
-        families = dict[str, dict[int, str]]()  # names by expert
-        for name, role in roles.items():
-            if role.layer == layer.name and role.kind == "expert":
-                families.setdefault(role.family, {})[role.expert] = name
+        families = single_experts({name: role for name, role in roles.items() if role.layer == layer.name})
         prefix = expert_prefixes(model.layout, layer)[0]
         for slot, group in enumerate(plan.groups):
             member = group.members[0]

@@ -136,22 +136,21 @@ def test_what_cannot_be_dequantised_is_refused(method: str, options: dict[str, A
 
 
 def test_a_scale_that_would_not_be_read_is_refused() -> None:
-    quantizer = dequantizer(configured(quant_method="fp8"))
-    assert quantizer is not None
-    weight = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(CompressionError, match="gate_up_proj_scale_inv: transformers would load"):
-        refuse_unread_scales(quantizer, {weight: weight, f"{weight}_scale_inv": None})
-    modelopt = dequantizer(configured(quant_method="modelopt", quant_algo="FP8"))
-    assert modelopt is not None
-    with pytest.raises(CompressionError, match="gate_up_proj_weight_scale: transformers would load"):
-        refuse_unread_scales(modelopt, {weight: weight, f"{weight}_weight_scale": None})
-    refuse_unread_scales(quantizer, {"model.layers.61.eh_proj.weight": None})
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    linear = "model.layers.0.self_attn.q_proj.weight"
+    for weight, scale in ((experts, "scale_inv"), (experts, "weight_scale"), (linear, "scale"), (linear, "g_idx")):
+        with pytest.raises(CompressionError, match=f"{weight}_{scale}: transformers would load"):
+            refuse_unread_scales({weight: weight, f"{weight}_{scale}": None})
+    with pytest.raises(CompressionError, match=f"{linear}_g_idx: transformers would load"):
+        refuse_unread_scales({f"{linear}_packed": linear, f"{linear}_g_idx": None})
+    refuse_unread_scales({"model.layers.61.eh_proj.weight": None})
+    refuse_unread_scales({linear: linear, "model.layers.0.self_attn.q_proj.input_scale": None})
 
 
 def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "packed-qwen3_moe")
     small.edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.7.down_proj.weight_scale"))
-    with pytest.raises(CompressionError, match=r"holds 7 tensors like .*weight_scale' for 8 experts"):
+    with pytest.raises(CompressionError, match=r"experts\.7\.down_proj\.weight_packed' .*none of its scales is read"):
         load_layer(tmp_path, 1, torch.float32)
 
 
