@@ -204,6 +204,8 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
         config = self.hf_quantizer.compressor.quantization_config
         scheme = scheme_of(config, name.removesuffix(".weight"))
+        if not scheme.weights.symmetric and "weight_zero_point" not in parts:
+            raise ValueError("its weight_zero_point is missing")
         if "weight_shape" in parts:
             width = parts["weight_packed"].shape[-1]
             columns = int(parts["weight_shape"][-1])

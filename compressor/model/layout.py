@@ -47,16 +47,12 @@ class Layout:
     quantized: bool
 
 
-def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], dict[str, str], list[str]]:
-    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock leaves out.
-
-    In the middle: the weight that each tensor is or belongs to.
-    """
+def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
+    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock leaves out."""
     keys = partial.plain_keys
     placed: dict[str, Key] = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
-    weight_of = {name: name for name in placed}
     if not quantized:
-        return placed, weight_of, list(keys.unknown)
+        return placed, list(keys.unknown)
     weights = dict[str, list[str]]()  # possible weights of a companion: x.up_scale -> x.weight, x.up
     for name in keys.unknown:
         stem, _, last = name.rpartition(".")
@@ -70,8 +66,7 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], dict[str
             left_out.append(name)
         else:
             placed[name] = (mapped.targets[weight], mapped.patterns[weight], f".{name.rpartition('.')[2]}")
-            weight_of[name] = weight
-    return placed, weight_of, left_out
+    return placed, left_out
 
 
 def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int) -> int:
@@ -104,10 +99,10 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
     """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same checkpoint."""
     quantized = bool(checkpoint.quantization)
-    placed, weight_of, left_out = _placements(partial, quantized)
-    weights: dict[tuple[str, str | None], dict[str, None]] = {}
+    placed, left_out = _placements(partial, quantized)
+    modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
     for name, (target, pattern, _) in placed.items():
-        weights.setdefault((target, pattern), {})[weight_of[name]] = None
+        modules.setdefault((target, pattern), set()).add(_module(name, quantized))
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
     families: dict[Key, list[str]] = {}
@@ -129,8 +124,8 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
             role = Role("expert", decoder_layer, layer.name, is_router=not target.startswith(f"{layer.name}."))
             if pattern is not None and "*" in pattern:
                 family = replace(role, family=f"{target}|{pattern}|{suffix}")
-                own = {weight_of[name]: name for name in names}
-                roles.update(_one_each(checkpoint, own, [*weights[target, pattern]], family, layer))
+                own = {_module(name, quantized): name for name in names}
+                roles.update(_one_each(checkpoint, own, modules[target, pattern], family, layer))
                 continue
             shape = checkpoint.tensors[names[0]].shape
             if suffix and math.prod(shape) == 1:  # a scale of the whole tensor
@@ -146,20 +141,25 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
+def _module(name: str, quantized: bool) -> str:
+    """Return what a weight has in common with the tensors beside it."""
+    return name.rpartition(".")[0] if quantized else name
+
+
 def _one_each(
-    checkpoint: Checkpoint, names: Mapping[str, str], weights: list[str], kind: Role, layer: MoeLayer
+    checkpoint: Checkpoint, names: Mapping[str, str], modules: set[str], kind: Role, layer: MoeLayer
 ) -> dict[str, Role]:
     """Return the roles of tensors stored one for each expert, in the loader's order.
 
-    `names` are by weight; of the layer's `weights`, those that are stored plainly need no scales.
+    `names` are by module; of a layer's `modules`, those whose weights are plain need no scales.
     """
-    if len(weights) != layer.experts:
+    usual = min(names.values(), key=dot_natural_key)
+    if len(modules) != layer.experts:
         raise CompressionError(
-            f"{layer.name}: the checkpoint holds {len(weights)} tensors like {min(names.values())!r} for "
-            f"{layer.experts} experts"
+            f"{layer.name}: the checkpoint holds {len(modules)} tensors like {usual!r} for {layer.experts} experts"
         )
-    ordered = sorted(weights, key=dot_natural_key)
-    parts = [name.split(".") for name in ordered]
+    ordered = sorted(modules, key=dot_natural_key)
+    parts = [module.split(".") for module in ordered]
     columns = [set(column) for column in zip(*parts, strict=False)]
     numbers = []
     for column in columns:
@@ -168,26 +168,23 @@ def _one_each(
     absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
     if absent:
         raise CompressionError(
-            f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; download it again"
+            f"{layer.name}: the checkpoint has no tensor like {usual!r} of expert {min(absent)}; download it again"
         )
     roles = {}
-    usual = ""
-    for expert, weight in enumerate(ordered):
-        name = names.get(weight)
-        if name is None:
-            stored = checkpoint.tensors.get(weight)
-            if stored is None or not stored.is_plain:
-                raise CompressionError(
-                    f"{layer.name}: beside {weight!r}, the checkpoint has no tensor like {min(names.values())!r}, as "
-                    "other experts have; download it again"
-                )
-            continue
-        usual = usual or name
-        shape = checkpoint.tensors[name].shape
-        if shape != checkpoint.tensors[usual].shape:
+    shape = checkpoint.tensors[usual].shape
+    for expert, module in enumerate(ordered):
+        name = names.get(module, f"{module}.weight")
+        stored = checkpoint.tensors.get(name)
+        if module not in names and (stored is None or not stored.is_plain):
             raise CompressionError(
-                f"tensor {name!r} has shape {list(shape)}, {usual!r} has {list(checkpoint.tensors[usual].shape)}; "
-                "download it again"
+                f"{layer.name}: the checkpoint has no tensor like {usual!r} for {module!r}; download it again"
+            )
+        if module not in names:
+            continue
+        found = checkpoint.tensors[name].shape
+        if found != shape:
+            raise CompressionError(
+                f"tensor {name!r} has shape {list(found)}, {usual!r} has {list(shape)}; download it again"
             )
         roles[name] = replace(kind, expert=expert)
     return roles

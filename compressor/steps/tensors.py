@@ -155,6 +155,7 @@ def plan_outputs(
                 outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
             continue
         groups = layer_plan.groups
+        stored = [(name, 1.0)]
         if role.kind == "expert":
             groups = groups[role.expert : role.expert + 1]
             names = families[role.family]
@@ -162,12 +163,9 @@ def plan_outputs(
             stored = [(names[expert], share) for expert, share in members if expert in names]
             if not groups or (members and not stored):  # such as scales, of an expert that has none
                 continue
-            infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
-            shape = infos[0].shape
-            content = partial(_mixed, checkpoint, name, stored)
-        else:
-            infos = [checkpoint.tensors[name]]
-            shape = infos[0].shape
+        infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
+        shape = infos[0].shape
+        content = partial(_mixed, checkpoint, name, stored)
         if role.kind == "table":
             groups = ()  # of which none is mixed
             content = partial(_remapped, checkpoint, infos[0], layer_plan)
@@ -176,8 +174,13 @@ def plan_outputs(
             after = shape[role.dim + 1 :]
             shape = (*before, len(groups) + role.extra, *after)
             content = partial(_fused, checkpoint, infos[0], role, layer_plan)
-        if not all(_is_picked(weighted_members(group, role.is_router)) for group in groups):
-            refuse_mixing(infos)
+        is_mixed = not all(_is_picked(weighted_members(group, role.is_router)) for group in groups)
+        for info in infos:
+            if is_mixed and not info.is_plain:
+                raise CompressionError(
+                    f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain "
+                    "dtype"
+                )
         outputs.append(OutputTensor(name, widest(infos), shape, role.decoder_layer, content, infos[0].density))
     return in_order_of(layer_names, outputs)
 
@@ -212,15 +215,6 @@ def widest(infos: Iterable[TensorInfo]) -> str:
     if len(names) == 1:
         return names.pop()
     return DTYPE_NAMES[reduce(torch.promote_types, [TORCH_DTYPES[name] for name in names])]
-
-
-def refuse_mixing(infos: Iterable[TensorInfo]) -> None:
-    """Refuse to average stored tensors that are not plain numbers."""
-    for info in infos:
-        if not info.is_plain:
-            raise CompressionError(
-                f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
-            )
 
 
 def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
