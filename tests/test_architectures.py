@@ -195,7 +195,8 @@ def one_of_an_expert(folder: Path) -> str:
     """The name of a stored matrix of an expert that is kept and gets another number, or of all experts."""
     roles = open_model(locate(str(folder))).layout.roles
     names = [name for name, role in roles.items() if role.kind == "fused" and not role.is_router]
-    return min(names or [name for name, role in roles.items() if role.expert == 6])
+    names = names or [name for name, role in roles.items() if role.expert == 6]
+    return min(names or [name for name in tensors_of(folder) if ".experts." in name])
 
 
 def half(tensors: dict[str, Tensor], name: str) -> None:
@@ -280,7 +281,9 @@ def test_scales_of_fp8_are_read_or_missed_by_name(case: Case, tmp_path: Path) ->
         masked(case, folder, tmp_path / "out")
     except CompressionError as error:  # of a matrix that the loader converts
         refused = str(error)
-    assert not refused or any(scale in refused for scale in scales)
+    if refused:
+        assert any(name in refused for name in scales) or re.search("quantised weights|can't be converted", refused)
+        return
     edit_tensors(folder, lambda tensors: without_name(tensors, scales[-1]))
     with pytest.raises(CompressionError, match=re.escape(scales[-1].removesuffix("_scale"))):
         plan_of(folder, strategy="model-centric", experts=case.experts)

@@ -287,7 +287,7 @@ def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) 
 
 def _declared_bits(module: str, groups: Iterable[Mapping[str, Any]]) -> int | None:
     """Return the bits of a module's weights by compressed-tensors' groups: one that names it, or one for its class."""
-    bits = {}
+    bits: dict[bool, Any] = {}
     for group in groups:
         for target in map(str, group.get("targets") or ()):
             with suppress(re.error):

@@ -32,7 +32,7 @@ from compressor.checkpoint.quantized import (
 )
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, TensorInfo, refuse_nan
 from compressor.devices import free_memory
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import decoder_layer_of
@@ -279,7 +279,11 @@ class PartialModel:
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
-        self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        try:
+            self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        except ValueError as error:  # of weights that are split, as those of a fused attention
+            kind = type(self.model).__name__
+            raise CompressionError(f"quantised weights of {kind} can't be read: {reason_of(error)}") from error
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         self._refuse_foreign_names()
         self.has_single_experts = False  # of a model that stock transformers loads only with fused experts
@@ -339,17 +343,15 @@ class PartialModel:
 
         The loader takes the scales of a layer in their order, so each weight needs one.
         """
-        by_pattern: dict[tuple[str, str | None], set[str]] = {}
-        for name, target in self.keys.targets.items():
-            by_pattern.setdefault((target, self.keys.patterns[name]), set()).add(name)
+        patterns = self.keys.patterns
+        stored = {(target, patterns[name], name.rpartition(".")[0]) for name, target in self.keys.targets.items()}
+        scaled = {(target, pattern) for target, pattern, _ in stored}
         lacking = {}
-        for (target, pattern), weights in by_pattern.items():
+        for target, pattern, module in sorted(stored, key=str):
             for suffix in ("_scale", "_scale_inv"):
-                scales = by_pattern.get((target, f"{pattern}{suffix}"), set())
-                scaled = {name.rpartition(".")[0] for name in scales}
-                for name in weights if scales else ():
-                    if name.rpartition(".")[0] not in scaled:
-                        lacking[name] = f"{name}{suffix}"
+                scale = f"{pattern}{suffix}"
+                if (target, scale) in scaled and (target, scale, module) not in stored:
+                    lacking[f"{module}.weight"] = f"{module}.weight{suffix}"
         return lacking
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":

@@ -5,7 +5,7 @@ The layers of multi-token-prediction heads are cut like the others; what stands 
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial as bind
 from operator import attrgetter
@@ -22,7 +22,7 @@ from compressor.files import GOLDEN, SUMS, TEMPLATES
 from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
-from compressor.model.layout import Role, expert_prefixes
+from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import LayerCounts
 from compressor.model.mtp import Head, find_heads, kept_heads
@@ -39,11 +39,10 @@ from compressor.steps.tensors import (
     Named,
     OutputJob,
     OutputTensor,
+    expert_slots,
     plan_outputs,
-    single_experts,
     stored_decoder_layer,
     tensor_bytes_view,
-    weighted_members,
     widest,
 )
 
@@ -184,26 +183,17 @@ def own_outputs(
 ) -> dict[str, OutputTensor]:
     """Return a plan's tensors, as base and plan alone give them, whose dtype is not that of the `partial` model."""
     parts = model.architecture.layers[0].parts
-    is_whole = parts == 1 and not model.layout.quantized
+    is_quantized = model.layout.quantized
     tensors = model.checkpoint.tensors
-    as_stored = {name: role for name, role in roles.items() if is_whole or role.kind == "plain"}
-    picked = {name: role for name, role in as_stored.items() if tensors[name].is_plain}
-    outputs = plan_outputs(model.checkpoint, picked, plan, model.architecture.decoder_layers)
-    if parts > 1 and not model.layout.quantized:
-        outputs += _of_parts(model, plan, roles, parts)
+    whole = {}
+    for name, role in roles.items():
+        if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized)):
+            whole[name] = role
+    outputs = plan_outputs(model.checkpoint, whole, plan, model.architecture.decoder_layers)
+    for name, role, _, stored in expert_slots(roles, plan.by_module, parts) if parts > 1 and not is_quantized else ():
+        infos = [tensors[member] for member, _ in stored]
+        outputs.append(OutputTensor(name, widest(infos), infos[0].shape, role.decoder_layer))
     return {output.name: output for output in outputs if output.dtype != DTYPE_NAMES[partial.dtype]}
-
-
-def _of_parts(model: OpenModel, plan: ExpertPlan, roles: Mapping[str, Role], parts: int) -> Iterator[OutputTensor]:
-    """Yield the tensors of experts' parts that are stored by themselves, without contents."""
-    layers = {layer.name: layer for layer in model.architecture.layers}
-    for names in single_experts(roles).values():
-        role = roles[names[0]]
-        prefix = expert_prefixes(model.layout, layers[role.layer])[0]
-        for slot, group in enumerate(plan.by_module[role.layer].groups):
-            infos = [model.checkpoint.tensors[names[member // parts]] for member, _ in weighted_members(group)]
-            name = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
-            yield OutputTensor(name, widest(infos), infos[0].shape, role.decoder_layer)
 
 
 def _cut_head(

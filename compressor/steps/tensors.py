@@ -7,7 +7,7 @@ checkpoint that must be mixed goes through the dequantised model instead (`compr
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial, reduce
 from pathlib import Path
@@ -146,67 +146,66 @@ def plan_outputs(
 ) -> list[OutputTensor]:
     """Return the output's tensors with these roles in the order of the layers, stored as the base stores them."""
     plans = plan.by_module
-    families = single_experts(roles)
     outputs = []
-    for name, role in {**roles, **_unlike_roles(roles, families)}.items():
+    for name, role in roles.items():
         layer_plan = plans.get(role.layer)
+        info = checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
-            if name in roles:
-                outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
-            continue
-        groups = layer_plan.groups
-        stored = [(name, 1.0)]
-        if role.kind == "expert":
-            groups = groups[role.expert : role.expert + 1]
-            names = families[role.family]
-            members = [pair for group in groups for pair in weighted_members(group, role.is_router)]
-            stored = [(names[expert], share) for expert, share in members if expert in names]
-            if not groups or (members and not stored):  # such as scales, of an expert that has none
-                continue
-        infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
-        shape = infos[0].shape
-        content = partial(_mixed, checkpoint, name, stored)
-        if role.kind == "table":
-            groups = ()  # of which none is mixed
-            content = partial(_remapped, checkpoint, infos[0], layer_plan)
+            outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
+        elif role.kind == "table":
+            content = partial(_remapped, checkpoint, info, layer_plan)
+            outputs.append(OutputTensor(name, info.dtype, info.shape, role.decoder_layer, content))
         elif role.kind == "fused":
-            before = shape[: role.dim]
-            after = shape[role.dim + 1 :]
-            shape = (*before, len(groups) + role.extra, *after)
-            content = partial(_fused, checkpoint, infos[0], role, layer_plan)
-        is_mixed = not all(_is_picked(weighted_members(group, role.is_router)) for group in groups)
-        for info in infos:
-            if is_mixed and not info.is_plain:
-                raise CompressionError(
-                    f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain "
-                    "dtype"
-                )
-        outputs.append(OutputTensor(name, widest(infos), shape, role.decoder_layer, content, infos[0].density))
+            for group in layer_plan.groups:
+                _refuse_mixing([info], weighted_members(group, role.is_router))
+            before = info.shape[: role.dim]
+            shape = (*before, len(layer_plan.groups) + role.extra, *info.shape[role.dim + 1 :])
+            content = partial(_fused, checkpoint, info, role, layer_plan)
+            outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density))
+    for name, role, _, stored in expert_slots(roles, plans):
+        infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
+        _refuse_mixing(infos, stored)
+        content = partial(_mixed, checkpoint, name, stored)
+        dtype = widest(infos)
+        outputs.append(OutputTensor(name, dtype, infos[0].shape, role.decoder_layer, content, infos[0].density))
     return in_order_of(layer_names, outputs)
 
 
-def single_experts(roles: Mapping[str, Role]) -> dict[str, dict[int, str]]:
-    """Return the names of experts' own tensors, by family and expert."""
+def expert_slots(
+    roles: Mapping[str, Role], plans: Mapping[str, LayerPlan], parts: int = 1
+) -> Iterator[tuple[str, Role, Group, list[tuple[str, float]]]]:
+    """Yield the tensors of experts that are stored by themselves: name, role, group and stored members with shares.
+
+    Members are the `parts` of stored experts. A group has no tensor, such as a scale, that none of its members has.
+    """
     families: dict[str, dict[int, str]] = {}
     for name, role in roles.items():
-        if role.kind == "expert":
+        if role.kind == "expert" and role.layer in plans:
             families.setdefault(role.family, {})[role.expert] = name
-    return families
+    for names in families.values():
+        role = roles[next(iter(names.values()))]
+        for slot, group in enumerate(plans[role.layer].groups):
+            members = [(member // parts, share) for member, share in weighted_members(group, role.is_router)]
+            stored = [(names[expert], share) for expert, share in members if expert in names]
+            if stored or not members:
+                yield names.get(slot) or _renumbered(stored[0][0], members[0][0], slot), role, group, stored
 
 
-def _unlike_roles(roles: Mapping[str, Role], families: Mapping[str, Mapping[int, str]]) -> dict[str, Role]:
-    """Return roles of names that are not stored, for experts with parts, such as scales, that others lack."""
-    stems: dict[str, dict[int, str]] = {}
-    for family, names in families.items():
-        numbered = stems.setdefault(family.rpartition("|")[0], {})
-        numbered.update({expert: name.rpartition(".")[0] for expert, name in names.items()})
-    lacking = {}
-    for family, names in families.items():
-        first = next(iter(names.values()))
-        for expert, stem in stems[family.rpartition("|")[0]].items():
-            if expert not in names:
-                lacking[f"{stem}.{first.rpartition('.')[2]}"] = replace(roles[first], expert=expert)
-    return lacking
+def _renumbered(name: str, expert: int, slot: int) -> str:
+    """Return the name that an expert's tensor gets with another number."""
+    parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.isdecimal() and int(part) == expert]
+    parts[places[-1]] = str(slot)
+    return ".".join(parts)
+
+
+def _refuse_mixing(infos: Iterable[TensorInfo], members: Sequence[tuple[object, float]]) -> None:
+    """Refuse to average stored tensors that are not plain numbers."""
+    for info in infos:
+        if not (info.is_plain or _is_picked(members)):
+            raise CompressionError(
+                f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
+            )
 
 
 def widest(infos: Iterable[TensorInfo]) -> str:

@@ -209,9 +209,10 @@ def test_an_order_of_columns_that_is_no_longer_read_is_refused(order: Any, tmp_p
 @pytest.mark.parametrize("targets", [["re:.*self_attn.*"], [f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1)
                                                             for p in "qkvo"]])  # fmt: skip
 def test_parameters_are_counted_by_each_tensors_own_group(targets: list[str], tmp_path: Path) -> None:
-    save(tmp_path, "packed-qwen3_moe")
-    wanted = sum(parameter.numel() for parameter in plain_model(tmp_path).parameters())
-    assert compressor.inspect(str(tmp_path)).parameters == wanted
+    folder = tmp_path / "in"
+    save(folder, "packed-qwen3_moe")
+    wanted = sum(parameter.numel() for parameter in plain_model(folder).parameters())
+    assert compressor.inspect(str(folder)).parameters == wanted
 
     def widen(content: dict[str, Any]) -> None:
         groups = content["quantization_config"]["config_groups"]
@@ -222,11 +223,11 @@ def test_parameters_are_counted_by_each_tensors_own_group(targets: list[str], tm
         for name in [name for name in tensors if "self_attn" in name and name.endswith("_packed")]:
             tensors[name] = tensors[name].repeat(1, 2)
 
-    small.edit_json(tmp_path / "config.json", widen)
-    small.edit_tensors(tmp_path, twice_as_wide)
-    report = compressor.inspect(str(tmp_path))
+    small.edit_json(folder / "config.json", widen)
+    small.edit_tensors(folder, twice_as_wide)
+    report = compressor.inspect(str(folder))
     assert report.parameters == wanted
-    halved = compressor.compress(str(tmp_path), tmp_path / "out", strategy="aimer", experts=4)
+    halved = compressor.compress(str(folder), tmp_path / "out", strategy="aimer", experts=4)
     assert halved.before.parameters == wanted
     assert {outcome.experts: outcome.parameters for outcome in report.outcomes}[4] == halved.after.parameters < wanted
 

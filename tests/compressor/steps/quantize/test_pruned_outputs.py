@@ -80,7 +80,7 @@ def test_what_is_refitted_is_not_called_quantised(tmp_path: Path, caplog: pytest
     source = quantised(tmp_path, "int4")
     outcome = pruned(source, "ridge")
     sizes = [human_bytes(size.bytes) for size in (outcome.after, outcome.before)]
-    assert f"all weights are written in float32: {sizes[0]}, the source has {sizes[1]}" in caplog.text
+    assert f"all weights are written in bfloat16: {sizes[0]}, the source has {sizes[1]}" in caplog.text
     told = " ".join(plain_words(block.words) for block in outcome_blocks(outcome) if isinstance(block, Text))
     assert outcome.quantized is None and "Quantised" not in told
     assert "compressed-tensors" not in tags(tmp_path / "ridge")
