@@ -28,15 +28,14 @@ def loader_fault(
 ) -> str | None:
     """Return a sentence on how the stock loader mistreats experts of a `quantization_config`; None if it does not.
 
-    Their scales are called `weight_scale`. Experts are packed by compressed-tensors itself and compared after loading.
-    `module` is the name of an expert, for
+    Experts are packed by compressed-tensors itself and compared after loading. `module` is the name of an expert, for
     a config with several groups. `family` is the architecture if stock checkpoints store its experts fused but this one
     doesn't, or if several modules share stored experts. `merged` is a plain weight that the loader makes of several
     tensors, if there is one.
     """
     method = str(quantization.get("quant_method"))
     stock = f"transformers {transformers.__version__}"
-    if method == "fp8":
+    if method == "fp8":  # only of scales with that name is it asked
         return f"{stock} does not read scales that are called weight_scale beside fp8 weights"
     if method != "compressed-tensors":
         return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"

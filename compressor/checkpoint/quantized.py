@@ -92,7 +92,7 @@ def refuse_unread_scales(targets: Mapping[str, str | None]) -> None:
         module, _, part = name.rpartition(".")
         cuts = range(1, part.count("_") + 1)
         weights = {f"{module}.{part.rsplit('_', cut)[0]}" for cut in cuts} & loaded  # of x.weight_scale, x.up_scale
-        if target is None and weights and "input" not in part:
+        if target is None and weights and re.search("^(?!.*input).*(scale|zero|g_idx)", part):
             raise CompressionError(f"Tensor {name}: transformers would load {min(weights)} but not this scale.")
 
 
