@@ -228,8 +228,7 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
         if weight.dtype != torch.uint8:
             return weight.float() * scale.float().reshape(-1, 1)
         scales = scale.float() * parts["weight_scale_2"].float()  # [O, I / 16]
-        codes = torch.stack([weight & 15, weight >> 4], dim=-1).int()
-        values = torch.tensor(Fp8Dequantize._FP4_E2M1_LUT, device=weight.device).index_select(0, codes.flatten())
+        values = Fp8Dequantize(self.hf_quantizer)._unpack_fp4(weight)
         return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 

@@ -173,13 +173,13 @@ def _one_each(
     roles = {}
     shape = checkpoint.tensors[usual].shape
     for expert, module in enumerate(ordered):
-        name = names.get(module, f"{module}.weight")
-        stored = checkpoint.tensors.get(name)
-        if module not in names and (stored is None or not stored.is_plain):
-            raise CompressionError(
-                f"{layer.name}: the checkpoint has no tensor like {usual!r} for {module!r}; download it again"
-            )
-        if module not in names:
+        name = names.get(module)
+        if name is None:
+            weight = checkpoint.tensors.get(f"{module}.weight")
+            if weight is None or not weight.is_plain:
+                raise CompressionError(
+                    f"{layer.name}: the checkpoint has no tensor like {usual!r} for {module!r}; download it again"
+                )
             continue
         found = checkpoint.tensors[name].shape
         if found != shape:
