@@ -35,6 +35,8 @@ def loader_fault(
     """
     method = str(quantization.get("quant_method"))
     stock = f"transformers {transformers.__version__}"
+    if method == "fp8":  # only of scales with that name is it asked
+        return f"{stock} does not read scales that are called weight_scale beside fp8 weights"
     if method != "compressed-tensors":
         return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
     if family is not None:

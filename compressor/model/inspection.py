@@ -75,7 +75,7 @@ def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int)
         if role.kind == "fused":
             shape = (*shape[: role.dim], experts + role.extra, *shape[role.dim + 1 :])
         if role.kind != "expert" or role.expert < experts:
-            parameters += math.prod(shape)
+            parameters += int(math.prod(shape) * info.density)
             nbytes += tensor_bytes(info.dtype, shape)
     return Size(parameters, nbytes)
 

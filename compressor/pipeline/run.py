@@ -239,19 +239,18 @@ def _finish(
     model = resolved.model
     first = checkpoint.first
     experts = state.plan.expert_plan
-    size = Size.of(model.checkpoint.tensors.values())
     label = model.source.label
-    if resolved.earlier is not None:  # sizes and names are those of the first run's input
-        record = read_object(model.source.folder / COMPRESSION)
-        size = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
+    before = (experts.layers or model.architecture.layers)[0].experts
+    if resolved.earlier is not None:  # the plan is of the first run's input, sizes are of what was read
         label = resolved.earlier.source.label
+        before = model.architecture.experts
     left_out = {*left_out_of(first.source, first.plan), *left_out_of(checkpoint.source, checkpoint.plan)}
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
-        experts_before=(experts.layers or model.architecture.layers)[0].experts,
+        experts_before=before,
         experts_after=experts.experts or model.architecture.experts,
-        before=size,
+        before=Size.of(model.checkpoint.tensors.values()),
         after=Size.of(checkpoint.job.outputs),
         seconds={},
         peak_memory=0,
