@@ -155,6 +155,7 @@ INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
+ROWS = 4096  # of a tensor, compared at once
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it
 
@@ -298,6 +299,7 @@ class Checkpoint:
         located = _locate_tensors(folder, self.raw_config) if tensors is None else tensors
         self.tensors = counted(located, self.quantization) if self.quantization else located
         self._views = WeakValueDictionary[str, Tensor]()
+        self._alike = dict[tuple[str, str], bool]()
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -350,6 +352,17 @@ class Checkpoint:
             self._views.update(mapped)
             views |= mapped
         return views
+
+    def holds_alike(self, first: str, second: str) -> bool:
+        """Return True if two tensors are equal, or their values are not here: headers alone were fetched."""
+        pair = (first, second)
+        if self.tensors[first].shape != self.tensors[second].shape:
+            return False
+        if pair not in self._alike:
+            is_here = all(self.path(name).is_file() for name in pair)
+            parts = zip(*(self.read(name).split(ROWS) for name in pair), strict=True) if is_here else ()
+            self._alike[pair] = all(bool((one == other).all()) for one, other in parts)
+        return self._alike[pair]
 
     def _map(self, extent: list[TensorInfo]) -> dict[str, Tensor]:
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

@@ -3,7 +3,7 @@
 On a device with streams, a thread copies the stored tensors of the next layer while this one computes (`ReadAhead`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -167,6 +167,14 @@ class KeyMap:
     patterns: dict[str, str | None]  # by stored name; None for a plain rename
     unknown: tuple[str, ...]  # stored tensors that the stock model does not load
 
+    @property
+    def sources(self) -> dict[str, list[str]]:
+        """The stored tensors of each state-dict entry."""
+        sources = dict[str, list[str]]()
+        for name, target in self.targets.items():
+            sources.setdefault(target, []).append(name)
+        return sources
+
 
 def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap:
     """Map stored names as transformers' loader does for `model`."""
@@ -203,6 +211,24 @@ def unwrapped(name: str) -> Iterator[tuple[str, str]]:
         for begin in range(len(parts) - width):
             if not any(part.isdecimal() for part in parts[begin : begin + width]):
                 yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
+
+
+def tied_weights(model: Any, stored: Collection[str], alike: Callable[[str, str], bool]) -> dict[str, str]:
+    """Return the entries that take their weights from another one, and that one, as stock transformers ties them.
+
+    Of those that the config ties, the first that is `stored` gives its weights; other stored ones keep theirs unless
+    they are `alike`.
+    """
+    groups = dict[str, list[str]]()
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    tied = {}
+    for group in groups.values():
+        giver = next((key for key in group if key in stored), group[0])
+        for key in group:
+            if key != giver and (key not in stored or alike(key, giver)):
+                tied[key] = giver
+    return tied
 
 
 def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
@@ -272,9 +298,13 @@ class PartialModel:
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
+        self._sources = self.keys.sources
+        tied = self.model.all_tied_weights_keys
+        self.tied = tied_weights(self.model, self._sources.keys(), self._are_alike)
+        self.ties_nothing = bool(tied) and not self.tied  # though the config says so
+        self.model.all_tied_weights_keys = self.tied
         self._refuse_foreign_names()
         self.has_single_experts = False  # of a model that stock transformers loads only with fused experts
         if self.quantizer is not None:
@@ -288,9 +318,7 @@ class PartialModel:
             refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
             self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
-        self._sources: dict[str, list[str]] = {}
-        for name, target in self.keys.targets.items():
-            self._sources.setdefault(target, []).append(name)
+        self._sources = self.keys.sources
         self._loaded = set[str]()
         self._views = dict[str, Tensor]()  # of loaded tensors, so that whoever writes them need not read them again
         self.kept = dict[str, Tensor]()
@@ -324,6 +352,35 @@ class PartialModel:
                 f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
                 f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
+
+    def _are_alike(self, first: str, second: str) -> bool:
+        """Return True if two entries are stored with the same values."""
+        pairs = list(zip(self._sources[first], self._sources[second], strict=False))
+        return all(self.checkpoint.holds_alike(*pair) for pair in pairs)
+
+    def refuse_gaps(self) -> None:
+        """Refuse a checkpoint without all of the model's tensors: stock transformers would draw the others at random."""
+        folder = self.checkpoint.folder
+        empty = [info for name, info in self.checkpoint.tensors.items() if name in self.keys.targets and not info.nbytes]
+        if empty:
+            raise CompressionError(
+                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of shape "
+                f"{list(empty[0].shape)}, as a trainer writes what is sharded over other processes (DeepSpeed's ZeRO-3, "
+                "FSDP); gather the weights there and save the model again"
+            )
+        missing = self.missing
+        if missing:
+            raise CompressionError(
+                f"{folder} lacks {len(missing)} tensors that {type(self.model).__name__} needs, such as {missing[0]!r}; "
+                "download or save it again"
+            )
+
+    @property
+    def missing(self) -> list[str]:
+        """State-dict entries that no stored tensor fills."""
+        filled = {*self.keys.targets.values(), *self.tied}
+        also_made = {target for entry in self.conversions for target in entry.target_patterns[1:]}
+        return [key for key in self.empty if key not in filled and not any(target in key for target in also_made)]
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
         """Return the same model, empty, in another dtype or on another device; itself if nothing changes."""
