@@ -19,9 +19,9 @@ from compressor.devices import free_memory, pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
-from compressor.model.architecture import Architecture, discover, head_of, load_config
+from compressor.model.architecture import Architecture, discover, head_of, load_config, run_any_rows
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
-from compressor.model.experts import width_of
+from compressor.model.experts import fills_rows, width_of
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import MoeLayer, counts_below
@@ -211,6 +211,7 @@ def served_model(model: OpenModel) -> Served:
     stock = model.partial.model
     head = getattr(head_of(stock), "weight", None)
     quantization = model.checkpoint.quantization
+    dtype = pick_dtype("auto", model.config, model.checkpoint)
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
         model.architecture.family,
@@ -222,6 +223,8 @@ def served_model(model: OpenModel) -> Served:
         selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
         tied=any(stock.get_parameter_or_buffer(key) is head for pair in model.partial.tied.items() for key in pair),
         quantization=str(quantization.get("quant_method")) if quantization else "",
+        block=(quantization.get("weight_block_size") or (0,))[0],
+        aligned=fills_rows(stock.get_submodule(layer.name), dtype.itemsize),
     )
 
 
@@ -252,4 +255,5 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
             f"{folder.name} lacks {len(absent)} tensors that its config asks for, such as {absent[0]!r}; "
             "download or write it again"
         )
+    run_any_rows(model)
     return model

@@ -12,7 +12,7 @@ from typing import Any
 
 from compressor.checkpoint.reader import MODELOPT, WEIGHTS
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
+from compressor.model.architecture import PER_LAYER, Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.model.remote_code import without_code
 from compressor.recipe.plan import ExpertPlan
@@ -22,6 +22,11 @@ LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj",
 WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
+COUNTS = {  # names that configs have for the number of routed experts in a layer
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts"),
+    *("num_moe_experts", "n_experts", "moe_n_experts"),
+}
+TEXTS = ("text_config", "llm_config", "language_config")  # where the language model's fields may stand
 
 Renames = Mapping[str, str | None]  # new names of experts; None for a dropped one
 Fields = Mapping[str, Any]  # of a config, or values at dotted paths
@@ -49,6 +54,16 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
             node[alias] = [value if item == before else item for item in stored]
         else:
             node[alias] = value
+
+
+def _second_counts(raw: Fields, config: Any, path: str) -> Iterator[tuple[str, ...]]:
+    """Yield keys down to the other fields of the text that count what the one at `path` counts, as converters write."""
+    *_, name = path.split(".")
+    for parents in ((), *((key,) for key in TEXTS if isinstance(raw.get(key), dict))):
+        node = reduce(getitem, parents, raw)
+        for other in sorted(COUNTS & node.keys() if name in COUNTS else ()):
+            if node[other] == attrgetter(path)(config):
+                yield (*parents, other)
 
 
 def announces_head(field: str) -> bool:
@@ -168,8 +183,22 @@ def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
     """Return a copy of the JSON of the config `known` with other values at dotted paths."""
     config = copy.deepcopy(dict(raw))
     for path, value in fields.items():
+        for *parents, name in _second_counts(raw, known, path):
+            reduce(getitem, parents, config)[name] = value
         _set_field(config, known, path, value)
     return config
+
+
+def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str, Any]:
+    """Return the fields, by dotted path, that have another value than in a config before; quantisation aside."""
+    changed = dict[str, Any]()
+    for key, value in after.items():
+        known = before.get(key)
+        if isinstance(value, dict) and key not in ("quantization_config", PER_LAYER):
+            changed |= changed_fields(known if isinstance(known, dict) else {}, value, f"{prefix}{key}.")
+        elif value != known and not isinstance(value, dict):
+            changed[f"{prefix}{key}"] = value
+    return changed
 
 
 def config_with(
