@@ -175,6 +175,17 @@ def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
+def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
+    """Return the error for a folder or repository with a PEFT adapter."""
+    message = "is an adapter, not a model"
+    if beside_weights:
+        message = "has an adapter, which transformers would add to its weights"
+    return CompressionError(
+        f"{place} {message} ({ADAPTER}); merge it into the base model and save that first (peft's merge_and_unload, "
+        "then save_pretrained, and the tokenizer's too)"
+    )
+
+
 def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
     """Return the file of weights, or the index of several, that stock transformers loads from a folder or repository.
 
@@ -182,10 +193,7 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     """
     head = named_head(names, config)
     if ADAPTER in names:
-        message = "is an adapter, not a model"
-        if head is not None:
-            message = "has an adapter, which transformers would add to its weights"
-        raise CompressionError(f"{place} {message} ({ADAPTER}); merge it into the base model and save that first")
+        raise an_adapter(place, head is not None)
     parts = matching(names, "shard-*-model-*-of-*.safetensors")
     if parts:
         raise CompressionError(
@@ -292,6 +300,8 @@ class Checkpoint:
             raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
         refuse_links(folder)
         if not (folder / CONFIG).is_file():
+            if (folder / ADAPTER).is_file():
+                raise an_adapter(str(folder))
             raise CompressionError(f"{folder} has no {CONFIG}; name the folder of a transformers checkpoint")
         self.folder = folder
         self.raw_config = read_object(folder / CONFIG)

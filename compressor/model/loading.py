@@ -326,8 +326,16 @@ class PartialModel:
         self._fill_constant_buffers()
 
     def _refuse_foreign_names(self) -> None:
-        """Refuse a checkpoint written by another tool under its own names."""
+        """Refuse a checkpoint written by another tool under its own names, or without values."""
         folder = self.checkpoint.folder
+        loaded = [self.checkpoint.tensors[name] for name in self.keys.targets]
+        empty = [info for info in loaded if not info.nbytes]
+        if empty:
+            raise CompressionError(
+                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of shape "
+                f"{list(empty[0].shape)}, as a trainer writes what is sharded over other processes (DeepSpeed's ZeRO-3, "
+                "FSDP); gather the weights there and save the model again"
+            )
         kind = type(self.model).__name__
         targets = self.keys.targets
         mlx = next((name for name in self.checkpoint if MLX in name), None)
@@ -360,18 +368,10 @@ class PartialModel:
 
     def refuse_gaps(self) -> None:
         """Refuse a checkpoint without all of the model's tensors: stock transformers would draw the others at random."""
-        folder = self.checkpoint.folder
-        empty = [info for name, info in self.checkpoint.tensors.items() if name in self.keys.targets and not info.nbytes]
-        if empty:
-            raise CompressionError(
-                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of shape "
-                f"{list(empty[0].shape)}, as a trainer writes what is sharded over other processes (DeepSpeed's ZeRO-3, "
-                "FSDP); gather the weights there and save the model again"
-            )
         missing = self.missing
         if missing:
             raise CompressionError(
-                f"{folder} lacks {len(missing)} tensors that {type(self.model).__name__} needs, such as {missing[0]!r}; "
+                f"{self.checkpoint.folder} lacks {len(missing)} tensors that {type(self.model).__name__} needs, such as {missing[0]!r}; "
                 "download or save it again"
             )
 
@@ -380,7 +380,14 @@ class PartialModel:
         """State-dict entries that no stored tensor fills."""
         filled = {*self.keys.targets.values(), *self.tied}
         also_made = {target for entry in self.conversions for target in entry.target_patterns[1:]}
-        return [key for key in self.empty if key not in filled and not any(target in key for target in also_made)]
+        missing = [key for key in self.empty if key not in filled and not any(target in key for target in also_made)]
+        for key, names in self.plain_keys.sources.items():
+            converter = self.converter_of(self.plain_keys.patterns[names[0]])
+            there = {self.plain_keys.patterns[name] for name in names}
+            for source in getattr(converter, "source_patterns", ()):
+                if source not in there and "scale" not in source:  # which only quantised weights have
+                    missing.append(f"{key} (of {source})")
+        return missing
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
         """Return the same model, empty, in another dtype or on another device; itself if nothing changes."""

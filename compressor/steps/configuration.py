@@ -182,11 +182,23 @@ def renumbered_quantization(node: Any, renames: Renames) -> Any:
 def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
     """Return a copy of the JSON of the config `known` with other values at dotted paths."""
     config = copy.deepcopy(dict(raw))
+    if any(path.rpartition(".")[2] in COUNTS for path in fields):
+        for node in (config, *(config[key] for key in TEXTS if isinstance(config.get(key), dict))):
+            _drop_counts_of_layers(node)
     for path, value in fields.items():
         for *parents, name in _second_counts(raw, known, path):
             reduce(getitem, parents, config)[name] = value
         _set_field(config, known, path, value)
     return config
+
+
+def _drop_counts_of_layers(node: dict[str, Any]) -> None:
+    """Drop the counts of single layers, which the fields to set have anew where layers differ."""
+    layers = node.pop(PER_LAYER, None)
+    for number, entries in layers.items() if isinstance(layers, dict) else ():
+        kept = {name: value for name, value in entries.items() if name not in COUNTS}
+        if kept:
+            node.setdefault(PER_LAYER, {})[number] = kept
 
 
 def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str, Any]:
