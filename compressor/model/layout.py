@@ -144,18 +144,10 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
             numbers.append({int(part) for part in column})
     absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
     if absent:
-        number = next(place for place, column in enumerate(columns) if len(column) > 1)
-        message = f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}"
-        ends = dict[str, set[str]]()  # of the names of each expert's tensors
-        for stored in checkpoint:
-            before, (expert, *after) = stored.split(".")[:number], stored.split(".")[number:] or ("",)
-            if before == parts[0][:number]:
-                ends.setdefault(expert, set()).add(".".join(after))
-        if any(end != ends[parts[0][number]] for end in ends.values()):
-            raise CompressionError(f"{message}; download it again")
         raise CompressionError(
-            f"{message}: its {layer.experts} experts are numbered with gaps, which stock transformers loads in order, "
-            "and servers don't; load it in transformers and save it with save_pretrained, which numbers them anew"
+            f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; "
+            "download it again, or if experts are numbered with gaps, which stock transformers loads "
+            "in order and servers don't, load it there and save it with save_pretrained"
         )
     usual = checkpoint.tensors[ordered[0]].shape
     for name in ordered:

@@ -332,9 +332,9 @@ class PartialModel:
         empty = [info for info in loaded if not info.nbytes]
         if empty:
             raise CompressionError(
-                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of shape "
-                f"{list(empty[0].shape)}, as a trainer writes what is sharded over other processes (DeepSpeed's ZeRO-3, "
-                "FSDP); gather the weights there and save the model again"
+                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of "
+                f"shape {list(empty[0].shape)}, as a trainer writes what is sharded over processes "
+                "(DeepSpeed's ZeRO-3, FSDP); gather the weights there and save the model again"
             )
         kind = type(self.model).__name__
         targets = self.keys.targets
@@ -363,16 +363,16 @@ class PartialModel:
 
     def _are_alike(self, first: str, second: str) -> bool:
         """Return True if two entries are stored with the same values."""
-        pairs = list(zip(self._sources[first], self._sources[second], strict=False))
+        pairs = zip(self._sources[first], self._sources[second], strict=False)
         return all(self.checkpoint.holds_alike(*pair) for pair in pairs)
 
     def refuse_gaps(self) -> None:
-        """Refuse a checkpoint without all of the model's tensors: stock transformers would draw the others at random."""
+        """Refuse a checkpoint without all tensors; stock transformers would draw them at random."""
         missing = self.missing
         if missing:
             raise CompressionError(
-                f"{self.checkpoint.folder} lacks {len(missing)} tensors that {type(self.model).__name__} needs, such as {missing[0]!r}; "
-                "download or save it again"
+                f"{self.checkpoint.folder} lacks {len(missing)} tensors that "
+                f"{type(self.model).__name__} needs, such as {missing[0]!r}; download or save it again"
             )
 
     @property
@@ -380,14 +380,17 @@ class PartialModel:
         """State-dict entries that no stored tensor fills."""
         filled = {*self.keys.targets.values(), *self.tied}
         also_made = {target for entry in self.conversions for target in entry.target_patterns[1:]}
-        missing = [key for key in self.empty if key not in filled and not any(target in key for target in also_made)]
+        missing = []
+        for key in self.empty.keys() - filled:
+            if not any(target in key for target in also_made):
+                missing.append(key)
         for key, names in self.plain_keys.sources.items():
             converter = self.converter_of(self.plain_keys.patterns[names[0]])
             there = {self.plain_keys.patterns[name] for name in names}
             for source in getattr(converter, "source_patterns", ()):
                 if source not in there and "scale" not in source:  # which only quantised weights have
                     missing.append(f"{key} (of {source})")
-        return missing
+        return sorted(missing)
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
         """Return the same model, empty, in another dtype or on another device; itself if nothing changes."""

@@ -210,6 +210,7 @@ def served_model(model: OpenModel) -> Served:
     layer = model.architecture.layers[0]
     stock = model.partial.model
     head = getattr(head_of(stock), "weight", None)
+    tied = {*model.partial.tied, *model.partial.tied.values()}
     quantization = model.checkpoint.quantization
     dtype = pick_dtype("auto", model.config, model.checkpoint)
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
@@ -221,7 +222,7 @@ def served_model(model: OpenModel) -> Served:
         groups=layer.routing_groups,
         chosen_groups=layer.chosen_groups,
         selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
-        tied=any(stock.get_parameter_or_buffer(key) is head for pair in model.partial.tied.items() for key in pair),
+        tied=any(stock.get_parameter_or_buffer(key) is head for key in tied),
         quantization=str(quantization.get("quant_method")) if quantization else "",
         block=(quantization.get("weight_block_size") or (0,))[0],
         aligned=fills_rows(stock.get_submodule(layer.name), dtype.itemsize),

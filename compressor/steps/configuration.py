@@ -57,7 +57,7 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
 
 
 def _second_counts(raw: Fields, config: Any, path: str) -> Iterator[tuple[str, ...]]:
-    """Yield keys down to the other fields of the text that count what the one at `path` counts, as converters write."""
+    """Yield the keys to other fields that count what the one at `path` does, as converters write."""
     *_, name = path.split(".")
     for parents in ((), *((key,) for key in TEXTS if isinstance(raw.get(key), dict))):
         node = reduce(getitem, parents, raw)

@@ -93,6 +93,7 @@ def test_rows_of_any_width_pass_as_in_the_stock_loop(
     model = open_model(locate(str(tmp_path)), "auto", "cpu")
     assert torch.equal(opened_models.logits(Pass(model, (tokens,), to_end=True))[0], expected)
     assert torch.equal(zoo.logits(load_whole(tmp_path, dtype=dtype), tokens), expected)
-    assert [breach.server for breach in advise(served_model(model)).breaches if "eager" in breach.says] == ["transformers"]
+    named = [breach.server for breach in advise(served_model(model)).breaches if "eager" in breach.says]
+    assert named == ["transformers"]
     loss = ReversePass(model, (tokens,)).run(lambda _, output: output.logits.float().logsumexp(-1).mean())
     assert loss == pytest.approx([float(expected.float().logsumexp(-1).mean())], rel=1e-3)

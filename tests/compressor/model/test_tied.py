@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("offline", "hasty")
 
 FLAG = "tie_word_embeddings"
 STORED = ("embedding", "head", "equal", "different")
-FLAGS: dict[str, dict[str, Any]] = {"tied": {"": True}, "untied": {"": False}, "absent": {}, "text": {"text_config": True}}
+FLAGS: dict[str, dict[str, Any]] = {
+    "tied": {"": True}, "untied": {"": False}, "absent": {}, "text": {"text_config": True},
+}  # fmt: skip
 WITH_PICTURES = ("qwen3_vl_moe", "ernie4_5_vl_moe")
 CASES = [
     pytest.param(*case, marks=() if case[0] == "mixtral" else pytest.mark.full)
@@ -87,6 +89,5 @@ def test_what_stock_transformers_loads_is_what_runs_and_what_is_written(
             assert torch.equal(before, after)
         streamed = opened_models.logits(Pass(open_model(locate(str(out)), "float32", "cpu"), (tokens,), to_end=True))[0]
         torch.testing.assert_close(streamed, zoo.logits(smaller, tokens), rtol=1e-4, atol=1e-4)
-        text = smaller.config.get_text_config()
         tied = ends(smaller)[0].data_ptr() == ends(smaller)[1].data_ptr()
-        assert smaller.config.tie_word_embeddings == tied or not tied and not text.tie_word_embeddings
+        assert tied or not smaller.config.tie_word_embeddings  # which servers believe

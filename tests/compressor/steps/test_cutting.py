@@ -64,8 +64,9 @@ TRAVEL = (
 )  # fmt: skip
 TRAINERS = (
     "trainer_state.json", "all_results.json", "train_results.json", "latest", "training_args.bin", "ds_config.json",
-    "events.out.tfevents.17.host", "__0_0.distcp", ".metadata", "trainer_config.yaml", "zero_to_fp32.txt", "rng_state.json",
-    "training_log.jsonl", "mergekit_config.yml", "params.json", "samples.csv", "loss.png", "tokenizer_training.log",
+    "events.out.tfevents.17.host", "__0_0.distcp", ".metadata", "trainer_config.yaml", "zero_to_fp32.txt",
+    "rng_state.json", "training_log.jsonl", "mergekit_config.yml", "params.json", "samples.csv", "loss.png",
+    "tokenizer_training.log",
 )  # fmt: skip
 STAY = (
     "config.json", "compression.json", "gate.json", "onnx_export.json", "README.md", "modeling_own.py",
