@@ -212,6 +212,7 @@ def served_model(model: OpenModel) -> Served:
     head = getattr(head_of(stock), "weight", None)
     tied = {*model.partial.tied, *model.partial.tied.values()}
     quantization = model.checkpoint.quantization
+    blocks = quantization.get("weight_block_size")
     dtype = pick_dtype("auto", model.config, model.checkpoint)
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
@@ -224,7 +225,7 @@ def served_model(model: OpenModel) -> Served:
         selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
         tied=any(stock.get_parameter_or_buffer(key) is head for key in tied),
         quantization=str(quantization.get("quant_method")) if quantization else "",
-        block=(quantization.get("weight_block_size") or (0,))[0],
+        block=blocks[0] if isinstance(blocks, list) and blocks else 0,
         aligned=fills_rows(stock.get_submodule(layer.name), dtype.itemsize),
     )
 
