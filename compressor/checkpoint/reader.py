@@ -156,6 +156,7 @@ INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
+PART_BYTES = 2**24  # of two tensors, compared at once
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it
 
@@ -175,6 +176,17 @@ def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
+def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
+    """Return the error for a folder or repository with a PEFT adapter."""
+    message = "is an adapter, not a model"
+    if beside_weights:
+        message = "has an adapter, which transformers would add to its weights"
+    return CompressionError(
+        f"{place} {message} ({ADAPTER}); merge it into the base model and save that first (peft's merge_and_unload, "
+        "then save_pretrained, and the tokenizer's too)"
+    )
+
+
 def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
     """Return the file of weights, or the index of several, that stock transformers loads from a folder or repository.
 
@@ -182,10 +194,7 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     """
     head = named_head(names, config)
     if ADAPTER in names:
-        message = "is an adapter, not a model"
-        if head is not None:
-            message = "has an adapter, which transformers would add to its weights"
-        raise CompressionError(f"{place} {message} ({ADAPTER}); merge it into the base model and save that first")
+        raise an_adapter(place, head is not None)
     parts = matching(names, "shard-*-model-*-of-*.safetensors")
     if parts:
         raise CompressionError(
@@ -309,6 +318,8 @@ class Checkpoint:
             raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
         refuse_links(folder)
         if not (folder / CONFIG).is_file():
+            if (folder / ADAPTER).is_file():
+                raise an_adapter(str(folder))
             raise CompressionError(f"{folder} has no {CONFIG}; name the folder of a transformers checkpoint")
         self.folder = folder
         self.raw_config = read_object(folder / CONFIG)
@@ -316,6 +327,7 @@ class Checkpoint:
         located = _locate_tensors(folder, self.raw_config) if tensors is None else tensors
         self.tensors = counted(located, self.quantization) if self.quantization else located
         self._views = WeakValueDictionary[str, Tensor]()
+        self._alike = dict[tuple[str, str], bool]()
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -368,6 +380,20 @@ class Checkpoint:
             self._views.update(mapped)
             views |= mapped
         return views
+
+    def holds_alike(self, first: str, second: str) -> bool:
+        """Return True if two tensors hold the same bytes, or these are not here, but headers alone."""
+        pair = (first, second)
+        one, other = (self.tensors[name] for name in pair)
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        if pair not in self._alike:
+            self._alike[pair] = True
+            if self.path(first).is_file() and self.path(second).is_file():
+                views = (self.read(name).reshape(-1).view(torch.uint8) for name in pair)
+                parts = (view.split(PART_BYTES) for view in views)
+                self._alike[pair] = all(map(torch.equal, *parts))
+        return self._alike[pair]
 
     def _map(self, extent: list[TensorInfo]) -> dict[str, Tensor]:
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

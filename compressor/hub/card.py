@@ -376,7 +376,8 @@ def _stock(facts: CardFacts, repo_id: str) -> Blocks:
     name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
     imported = model_class
-    loading = [f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")']
+    more = "" if facts.served is None or facts.served.aligned else ', experts_implementation="eager"'
+    loading = [f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto"{more})']
     if (facts.folder / "tokenizer_config.json").is_file():
         imported += ", AutoTokenizer"
         loading.append(f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")')

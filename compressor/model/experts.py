@@ -26,6 +26,11 @@ def width_of(experts: Any) -> int:
     return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
+def fills_rows(experts: Any, itemsize: int) -> bool:
+    """Return True if rows of experts' matrices are multiples of 16 bytes, as stock transformers' default needs."""
+    return all(size * itemsize % ALIGNMENT == 0 for size in experts.down_proj.shape[1:])
+
+
 def parameter_names(experts: Any) -> tuple[str, ...]:
     """Return the names of the fused parameters [E, ...] of experts."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -168,7 +168,9 @@ def _one_each(
     absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
     if absent:
         raise CompressionError(
-            f"{layer.name}: the checkpoint has no tensor like {usual!r} of expert {min(absent)}; download it again"
+            f"{layer.name}: the checkpoint has no tensor like {usual!r} of expert {min(absent)}; "
+            "download it again, or if experts are numbered with gaps, which stock transformers loads "
+            "in order and servers don't, load it there and save it with save_pretrained"
         )
     roles = {}
     shape = checkpoint.tensors[usual].shape

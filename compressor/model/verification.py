@@ -12,7 +12,7 @@ from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import build_meta, expert_counts, load_config
-from compressor.model.loading import load_converted
+from compressor.model.loading import load_converted, tied_weights
 from compressor.model.moe_layer import LayerCounts
 from compressor.model.opened import OpenModel
 from compressor.model.remote_code import load_stock, naming_code
@@ -116,7 +116,8 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
         raise CompressionError(
             f"the written tensor {key!r} has shape {list(stored)}, the new config asks for {list(expected)}"
         )
-    missing = report.missing_keys - model.all_tied_weights_keys.keys()
+    loaded = wanted.keys() - report.missing_keys
+    missing = report.missing_keys - tied_weights(model, loaded, lambda *_: True).keys()
     wrong = missing or report.unexpected_keys or set(report.conversion_errors)
     if wrong:
         how = "missing" if missing else "not understood"
@@ -143,8 +144,5 @@ def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
                 f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "
                 f"{experts[role.layer] + role.extra}"
             )
-    have = set(partial.keys.targets.values())
-    converted = {target for entry in partial.conversions for target in entry.target_patterns[1:]}
-    for key in partial.empty:
-        if key not in have and key not in partial.tied and not any(target in key for target in converted):
-            raise CompressionError(f"no written tensor fills {key!r}")
+    for key in partial.missing:
+        raise CompressionError(f"no written tensor fills {key!r}")

@@ -62,6 +62,7 @@ from compressor.run_record import (
     report_in_place,
     request_key,
 )
+from compressor.steps.configuration import changed_fields
 from compressor.steps.constants.step import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
@@ -256,6 +257,7 @@ def _finish(
         peak_memory=0,
         left_out=tuple(sorted(left_out)),
         zeroed_fields=tuple(checkpoint.job.zeroed),
+        config_fields=changed_fields(model.checkpoint.raw_config, read_object(checkpoint.folder / CONFIG)),
         servers=servers_of(resolved.view, experts),
     )
     files = [name for name in checkpoint.job.files if name != "config.json"]

@@ -5,6 +5,7 @@ The layers of multi-token-prediction heads are cut like the others; what stands 
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial as bind
@@ -18,7 +19,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import DTYPE_NAMES, MODELOPT, TORCH_DTYPES, Size, modelopt_file, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, SUMS, TEMPLATES
+from compressor.files import TEMPLATES
 from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
@@ -50,12 +51,12 @@ Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it
 
 logger = logging.getLogger(__name__)
 
-NOT_CARRIED = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json"),
-    # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
-    *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
-    f"/{SUMS}",
-    f"/{GOLDEN}",
+CARRIED = re.compile(  # what loaders read, and licences: other files speak of how another model was made
+    r"((generation|(audio_)?tokenizer|hf_quant|feature_extractor|(\w+_)?(pre)?processor)_config|configuration)\.json"
+    r"|(tokenizer|tekken|vocab|merges|encoder|added_tokens|special_tokens_map|normalizer)([.-].+)?\.(json|txt)"
+    r"|vocab|.+\.(jinja|tiktoken|spm|bpe|codes|vocab)|.+\.model(\.v\d\w*)?|dict\.txt|chat_template\.json"
+    r"|(system_prompt|licen[cs]e|notice|copying)([._-](?!(md|py)$).*)?",
+    re.IGNORECASE,
 )
 
 
@@ -66,8 +67,7 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     out of the folder.
     """
     refuse_links(folder)
-    carried = (path for path in _visible(folder) if not f"/{path.name}".endswith(NOT_CARRIED))
-    files: dict[str, bytes | Path] = {path.name: path for path in carried}
+    files: dict[str, bytes | Path] = {path.name: path for path in _visible(folder) if CARRIED.fullmatch(path.name)}
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))

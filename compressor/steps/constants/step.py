@@ -226,7 +226,7 @@ def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
         for name, role in model.layout.roles.items()
         if not is_replaced(role, replaced)
     ]
-    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
+    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.architecture.written)
     constants = {str(layer.layer): list(layer.constants) for layer in plan.layers}
     config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
     return OutputJob(
