@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CompressedTensorsConfig
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
@@ -21,24 +21,17 @@ ROUNDED = 2.0**-6  # of the largest weight: two roundings to bfloat16 differ by 
 
 
 def loader_fault(
-    quantization: Mapping[str, Any],
-    module: str = "model.layers.0.mlp.experts.0.down_proj",
-    family: str | None = None,
-    merged: str | None = None,
+    quantization: Mapping[str, Any], module: str = "model.layers.0.mlp.experts.0.down_proj"
 ) -> str | None:
     """Return a sentence on how the stock loader mistreats experts of a `quantization_config`; None if it does not.
 
     Experts are packed by compressed-tensors itself and compared after loading. `module` is the name of an expert, for
-    a config with several groups. `family` is the architecture if stock checkpoints store its experts fused but this one
-    doesn't, or if several modules share stored experts. `merged` is a plain weight that the loader makes of several
-    tensors, if there is one.
+    a config with several groups.
     """
     method = str(quantization.get("quant_method"))
     stock = f"transformers {transformers.__version__}"
     if method != "compressed-tensors":
         return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
-    if family is not None:
-        return f"{stock} does not load quantised experts of {family} that are stored one by one"
     require("compressed_tensors")
     quantizer = CompressedTensorsHfQuantizer(CompressedTensorsConfig.from_dict({**quantization, "dequantize": True}))
     quantizer.validate_environment()
@@ -57,8 +50,6 @@ def loader_fault(
         return f"{stock} does not load {kind} experts"
     if loaded.shape != wanted.shape or (loaded - wanted).abs().max() > ROUNDED * wanted.abs().max():
         return f"{stock} loads {kind} experts wrongly"
-    if merged is not None and not _merges(quantizer):
-        return f"{stock} does not load {merged} beside {kind} experts"
     return None
 
 
@@ -104,14 +95,3 @@ def _converted(quantizer: Any, conversion: WeightConverter, stored: Mapping[str,
         if pattern is not None:
             converter.add_tensor(target, stored_name, pattern, value)
     return converter.convert(target, model=model).get(target)
-
-
-def _merges(quantizer: Any) -> bool:
-    """Return True if the stock loader still concatenates plain weights."""
-    parts = {"q.weight": torch.ones(1, 2), "k.weight": torch.zeros(1, 2)}
-    whole = torch.cat([*parts.values()])
-    try:
-        merged = _converted(quantizer, WeightConverter([*parts], ["merged.weight"], [Concatenate(dim=0)]), parts, whole)
-    except Exception:  # integrations raise anything
-        return False
-    return merged is not None and torch.equal(merged, whole)
