@@ -42,8 +42,14 @@ def loader_fault(
     kind = scheme.format or config.format
     try:
         stored, wanted = _packed(scheme, kind)
+        model = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})})
         stacked = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
-        loaded = _converted(quantizer, stacked, stored, wanted)
+        converter = quantizer.update_weight_conversions([stacked], model)[0]
+        for name, value in stored.items():
+            _, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                converter.add_tensor("experts.down_proj", name, pattern, value)
+        loaded = converter.convert("experts.down_proj", model=model).get("experts.down_proj")
     except Exception as error:  # integrations raise anything
         return f"{stock} does not load {kind} experts: {reason_of(error)}"
     if loaded is None:
@@ -82,16 +88,3 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         stored |= {f"experts.{expert}.down_proj.{part}": value for part, value in packed.items()}
         plain.append(compressor.decompress(packed, scheme)["weight"])
     return stored, torch.stack(plain).bfloat16()
-
-
-def _converted(quantizer: Any, conversion: WeightConverter, stored: Mapping[str, Tensor], like: Tensor) -> Any:
-    """Return the target of a conversion, made of stored tensors by the stock loader; None if it makes none."""
-    (target,) = conversion.target_patterns
-    module, name = target.split(".")
-    model = nn.ModuleDict({module: nn.ParameterDict({name: torch.empty_like(like)})})
-    converter = quantizer.update_weight_conversions([conversion], model)[0]
-    for stored_name, value in stored.items():
-        _, pattern = converter.rename_source_key(stored_name)
-        if pattern is not None:
-            converter.add_tensor(target, stored_name, pattern, value)
-    return converter.convert(target, model=model).get(target)

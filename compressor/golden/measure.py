@@ -127,8 +127,7 @@ def ask_model(
 
 def open_exactly(source: ModelSource, device: str) -> OpenModel:
     """Open a checkpoint in float32, or in its own dtype where its layers in float32 exceed the memory."""
-    has_constants = declared(read_object(source.folder / CONFIG))
-    opening = open_substituted if has_constants else open_model
+    opening = open_substituted if declared(read_object(source.folder / CONFIG)) else open_model
     model = opening(source, "float32", device)
     budget = memory_budget(model.partial.device)
     if budget is not None and LAYERS * model.largest_layer > budget:

@@ -4,6 +4,7 @@ Only 8-bit and 4-bit weights in blocks, as llama.cpp has them, and fp8 are measu
 format rounds activations, `fp8` is that alone: its weights are what they are.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -20,9 +21,7 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import TINY, PassPosition
 
 BLOCK = 32  # weights that share a scale in llama.cpp's Q8_0 and Q4_0
-LARGEST = {"8-bit": 127, "4-bit": 7}  # whole number by kind of rounding
 FP8 = "fp8"
-FP8_MAX = 448.0
 
 
 def constants_of(model: OpenModel) -> Mapping[str, Substitutes]:
@@ -32,11 +31,26 @@ def constants_of(model: OpenModel) -> Mapping[str, Substitutes]:
     return model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, model.partial.device)
 
 
-def to_fp8(value: Tensor) -> Tensor:
-    """Round [..., I] to e4m3 with one scale a row, as servers do with weights and with each token's activations."""
-    scale = value.float().abs().amax(-1, keepdim=True).clamp(min=TINY * FP8_MAX) / FP8_MAX
-    codes = (value.float() / scale).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(value.dtype)
+def rounded(value: Tensor, largest: float, nearest: Change = torch.round, block: int = BLOCK) -> Tensor:
+    """Round [..., I] to numbers up to `largest` times a scale for each block of a row, or for rows of another width."""
+    columns = value.shape[-1]
+    blocks = value.float().unflatten(-1, (-1, columns if columns % block else block))
+    scales = blocks.abs().amax(-1, keepdim=True).clamp(min=TINY * largest) / largest
+    codes: Tensor = nearest(blocks / scales)
+    return (codes * scales).flatten(-2).to(value.dtype)
+
+
+def _to_e4m3(value: Tensor) -> Tensor:
+    return value.to(torch.float8_e4m3fn).float()
+
+
+# one scale a row: an output of weights, or a token
+to_fp8: Change = partial(rounded, largest=448.0, nearest=_to_e4m3, block=sys.maxsize)
+WEIGHTS: Mapping[str, Change] = {  # by kind of rounding
+    "8-bit": partial(rounded, largest=127),
+    FP8: to_fp8,
+    "4-bit": partial(rounded, largest=7),
+}
 
 
 def _by_scheme(args: Any, value: Tensor) -> Tensor:
@@ -47,27 +61,26 @@ def _by_scheme(args: Any, value: Tensor) -> Tensor:
     rows = value.float().flatten(0, -2)[None]  # which takes the first two dimensions for tokens
     overall = generate_gparam(rows.amin(), rows.amax()) if args.strategy == "tensor_group" else None
     scale, zero_point = compute_dynamic_scales_and_zp(rows, args, nn.Identity(), overall)
-    rounded: Tensor = fake_quantize(rows, scale, zero_point, args, overall)
-    return rounded.view_as(value).to(value.dtype)
+    nearest: Tensor = fake_quantize(rows, scale, zero_point, args, overall)
+    return nearest.view_as(value).to(value.dtype)
 
 
 def own_rounding(model: OpenModel) -> dict[str, Change]:
-    """Return how a quantised model's format rounds the inputs of modules, by name; empty if it does not."""
-    changes = dict[str, Change]()
+    """Return how a quantised model's format rounds the inputs of modules, by name; empty if it does not.
+
+    Blocks of fp8, and modelopt's formats, count as fp8 with one scale a token, whose errors are about as large.
+    """
+    changes = dict[str, Change | None]()
     quantizer: Any = model.partial.quantizer
-    quantization = model.checkpoint.quantization
-    is_fp8 = "fp8" in f"{quantization.get('quant_method')} {quantization.get('quant_algo')}".lower()
     for name, key in model.partial.keys.targets.items():
-        module, _, part = name.rpartition(".")
-        if not part.endswith(("_scale", "_scale_inv")):
-            continue
-        change: Change | None = to_fp8 if is_fp8 else None
-        if hasattr(quantizer, "compressor"):
-            args = scheme_of(quantizer.compressor.quantization_config, module).input_activations
-            change = args and partial(_by_scheme, args)
-        if change is not None:
+        if name.endswith(("_scale", "_scale_inv")):
+            change: Change | None = to_fp8
+            if hasattr(quantizer, "compressor"):
+                config = quantizer.compressor.quantization_config
+                args = scheme_of(config, name.rpartition(".")[0]).input_activations
+                change = args and partial(_by_scheme, args)
             changes[key.rpartition(".")[0]] = change
-    return changes
+    return {module: change for module, change in changes.items() if change}
 
 
 class Rounding:
@@ -122,15 +135,5 @@ class Rounding:
         matrices = value if value.dim() > 2 else value[None]
         targets = torch.empty_like(matrices) if self.partial.is_mapped(value) else matrices
         for matrix, target in zip(matrices, targets, strict=True):
-            target.copy_(to_fp8(matrix) if kind == FP8 else round_blocks(matrix.float(), LARGEST[kind]))
+            target.copy_(WEIGHTS[kind](matrix))
         return targets.view_as(value)
-
-
-def round_blocks(weight: Tensor, largest: int) -> Tensor:
-    """Return [O, I] rounded to whole numbers up to `largest` times a scale for each block of a row."""
-    columns = weight.shape[-1]
-    blocks = weight.unflatten(-1, (-1, columns if columns % BLOCK else BLOCK))
-    most = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
-    scales = most.clamp(min=TINY * largest) / largest
-    rounded: Tensor = (blocks / scales).round_().mul_(scales)
-    return rounded.view_as(weight)
