@@ -211,6 +211,9 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             columns = int(parts["weight_shape"][-1])
             if width != -(-columns * scheme.weights.num_bits // 32):
                 raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
+        zero_point = parts.get("weight_zero_point")
+        if zero_point is not None and len(zero_point) == 1:  # with other strides the package can't view it as bytes
+            parts["weight_zero_point"] = zero_point.reshape(-1, 1).T
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)

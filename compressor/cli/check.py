@@ -106,6 +106,7 @@ def _checked(
     from compressor.golden.compare import compare
     from compressor.golden.served import ask_server
     from compressor.golden.things import ask_folder, ask_onnx
+    from compressor.model.inspection import stock_fault
 
     source = None
     places = [path, path.absolute().parent]
@@ -127,6 +128,8 @@ def _checked(
     if bits is not None:
         answered = replace(answered, widest=WIDEST[bits])
     verdict = compare(golden, answered)
+    if answered.model is not None:
+        verdict = replace(verdict, stock=stock_fault(answered.model))
     if verdict.exit_status and verdict.cause is None:
         cause = find_cause(golden, file.parent, answered, verdict.allowed, running.device, progress)
         verdict = replace(verdict, cause=cause or "none of the known ones")

@@ -11,9 +11,9 @@ from compressor.errors import CompressionError
 from compressor.files import GOLDEN, SUMS, check_parent
 from compressor.records import RESTORE, plain_json, read_as, read_object, readable_json
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
-BANDS = ("bfloat16", "8-bit", "4-bit")  # kinds of rounding that are measured, the narrowest first
+BANDS = ("bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding that are measured, the narrowest first
 LEAST = -30.0  # below this a log-probability says nothing, and servers write anything
 
 
@@ -68,6 +68,7 @@ class GoldenAnswers:
     vocabulary: int
     parameters: int
     dtype: str  # that the answers were computed in
+    rounds_inputs: bool  # loaders of its number format round activations, too: that is its `fp8`
     prompts: tuple[GoldenPrompt, ...]
     bands: Mapping[str, tuple[float, ...]]  # how far each kind of rounding moves each answer
     texts: Mapping[str, str]  # of the tokens among the answers, by id

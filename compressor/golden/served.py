@@ -156,15 +156,15 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
             "llama-server by its /v1/completions)"
         )
     both = [answers.get(number) for number in range(len(golden.top))]
-    bits = 8.0  # where it does not say
+    widest = "fp8" if golden.rounds_inputs else "8-bit"  # where it does not say
     with suppress(ValueError):
         weights = Weights.model_validate(server.facts.get("meta"))
-        bits = 8 * weights.size / weights.n_params
+        widest = widest_band(8 * weights.size / weights.n_params)
     first = [pair and pair[0] for pair in both]
     second = [pair and pair[1] for pair in both]
     other_tokens = _other_template(golden, server, vocabulary, both)
     asked = len(answers) + unanswered
-    return Answered(server.label, second, widest_band(bits), other_tokens, first, asked, unanswered)
+    return Answered(server.label, second, widest, other_tokens, first, asked, unanswered)
 
 
 def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:

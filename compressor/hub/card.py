@@ -344,8 +344,8 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
     vllm = ""
     if facts.outcome.expert_plan.has_constants:
         vllm = (
-            "In vLLM, from the version on that serves the config field approximate_experts, where it supports this "
-            "architecture unquantised (not tested with this checkpoint):"
+            "In vLLM from 0.33 on, where it supports this architecture unquantised (not tested with this checkpoint); "
+            "ask `moe-compress check` with --server whether it computes this model:"
         )
     elif facts.dtypes:
         fault = facts.outcome.loader_fault

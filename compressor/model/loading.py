@@ -316,12 +316,10 @@ class PartialModel:
         self.ties_nothing = bool(tied) and not self.tied  # though the config says so
         self.model.all_tied_weights_keys = self.tied
         self._refuse_foreign_names()
-        self.has_single_experts = False  # of a model that stock transformers loads only with fused experts
         if self.quantizer is not None:
             refuse_misfits(checkpoint)
             singles = single_experts(self.model, self.keys.unknown)
             if singles:
-                self.has_single_experts = True
                 plain = [*get_model_conversion_mapping(self.model), *singles]
                 self.conversions = self.quantizer.update_weight_conversions(plain, self.model)
                 self.keys = map_keys(checkpoint, self.model, self.conversions)

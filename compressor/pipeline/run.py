@@ -331,7 +331,7 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
 
 def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> GoldenAnswers | None:
     """Return the output's golden answers; None where they are not wanted, or cannot be had, which ends no run."""
-    if not resolved.recipe.output.golden_answers or state.plan.expert_plan.has_constants:
+    if not resolved.recipe.output.golden_answers:
         return None
     source = ModelSource(str(folder), None, folder)
     try:

@@ -1,11 +1,12 @@
 """An OpenAI-compatible server of a small stock model on this machine's loopback; test support."""
 
 import gzip
+import itertools
 import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -145,10 +146,37 @@ class Served:
         return 200, made
 
 
+def rounded_by_token(value: torch.Tensor) -> torch.Tensor:
+    """[..., I] in e4m3 with a scale for each token, as vLLM rounds what fp8 weights are multiplied by."""
+    scale = value.float().abs().amax(-1, keepdim=True) / 448
+    return ((value.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(value.dtype)
+
+
+def compute_as_vllm(model: Any, linear: Collection[str], experts: Collection[Any]) -> None:
+    """Have linear modules of these names, and gated experts, round their inputs, as vLLM does for fp8 weights."""
+    for name in linear:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, inputs: (rounded_by_token(inputs[0]),))
+    for module in experts:
+
+        def forward(hidden: Any, index: Any, weights: Any, module: Any = module) -> Any:
+            total = torch.zeros_like(hidden)
+            inputs = rounded_by_token(hidden)
+            for token, slot in itertools.product(range(len(hidden)), range(index.shape[1])):
+                expert = int(index[token, slot])
+                gate, up = (module.gate_up_proj[expert] @ inputs[token]).chunk(2)
+                inner = rounded_by_token(torch.nn.functional.silu(gate) * up)
+                total[token] += weights[token, slot] * (module.down_proj[expert] @ inner)
+            return total
+
+        module.forward = forward
+
+
 @contextmanager
-def serving(folder: Path, **how: Any) -> Iterator[Served]:
-    """A server of the model in a folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def serving(folder: Path, model: Any = None, **how: Any) -> Iterator[Served]:
+    """A server of the model in a folder, or of another model with its tokenizer."""
+    if model is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     served = Served(model, transformers.AutoTokenizer.from_pretrained(folder), **how)
 
     class Handler(BaseHTTPRequestHandler):

@@ -59,8 +59,8 @@ def test_experts_that_are_not_quantised_have_no_fault(tmp_path: Path) -> None:
 
 def test_packed_experts_one_by_one_are_named(tmp_path: Path) -> None:
     save_packed("gpt_oss", tmp_path)
-    wanted = f"{STOCK} does not load quantised experts of gpt_oss that are stored one by one"
-    assert compressor.inspect(str(tmp_path)).loader_fault == wanted
+    fault = compressor.inspect(str(tmp_path)).loader_fault
+    assert fault is not None and fault.startswith(f"{STOCK} finds nothing stored for, and draws at random, 4 tensors")
 
 
 def test_scales_that_stock_transformers_does_not_read_beside_fp8_are_named(tmp_path: Path) -> None:

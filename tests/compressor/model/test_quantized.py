@@ -1,6 +1,7 @@
 """Quantised checkpoints give, whole or one layer at a time, the weights that our own formulas give."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ Save = Callable[[Path], None]
 HALF_A_BLOCK = {"qk_rope_head_dim": 8}  # 40 rows under 3 scales of 16 rows, as DeepSeek's 576 under 5 of 128
 HALF_A_BLOCK_EVEN = HALF_A_BLOCK | {"kv_lora_rank": 16}  # 24 rows under 2 scales, which 2 divides
 
+KEYS = {"head_dim": 8, "num_key_value_heads": 1}  # 8 rows, whose zero points fill one row of words
+FEW = {"hidden_size": 64, "moe_intermediate_size": 16, **KEYS}
+
 FP8, COMPRESSED = FineGrainedFP8Config, CompressedTensorsConfig
 READ_BY_STOCK: dict[str, tuple[Save, type]] = {
     "fp8-qwen3_moe": (save_fp8, FP8),
@@ -64,6 +68,8 @@ ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | {
     "modelopt-fp8": (lambda folder: save_modelopt(folder, algorithm="FP8"), COMPRESSED),
     "modelopt-mixed": (lambda folder: save_modelopt(folder, algorithm="MIXED_PRECISION"), COMPRESSED),
     "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, symmetric=False), COMPRESSED),
+    "packed-few-rows": (partial(save_compressed_tensors, symmetric=False, sizes=FEW), COMPRESSED),
+    "packed-few-keys": (partial(save_compressed_tensors, family="mixtral", symmetric=False, sizes=KEYS), COMPRESSED),
     "fp8-ragged-even": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN), FP8),
 }
 
