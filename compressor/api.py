@@ -18,7 +18,6 @@ from compressor.checkpoint.source import ModelSource, find_model, locate_tokeniz
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
-from compressor.extras import require
 from compressor.files import default_folder
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.serving import Advice
@@ -35,7 +34,7 @@ from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.quality_gate.run import GateRequest, PowerAnalysis, asked_forms, passable, read_tasks, run_gate
 from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
+from compressor.recipe.recipe import Recipe, default_steps, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import PACKAGES, versions
@@ -112,7 +111,7 @@ def compress(
             resident=resident,
             output={"max_shard_bytes": max_shard_bytes, "evaluate": evaluate},
         )
-    require(*recipe.packages)
+    recipe.check_installed()
     delivery = Delivery(Path(out), overwrite, device, progress, command)
     if recipe.output.push_to_hub is None or not ranks().is_first:
         return carry_out(recipe, delivery, announce)
@@ -189,13 +188,6 @@ def plan(
             raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
         decide(state, state.stage)
         return state.plan
-
-
-def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
-    """Return a step with a text of its own, so that the plan of its output goes on with earlier ones."""
-    if text.data is not None or text.emphasis is not None:
-        options = {**options, "calibration": text}
-    return make_step(name, options)
 
 
 def compare(

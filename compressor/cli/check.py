@@ -12,7 +12,7 @@ from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import GOLDEN, GRAPH, SUMS
+from compressor.files import GOLDEN, GRAPH, SUMS, refuse_absent
 from compressor.records import plain_json
 
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
@@ -40,6 +40,9 @@ def check(
 
     Exit status 1 if it is different.
     """
+    refuse_absent(base)
+    if not model.lower().endswith(".gguf"):
+        refuse_absent(model)
     with progress_bars(running.as_json) as progress:
         if base is not None:
             return _verify(model, base, running, progress)

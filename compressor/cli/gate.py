@@ -20,10 +20,12 @@ from compressor.cli.options import (
     listed,
 )
 from compressor.cli.terminal import annotate, print_report, reporting, written_line
+from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
+from compressor.files import refuse_absent
 from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.progress import Progress
@@ -145,6 +147,10 @@ def gate(
         gate_options = validated(GateOptions, options, "the command line")
         if gate_options.tasks:
             require(*TASKS)
+        refuse_absent_texts(gate_options.prompts, "--prompts")
+        refuse_absent_texts(gate_options.text, "--text")
+        for model in () if dry_run else (base, compressed):
+            refuse_absent(model)
         from compressor.quality_gate.report import NAMES, power_blocks
         from compressor.quality_gate.run import GateRequest, passable, read_tasks
 

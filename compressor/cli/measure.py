@@ -22,16 +22,18 @@ from compressor.cli.options import (
     flag,
     options_of,
 )
-from compressor.cli.settings import MONE
 from compressor.cli.sizes import Bytes, For
 from compressor.cli.terminal import print_report, progress_bars, reporting, written_line
+from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks
 from compressor.document.blocks import Table
-from compressor.entry_points import EXPORTERS, STEPS, working
+from compressor.entry_points import EXPORTERS, STEPS, STRATEGIES, find, working
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.files import refuse_absent
 from compressor.formatting import human_bytes, human_count, known_names, read_bytes
-from compressor.recipe.recipe import step_class
+from compressor.options import separated
+from compressor.recipe.recipe import MONE, step_class
 from compressor.report.grid import Grid
 from compressor.steps.prune.options import protecting_packages
 
@@ -89,6 +91,11 @@ def compare(
 ) -> None:
     """Compare strategies, corrections, expert counts and number formats on text and tasks: one table, one plot."""
     require("matplotlib", *protecting_packages(counts.get("protect")))
+    for named in separated(grid.get("strategies")) or ():
+        find(STRATEGIES, named.partition(":")[0])
+    refuse_absent_texts(text.data or ())
+    refuse_absent_texts(grid.get("evaluate", ()), "--heldout")
+    refuse_absent(model)
     from compressor.report.comparison_report import NAMES, write_reports
 
     if format not in ("safetensors", MONE):

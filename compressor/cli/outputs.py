@@ -23,11 +23,13 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars, written_line
 from compressor.document.blocks import Block, Facts, Heading, Text
+from compressor.entry_points import EXPORTERS, find, read_option
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, require
-from compressor.files import GRAPH, lock_output
+from compressor.files import GRAPH, lock_output, refuse_absent, refuse_no_file
 from compressor.formatting import readable
 from compressor.options import Options
+from compressor.recipe.recipe import SAFETENSORS
 from compressor.records import plain_json
 from compressor.run_record import COMPRESSION
 
@@ -62,8 +64,11 @@ def export(
     """
     if format == "onnx":
         require(*ONNX)
+        if not (settings or option):  # which are refused first
+            refuse_absent(checkpoint)
+    elif format != SAFETENSORS:
+        find(EXPORTERS, format)
     from compressor.checkpoint.source import locate
-    from compressor.entry_points import read_option
     from compressor.pipeline.formats import export_checkpoint, find_exporter
     from compressor.recipe.registry import exporter_options
 
@@ -100,6 +105,7 @@ def generate(
 ) -> None:
     """Continue a prompt with an ONNX export, showing the text as it comes."""
     require("onnxruntime")
+    refuse_no_file(folder)
     from compressor.answers.onnx_decoder import prepare
 
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
@@ -152,6 +158,9 @@ def report(
     Of a model before compression: the similarity of its experts by several measures, over depth, and their groups.
     """
     require("matplotlib", "jinja2")
+    refuse_absent(checkpoint)
+    for file in (gate, hubs):
+        refuse_no_file(file)
     from compressor.report.data import report_data
     from compressor.report.measuring import measure
     from compressor.report.page import check_report, write_page, write_report
@@ -228,6 +237,8 @@ def push(
     base_model: Annotated[str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")] = None,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
+    for path in (checkpoint, require_gate):
+        refuse_no_file(path)
     if (checkpoint / GRAPH).is_file() or (checkpoint / "onnx" / GRAPH).is_file():
         require("onnx")
     if (checkpoint / COMPRESSION).is_file() and not (checkpoint / "README.md").is_file():

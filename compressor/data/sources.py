@@ -40,6 +40,16 @@ def has_text_suffix(name: str) -> bool:
     return Path(name).suffix.lower() in TEXT_SUFFIXES
 
 
+def refuse_absent_texts(sources: Iterable[Any], option: str = "--calibration") -> None:
+    """Refuse a source that ends like a file and is not here, before anything is read."""
+    for source in map(str, sources):
+        # the second is its name where a weight or a domain follows
+        names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
+        texts = [name for name in names if has_text_suffix(name)]
+        if texts and not any(map(exists, names)):
+            raise CompressionError(f"there is no file {texts[0]} here, the text to read; name it with {option}")
+
+
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
     """The parts of `ID:config@split@revision#column`; the name is an id, the path of a file or folder, or `demo`."""

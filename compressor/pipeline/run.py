@@ -335,7 +335,7 @@ def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> Gol
     source = ModelSource(str(folder), None, folder)
     try:
         with state.clock.phase("golden answers"):
-            return make_golden(source, str(state.base.partial.device))
+            return make_golden(source, str(state.base.partial.device), state.progress)
     except Exception as error:  # of models that take no plain text
         logger.warning("no golden answers are kept: %s", reason_of(error))
         return None

@@ -21,6 +21,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from compressor.data.sources import GivenTexts
 from compressor.data.sources import TextPart as TextPart
+from compressor.extras import require
 from compressor.model.moe_layer import MoeLayer
 from compressor.options import Options, pairs
 
@@ -164,6 +165,10 @@ class StepOptions(Options):
     def packages(self) -> tuple[str, ...]:
         """Optional packages that it imports; a command refuses to start without them."""
         return ()
+
+    def check_installed(self) -> None:
+        """Refuse a package or plugin that is not installed, without loading any."""
+        require(*self.packages)
 
     def step(self) -> "Step[Any]":
         """Return the step with these options."""

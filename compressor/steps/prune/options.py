@@ -125,3 +125,7 @@ class Prune(StepOptions):
     @property
     def packages(self) -> tuple[str, ...]:
         return protecting_packages(self.protect)
+
+    def check_installed(self) -> None:
+        super().check_installed()
+        entry_points.find(entry_points.STRATEGIES, self.strategy)
