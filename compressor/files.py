@@ -72,7 +72,7 @@ def refuse_absent(model: Any) -> None:
 def refuse_no_file(path: Path | None) -> None:
     """Refuse a path at which nothing is."""
     if path is not None and not path.exists():
-        raise CompressionError(f"there is no {path} here; check the path")
+        raise CompressionError(f"{path} cannot be read: there is no such file; check the path")
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def validated(
         return kind(**content)
     except (ValidationError, CompressionError) as error:
         cause = error.__cause__ or error  # a step's own sentence names no place
-        if not isinstance(cause, ValidationError):
+        if not isinstance(cause, ValidationError) or cause.title != kind.__name__:
             raise
         raise CompressionError(f"{where}: {fault_of(cause)}") from cause
 

@@ -88,9 +88,8 @@ def _step_section(step: type[StepOptions]) -> str:
         default = entry.get_default(call_default_factory=True)
         shown = "" if default is None or default == {} else f" Default: `{json.dumps(default)}`."
         rows.append(f"| `{name}` | {_cell(entry.description or '')}{shown} |")
-    return "\n".join(
-        [f"### {step.name}", "", _cell((step.__doc__ or "").partition(OPTIONS)[0]), "", "| option | meaning |", "|---|---|", *rows, ""]
-    )
+    text = (step.__doc__ or "").partition(OPTIONS)[0].strip()
+    return "\n".join([f"### {step.name}", "", _cell(text), "", "| option | meaning |", "|---|---|", *rows, ""])
 
 
 def _section(name: str, command: Any) -> str:

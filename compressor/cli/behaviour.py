@@ -43,8 +43,8 @@ def evaluate(
     """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
     if output is not None:
         require("jinja2")
-    refuse_absent_texts(options.prompts, "--prompts")
-    refuse_absent_texts(options.text, "--text")
+    refuse_absent_texts(options.prompts, "prompts")
+    refuse_absent_texts(options.text, "text")
     for model in (base, smaller):
         refuse_absent(model)
     from compressor.quality_gate.behaviour_report import NAMES, behaviour_blocks, write_behaviour
@@ -85,7 +85,7 @@ def traces(
     seed: Annotated[int, flag("The first of the seeds.", min=0)] = 0,
 ) -> None:
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""
-    refuse_absent_texts(options.prompts, "--prompts")
+    refuse_absent_texts(options.prompts, "prompts")
     refuse_absent(model)
     with progress_bars(running.as_json) as progress:
         written = compressor.traces(

@@ -25,7 +25,7 @@ from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
-from compressor.files import refuse_absent
+from compressor.files import check_folder, refuse_absent
 from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.progress import Progress
@@ -147,11 +147,16 @@ def gate(
         gate_options = validated(GateOptions, options, "the command line")
         if gate_options.tasks:
             require(*TASKS)
-        refuse_absent_texts(gate_options.prompts, "--prompts")
-        refuse_absent_texts(gate_options.text, "--text")
-        for model in () if dry_run else (base, compressed):
-            refuse_absent(model)
         from compressor.quality_gate.report import NAMES, power_blocks
+
+        if not dry_run:  # what can be refused before torch is loaded
+            gate_options.check()
+            if output is not None:
+                check_folder(output, NAMES, running.overwrite)
+            refuse_absent_texts(gate_options.prompts, "prompts")
+            refuse_absent_texts(gate_options.text, "text")
+            for model in (base, compressed):
+                refuse_absent(model)
         from compressor.quality_gate.run import GateRequest, passable, read_tasks
 
         computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}

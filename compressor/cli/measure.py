@@ -94,7 +94,7 @@ def compare(
     for named in separated(grid.get("strategies")) or ():
         find(STRATEGIES, named.partition(":")[0])
     refuse_absent_texts(text.data or ())
-    refuse_absent_texts(grid.get("evaluate", ()), "--heldout")
+    refuse_absent_texts(grid.get("evaluate", ()), "heldout")
     refuse_absent(model)
     from compressor.report.comparison_report import NAMES, write_reports
 

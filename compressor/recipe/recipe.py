@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from compressor.data.sources import GIVEN, SourceSpec, local_name, refuse_absent_texts, without_folders
+from compressor.data.sources import GIVEN, SourceSpec, absent_text, local_name, refuse_absent_texts, without_folders
 from compressor.entry_points import EXPORTERS, STEPS, find, load
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, TASKS, require
@@ -142,11 +142,14 @@ class Recipe(ModelOptions):
         for name in self.output.formats:
             if name not in BUILT_IN:
                 find(EXPORTERS, name)
-        for text in (self.calibration, *(step.calibration for step in self.steps)):
+        for step in self.steps:
+            # a strategy of another name, and a correction that it decides on, may read no text
+            reads = getattr(step, "strategy", None) == "auto" or getattr(step, "method", None) in ("ridge", "tune")
+            text = step.calibration or (self.calibration if reads else None)
             refuse_absent_texts((text and text.data) or ())
         if self.gate is not None:
-            refuse_absent_texts(self.gate.prompts, "--prompts")
-            refuse_absent_texts(self.gate.text, "--text")
+            refuse_absent_texts(self.gate.prompts, "prompts")
+            refuse_absent_texts(self.gate.text, "text")
         for model in (self.model, self.base):
             refuse_absent(model)
 
@@ -304,7 +307,7 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_missing(path: Path, recipe: Recipe) -> None:
-    """Refuse a model's folder that a recipe names and that is not there, saying how to name it."""
+    """Refuse a model's folder or a text that a recipe names and that is not there, saying how to name it."""
     for what, name, revision in (
         ("model", recipe.model, recipe.revision),
         ("base", recipe.base, recipe.base_revision),
@@ -312,6 +315,9 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
         if isinstance(name, str) and revision is None and "/" not in name and not os.path.exists(name):
             hint = f"add --set {what}=FOLDER"
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {hint}")
+    text = absent_text(recipe.calibration.data or ())
+    if text is not None:
+        raise CompressionError(f"{path} names the text {text}, which is not here; name it with --calibration")
 
 
 def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
