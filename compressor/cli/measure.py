@@ -1,6 +1,9 @@
 """The commands that change no model: `compare`, `list` and `demo`."""
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -23,10 +26,11 @@ from compressor.cli.options import (
     options_of,
 )
 from compressor.cli.sizes import Bytes, For
-from compressor.cli.terminal import print_report, progress_bars, reporting, written_line
+from compressor.cli.terminal import PROGRAM, print_report, progress_bars, reporting, written_line
 from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks
 from compressor.document.blocks import Table
+from compressor.document.blocks import Text as Line
 from compressor.entry_points import EXPORTERS, STEPS, STRATEGIES, find, working
 from compressor.errors import CompressionError
 from compressor.extras import require
@@ -220,4 +224,12 @@ def demo(
         sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}"))
         by_skill.append((row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values())))
     skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill))
-    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills])
+    program = PROGRAM if shutil.which(PROGRAM) else os.path.relpath(sys.argv[0])
+    sources = os.path.relpath(Path(compressor.__file__).parent / "demo" / "checkpoint")
+    following = (
+        "Next:",
+        f"  {program} compress {sources} -o smaller --experts 12 --calibration demo --sequence-length 128",
+        f"  {program} gate {sources} smaller --demo",
+        f"  {program} push smaller NAMESPACE/NAME --dry-run",
+    )
+    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills, *map(Line, following)])
