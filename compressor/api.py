@@ -192,25 +192,17 @@ def write_report(
     checkpoint: str | Path,
     out: str | Path = "report.html",
     *,
-    model: str | None = None,
-    calibration: str | Sequence[str] | None = None,
-    samples: int | None = None,
-    sequence_length: int | None = None,
     hubs: Path | None = None,
     gate: Path | None = None,
-    speed: bool = False,
-    run_models: bool = True,
     figures: Path | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
+    run_models: bool = True,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    **measuring: Any,
 ) -> "tuple[Report, list[Path]]":
     """Write the HTML page of an output of `compress` or `apply`; returns its data, and its figures as PNG, if any.
 
-    `model` is the base, if it has moved, and `calibration` the text to measure on. Without `run_models` the page shows
-    what folder and record hold.
+    `measuring` is `model` (the base, if it has moved), `revision`, `calibration`, `samples`, `sequence_length`, `speed`,
+    `device`, `dtype` and `progress`. Without `run_models` the page shows what folder and record hold.
     """
     require("matplotlib", "jinja2")
     from compressor.report import page
@@ -220,17 +212,13 @@ def write_report(
     folder, target = Path(checkpoint), Path(out)
     if not folder.is_dir():
         raise CompressionError(f"{folder} is not a folder; name one that moe-compress has written")
-    if speed and not run_models:
+    if measuring.get("speed") and not run_models:
         raise CompressionError("--speed runs both models, and --no-measure none; leave one of them out")
     page.check_report(target, figures, overwrite)
     report_data(folder, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
-    texts = one_or_several(calibration)
+    measuring["calibration"] = one_or_several(measuring.get("calibration"))
     with lock_output(target):
-        measured = None
-        if run_models:
-            measured = measure(
-                folder, model, revision, texts, samples, sequence_length, progress, device, dtype, speed
-            )
+        measured = measure(folder, **measuring) if run_models else None
         data = report_data(folder, measured, hubs, gate)
         return data, page.write_report(data, target, figures, overwrite)
 

@@ -61,26 +61,26 @@ deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 
 grok2-community gemma unknown other
 """
 LICENCES = frozenset(LISTED.split())
-WORDS = {  # of names that are written out, and of SPDX's, as the list spells them
-    "gnu affero general public": "agpl",
-    "gnu lesser general public": "lgpl",
-    "gnu general public": "gpl",
-    "mozilla public": "mpl",
-    "eclipse public": "epl",
-    "creative commons zero": "cc0",
-    "creative commons attribution": "cc-by",
-    "noncommercial": "nc",
-    "non-commercial": "nc",
-    "sharealike": "sa",
-    "share alike": "sa",
-    "noderivatives": "nd",
-    "noderivs": "nd",
-    "llama ": "llama",
-    "odbl-1.0": "odbl",
-    "odc-by-1.0": "odc-by",
-    "pddl-1.0": "pddl",
-    **dict.fromkeys(("the", "license", "licence", "version", "community", "international", "universal"), ""),
-}
+SPELLED_OUT = """
+gnu affero general public: agpl
+gnu lesser general public: lgpl
+gnu general public: gpl
+mozilla public: mpl
+eclipse public: epl
+creative commons zero: cc0
+creative commons attribution: cc-by
+noncommercial: nc
+non-commercial: nc
+sharealike: sa
+share alike: sa
+noderivatives: nd
+noderivs: nd
+odbl-1.0: odbl
+odc-by-1.0: odc-by
+pddl-1.0: pddl
+llama : llama
+the|licen[cs]e|version|community|international|universal:
+"""
 
 CARD_FIGURES = ("experts", "distillation")
 
@@ -574,8 +574,9 @@ def base_metadata(source: Source, base: Path | None = None, base_model: str | No
 def listed_licence(name: str) -> str | None:
     """Return the Hub's spelling of a licence: of an SPDX identifier or of a name written out; None if it has none."""
     text = " ".join(name.lower().split())
-    for words, short in WORDS.items():
-        text = re.sub(rf"\b{words}\b", short, text)
+    for line in SPELLED_OUT.strip().splitlines():
+        words, _, short = line.partition(":")
+        text = re.sub(rf"\b({words})\b", short.strip(), text)
     text = re.sub(r"-?v(?=[0-9])", "-", "-".join(re.findall(r"[a-z0-9.+]+", text)))
     text = re.sub(r"(-only|-or-later|(?<=[0-9])\+)$", "", text)
     for spelling in (name.lower(), text, f"{text}.0"):
