@@ -201,8 +201,8 @@ def write_report(
 ) -> "tuple[Report, list[Path]]":
     """Write the HTML page of an output of `compress` or `apply`; returns its data, and its figures as PNG, if any.
 
-    `measuring` is `model` (the base, if it has moved), `revision`, `calibration`, `samples`, `sequence_length`, `speed`,
-    `device`, `dtype` and `progress`. Without `run_models` the page shows what folder and record hold.
+    `measuring` is `model` (the base, if it has moved), `revision`, `calibration`, `samples`, `sequence_length`,
+    `speed`, `device`, `dtype` and `progress`. Without `run_models` the page shows what folder and record hold.
     """
     require("matplotlib", "jinja2")
     from compressor.report import page

@@ -129,3 +129,7 @@ class Prune(StepOptions):
     def check_installed(self) -> None:
         super().check_installed()
         entry_points.find(entry_points.STRATEGIES, self.strategy)
+        if self.options:  # which its module knows
+            from compressor.recipe.registry import load_strategy
+
+            load_strategy(self.strategy, self.options)
