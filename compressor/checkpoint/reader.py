@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import TEMPLATES
+from compressor.files import NAME_ONE, TEMPLATES
 from compressor.records import read_object
 
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
@@ -155,7 +155,6 @@ SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
-NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 PART_BYTES = 2**24  # of two tensors, compared at once
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
-from compressor.checkpoint.source import ModelSource, fetch_headers, is_local, locate
+from compressor.checkpoint.source import ModelSource, fetch_headers, locate
 from compressor.errors import CompressionError
+from compressor.files import is_local
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
 from compressor.model.moe_layer import MoeLayer, resolve_count

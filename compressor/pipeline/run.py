@@ -30,7 +30,7 @@ from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike, open_model
 from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.model.verification import check_carried
-from compressor.pipeline.formats import SAFETENSORS, formats_of, write_formats
+from compressor.pipeline.formats import formats_of, write_formats
 from compressor.pipeline.gate import PreparedGate, judge
 from compressor.pipeline.outcome import (
     Attempt,
@@ -49,7 +49,7 @@ from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
-from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
+from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import FORMAT, DecoderLayer, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_object, spelled
@@ -336,7 +336,7 @@ def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> Gol
     source = ModelSource(str(folder), None, folder)
     try:
         with state.clock.phase("golden answers"):
-            return make_golden(source, str(state.base.partial.device))
+            return make_golden(source, str(state.base.partial.device), state.progress)
     except Exception as error:  # of models that take no plain text
         logger.warning("no golden answers are kept: %s", reason_of(error))
         return None
