@@ -99,7 +99,7 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str
     for number, least in steps:
         left_out = (optional + others)[:number]
         columns = [column for column in range(len(block.columns)) if column not in left_out]
-        widths = [_least_width(block, column, least) for column in columns]
+        widths = [_least_width(block, column, room if column in verdicts else least) for column in columns]
         spare = room - 1 - sum(width + 3 for width in widths)
         if spare >= 0:
             break

@@ -14,6 +14,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -522,9 +523,8 @@ def _read_evalplus(content: Mapping[str, Any], file: Path, settings: Settings) -
         name = problem.split("/")[0].lower()
         where = f"{file}: eval.{problem}"
         if isinstance(samples, dict):  # as older versions wrote
-            columns = [[status for status, *_ in samples[kind] or ()] for kind in ("base", "plus")]
-            columns[1] += [None] * (len(columns[0]) - len(columns[1]))
-            samples = [{"base_status": base, "plus_status": plus} for base, plus in zip(*columns, strict=True)]
+            pairs = zip_longest(samples["base"], samples["plus"] or (), fillvalue=[None])
+            samples = [{"base_status": base[0], "plus_status": plus[0]} for base, plus in pairs]
         for sample in value_as(samples, tuple[EvalPlusSample, ...], where):
             score = _score(sample.base_status, where)
             yield Answer(name, "pass@1", AnsweredItem(problem, score))
