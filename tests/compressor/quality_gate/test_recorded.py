@@ -13,6 +13,7 @@ import pytest
 from scipy.stats import beta, binom
 
 from compressor.answers.scores import AnsweredItem, ItemScores
+from compressor.answers.tasks import quiet_lm_eval
 from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.recorded import gate_results
@@ -359,3 +360,44 @@ def test_a_log_in_zstandard_names_the_package_that_reads_it(run: Run, tmp_path: 
     data[at + 10 : at + 12] = (93).to_bytes(2, "little")
     file.write_bytes(data)
     refused(run("gate", "--results", file, file), r"pip install 'moe-compressor\[inspect\]'")
+
+
+@pytest.mark.full
+def test_what_the_hashes_of_lm_eval_leave_out_is_compared(run: Run, tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"question": f"{number} is", "choices": ["odd", "even"], "answer": number % 2} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "boolq", "dataset_path": "json", "test_split": "test", "doc_to_text": "question",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+    }  # fmt: skip
+    choice = {**task, "output_type": "multiple_choice", "doc_to_target": "answer", "doc_to_choice": "choices"}
+    written = {**task, "output_type": "generate_until", "doc_to_target": "answer"}
+    written |= {"metric_list": [{"metric": "exact_match"}]}
+    versions = {
+        "choices": choice,
+        "delimiter": {**choice, "target_delimiter": "\n"},
+        "edited": {**choice, "doc_to_choice": ["Odd", "Even"]},
+        "written": {**written, "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16}},
+        "longer": {**written, "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32}},
+    }
+    hashes = {}
+    for name, config in versions.items():
+        manager = TaskManager(include_defaults=False)
+        tasks: Any = [config]
+        with quiet_lm_eval():
+            results = lm_eval.simple_evaluate("dummy", tasks=tasks, task_manager=manager, bootstrap_iters=0)
+        logged = results["samples"]["boolq"]
+        hashes[name] = [(row["doc_hash"], row["prompt_hash"]) for row in logged]
+        tracker = EvaluationTracker(output_path=str(tmp_path / name))
+        tracker.general_config_tracker.model_name_sanitized = "model"
+        tracker.date_id = "2026-01-02T03-04-05.678"
+        tracker.save_results_samples("boolq", logged)
+    assert hashes["choices"] == hashes["delimiter"] == hashes["edited"] and hashes["written"] == hashes["longer"]
+    for first, second in (("choices", "delimiter"), ("choices", "edited"), ("written", "longer")):
+        refused(run("gate", "--results", tmp_path / first, tmp_path / second), "12 items were asked by other prompts")
+    done = run("gate", "--results", tmp_path / "choices", tmp_path / "choices")
+    assert "do not hold it: lm-eval's settings" in done.out
