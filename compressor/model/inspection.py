@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from compressor.checkpoint.loader_fault import loader_fault
+from compressor.checkpoint.loader_fault import block_fault, loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
 from compressor.checkpoint.source import ModelSource, fetch_headers, is_local, locate
 from compressor.errors import CompressionError
@@ -127,7 +127,7 @@ def stock_fault(model: OpenModel) -> str | None:
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
     shared = model.layout.quantized and not model.layout.regular
     if packed is None and not shared:
-        return None
+        return block_fault(model.checkpoint)
     family = model.architecture.family if model.partial.has_single_experts or shared else None
     keys = model.partial.plain_keys
     experts = tuple(f"{layer.name}." for layer in model.architecture.layers)
