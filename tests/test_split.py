@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import compressor
-from compressor.api import make_recipe, on_text
+from compressor.api import make_recipe
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.hub.card import introduction, read_facts, recipe_text
 from compressor.model.opened import open_model
 from compressor.pipeline.compress import possible_counts
 from compressor.pipeline.outcome import Outcome
-from compressor.recipe.recipe import make_step, read_recipe
+from compressor.recipe.recipe import make_step, on_text, read_recipe
 from compressor.recipe.step import TextOptions
 from compressor.steps.split.view import chosen_parts
 from tests.support import small, zoo

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from fractions import Fraction
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import TEMPLATES
+from compressor.files import NAME_ONE, TEMPLATES
 from compressor.records import read_object
 
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
@@ -154,7 +155,6 @@ SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
-NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 PART_BYTES = 2**24  # of two tensors, compared at once
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it
@@ -260,9 +260,15 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
     declared = config_field(raw_config, "quantization_config")
     if declared:
-        return dict(declared)
+        return {} if packs_nothing(declared) else dict(declared)
     content = modelopt_file(folder)
     return {"quant_method": "modelopt", **content} if content else {}
+
+
+def packs_nothing(quantization: Mapping[str, Any]) -> bool:
+    """Return True if a quantisation of compressed-tensors names no weights, as that of a pruned model may."""
+    is_named = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
+    return quantization.get("quant_method") == "compressed-tensors" and not is_named
 
 
 def modelopt_file(folder: Path) -> dict[str, Any]:
@@ -272,21 +278,32 @@ def modelopt_file(folder: Path) -> dict[str, Any]:
 
 def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Return the tensors of a quantised checkpoint with the number of weights in an element."""
-    per_element = {"U8": Fraction(2)}
-    bits = set(re.findall(r'"num_bits": (\d+)', json.dumps(quantization.get("config_groups"))))
-    if len(bits) == 1:
-        per_element["I32"] = Fraction(32, int(bits.pop()))
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
     result = {}
     for name, info in tensors.items():
         weights = Fraction(1)
         match = PART.fullmatch(name)
         weight, part = match.groups() if match else (name, "")
         if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:  # the latter in modelopt's NVFP4
-            weights = per_element.get(info.dtype, weights)
+            bits = _declared_bits(weight.removesuffix(".weight"), groups) or {"U8": 4}.get(info.dtype)
+            weights = Fraction(DTYPE_BITS[info.dtype], bits or DTYPE_BITS[info.dtype])
         elif part and (weight.endswith(".input") or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()):
             weights = Fraction(0)
         result[name] = replace(info, density=weights)
     return result
+
+
+def _declared_bits(module: str, groups: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the bits of a module's weights by compressed-tensors' groups: one that names it, or one for its class."""
+    bits: dict[bool, Any] = {}
+    for group in groups:
+        for target in map(str, group.get("targets") or ()):
+            with suppress(re.error):
+                is_named = module == target or (target[:3] == "re:" and re.match(target[3:], module) is not None)
+                if is_named or target.isidentifier():
+                    bits.setdefault(is_named, (group.get("weights") or {}).get("num_bits"))
+    found = bits.get(True, bits.get(False))
+    return found if isinstance(found, int) and found > 0 else None
 
 
 class Checkpoint:

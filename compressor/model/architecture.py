@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import ContextManagers
 
 from compressor.checkpoint.quantized import declared_quantization
-from compressor.checkpoint.reader import CONFIG, quantization_of
+from compressor.checkpoint.reader import CONFIG, packs_nothing, quantization_of
 from compressor.errors import CompressionError, reason_of
 from compressor.model.experts import fills_rows
 from compressor.model.moe_layer import (
@@ -178,6 +178,9 @@ def load_config(folder: Path) -> Any:
         reason = _unknown_type(read_object(folder / CONFIG)) or reason_of(error)
         raise CompressionError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
     choose_kernels(config)
+    for node in (config, config.get_text_config(decoder=True)):
+        if packs_nothing(getattr(node, "quantization_config", None) or {}):
+            del node.quantization_config
     if not declared_quantization(config):
         declared = quantization_of(folder, {})
         if declared:

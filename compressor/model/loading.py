@@ -23,10 +23,16 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 
-from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales, wanted_dtype
-from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
+from compressor.checkpoint.quantized import (
+    dequantizer,
+    refuse_faults,
+    refuse_unread_scales,
+    refuse_unscaled,
+    wanted_dtype,
+)
+from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, TensorInfo, refuse_nan
 from compressor.devices import free_memory
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import decoder_layer_of
@@ -298,7 +304,11 @@ class PartialModel:
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-        self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        try:
+            self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        except ValueError as error:  # of weights that are split, as those of a fused attention
+            kind = type(self.model).__name__
+            raise CompressionError(f"quantised weights of {kind} can't be read: {reason_of(error)}") from error
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         self._sources = self.keys.sources
         tied = self.model.all_tied_weights_keys
@@ -306,19 +316,20 @@ class PartialModel:
         self.ties_nothing = bool(tied) and not self.tied  # though the config says so
         self.model.all_tied_weights_keys = self.tied
         self._refuse_foreign_names()
-        self.has_single_experts = False  # of a model that stock transformers loads only with fused experts
         if self.quantizer is not None:
             refuse_misfits(checkpoint)
             singles = single_experts(self.model, self.keys.unknown)
             if singles:
-                self.has_single_experts = True
                 plain = [*get_model_conversion_mapping(self.model), *singles]
                 self.conversions = self.quantizer.update_weight_conversions(plain, self.model)
                 self.keys = map_keys(checkpoint, self.model, self.conversions)
-            refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
+            refuse_unread_scales({name: self.keys.targets.get(name) for name in checkpoint})
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
             self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
+        floating = {key for key, value in self.empty.items() if value.is_floating_point()}
+        refuse_unscaled(checkpoint.tensors, self.plain_keys.targets, self.keys.targets, floating)
         self._sources = self.keys.sources
+        self._unit_scales = self._scales_lacking()
         self._loaded = set[str]()
         self._views = dict[str, Tensor]()  # of loaded tensors, so that whoever writes them need not read them again
         self.kept = dict[str, Tensor]()
@@ -360,6 +371,22 @@ class PartialModel:
                 f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
                 f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
+
+    def _scales_lacking(self) -> dict[str, str]:
+        """Return names of scales of one for experts' weights that have none, beside experts that do.
+
+        The loader takes the scales of a layer in their order, so each weight needs one.
+        """
+        patterns = self.keys.patterns
+        stored = {(target, patterns[name], name.rpartition(".")[0]) for name, target in self.keys.targets.items()}
+        scaled = {(target, pattern) for target, pattern, _ in stored}
+        lacking = {}
+        for target, pattern, module in sorted(stored, key=str):
+            for suffix in ("_scale", "_scale_inv"):
+                scale = f"{pattern}{suffix}"
+                if (target, scale) in scaled and (target, scale, module) not in stored:
+                    lacking[f"{module}.weight"] = f"{module}.weight{suffix}"
+        return lacking
 
     def _are_alike(self, first: str, second: str) -> bool:
         """Return True if two entries are stored with the same values."""
@@ -474,6 +501,8 @@ class PartialModel:
         largest = max(set(targets.values()), key=lambda target: self.empty[target].numel())
         for alone in (True, False):
             stored = {name: tensors.pop(name) for name in names if (targets[name] == largest) is alone}
+            for name in sorted(stored.keys() & self._unit_scales.keys()):
+                stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
             stored.clear()
             give_back()
@@ -493,6 +522,10 @@ class PartialModel:
             self._loaded |= {key, source}
             if self.resident:
                 self.kept[source] = tensor.detach()  # the parameter itself may get a gradient
+
+    def stored_as(self, key: str) -> list[TensorInfo]:
+        """Return the stored tensors of an entry; of a one-to-many conversion, only for its first target."""
+        return [self.checkpoint.tensors[name] for name in self._sources.get(key, ())]
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Have a thread read the tensors that `load` of these entries will need, while this one computes."""

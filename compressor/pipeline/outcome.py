@@ -149,8 +149,9 @@ class Outcome:
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
     def before_and_after(self) -> dict[str, dict[str, int]]:
-        """Return the parameters and bytes, as JSON has them."""
+        """Return experts, parameters and bytes, as JSON has them."""
         return {
+            "experts": {"before": self.experts_before, "after": self.experts_after},
             "parameters": {"before": self.before.parameters, "after": self.after.parameters},
             "bytes": {"before": self.before.bytes, "after": self.after.bytes},
         }
@@ -161,7 +162,6 @@ class Outcome:
             "output": self.out,
             "source": {"model": self.plan.source.model, "revision": self.plan.source.revision},
             "strategy": self.strategy,
-            "experts": {"before": self.experts_before, "after": self.experts_after},
             "top_k": self.top_k,
             **self.before_and_after(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -292,17 +292,17 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     """
     content, plan = _recorded(folder)
     run = read_record(folder)
-    experts_before, experts_after = _experts_of(folder, plan)
     if isinstance(gate, Path):
         gate = read_gate(gate)
     try:
         parameters = content["parameters"]
         nbytes = content["bytes"]
+        experts = content.get("experts") or _experts_of(folder, plan)
         return Outcome(
             out=str(folder),
             plan=plan,
-            experts_before=experts_before,
-            experts_after=experts_after,
+            experts_before=int(experts["before"]),
+            experts_after=int(experts["after"]),
             before=Size(int(parameters["before"]), int(nbytes["before"])),
             after=Size(int(parameters["after"]), int(nbytes["after"])),
             seconds=run.seconds if run else {},
@@ -323,10 +323,10 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
 
-def _experts_of(folder: Path, plan: Plan) -> tuple[int, int]:
-    """Return the experts of a layer before and after; where no step has chosen any, those of the output itself."""
+def _experts_of(folder: Path, plan: Plan) -> dict[str, int]:
+    """Return the experts of a layer before and after, for a record of old, which has them in its plan alone."""
     decided = plan.expert_plan
     if decided.layers:
-        return max(layer.experts for layer in decided.layers), decided.experts
+        return {"before": max(layer.experts for layer in decided.layers), "after": decided.experts}
     after = discover(load_config(folder)).experts
-    return after // parts_of(plan.split), after
+    return {"before": after // parts_of(plan.split), "after": after}

@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import attrgetter, getitem
 from typing import Any
 
-from compressor.checkpoint.reader import MODELOPT, WEIGHTS
+from compressor.checkpoint.reader import MODELOPT, WEIGHTS, packs_nothing
 from compressor.errors import CompressionError
 from compressor.model.architecture import PER_LAYER, Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
@@ -224,6 +224,12 @@ def config_with(
     config.pop(WEIGHTS, None)  # the output's have the usual names
     for node, field in kernel_fields(config):  # ignored here, it would fetch code elsewhere
         del node[field]
+    for node in (config, *(value for value in config.values() if isinstance(value, dict))):
+        quantization = node.get("quantization_config")
+        if isinstance(quantization, dict):
+            quantization.pop("moe_sparsity_config", None)  # the base's list of counts
+            if packs_nothing(quantization):
+                del node["quantization_config"]
     return _with_heads(config, architecture.config, heads)
 
 

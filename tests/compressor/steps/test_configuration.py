@@ -138,7 +138,7 @@ def test_a_field_that_the_stock_model_is_built_by_stays(monkeypatch: pytest.Monk
 
 
 def quantized(entries: Any, plan: ExpertPlan | None = None, key: str = "ignore") -> Any:
-    raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "compressed-tensors", key: entries}}
+    raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "fp8", key: entries}}
     before = repr(raw)
     changed = rewrite(raw, plan, stored=layout(quantized=True))["quantization_config"][key]
     assert repr(raw) == before, "the base's config was changed"
