@@ -14,7 +14,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install --quiet torch==2.13.0 safetensors==0.8.0 numpy
+venv/bin/python -m pip install --quiet torch==2.13.0 safetensors==0.8.0 numpy==2.4.6
 
 venv/bin/python - <<'END'
 import logging

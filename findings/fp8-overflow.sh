@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install --quiet torch==2.13.0 numpy
+venv/bin/python -m pip install --quiet torch==2.13.0 numpy==2.4.6
 
 venv/bin/python - <<'END'
 import math

@@ -82,6 +82,6 @@ sys.exit(0 if wrong == ([(4, 1)] if sys.argv[1] == "1.32.0" else []) else f"chan
 END
 
 for release in 1.31.1 1.32.0; do
-    venv/bin/python -m pip install --quiet onnxruntime==$release onnx==1.23.2 numpy
+    venv/bin/python -m pip install --quiet onnxruntime==$release onnx==1.23.2 numpy==2.4.6
     venv/bin/python program.py $release
 done
