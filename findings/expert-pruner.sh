@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# compressed-tensors' expert pruner rounds its share half to even, and moves experts between routing groups.
+# compressed-tensors' expert pruner rounds its share half to even, and moves experts between
+# routing groups.
 #
 # Versions: compressed-tensors 0.20.1, transformers 5.24.0, torch 2.13.0.
 # Guess:    halves round one way; a model with n_group is pruned group by group, or refused.
-# Seen:     of 10 experts 0.25 drops 2, 0.35 drops 4 and 0.45 drops 4, since round() goes to the even number. With n_group
-#           in the config (DeepSeek-V3's families) the best routers' rows of all groups are kept and counted anew; the
-#           model cuts the remaining experts into equal groups, so that some change group. It loads, and computes
-#           something else than the model with the dropped experts left out; with one group it is the same.
+# Seen:     of 10 experts 0.25 drops 2, 0.35 drops 4 and 0.45 drops 4, since round() goes to the
+#           even number. With n_group in the config (DeepSeek-V3's families) the best routers' rows
+#           of all groups are kept and counted anew; the model cuts the remaining experts into equal
+#           groups, so that some change group. It loads, and computes something else than the model
+#           with the dropped experts left out; with one group it is the same.
 # Where:    the formula stands in a docstring; groups are not mentioned.
 # Hurts:    comparisons of pruners at one ratio; whoever prunes DeepSeek-V3, GLM-4 or Kimi by it.
 set -euo pipefail

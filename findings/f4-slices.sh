@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# safetensors stores FP4 tensors that can be read whole but not in slices, and they spoil a folder for torch's reader.
+# safetensors stores FP4 tensors that can be read whole but not in slices, and they spoil a folder
+# for torch's reader.
 #
 # Versions: safetensors 0.8.0, torch 2.13.0.
-# Guess:    get_slice works for every dtype that save_file writes; a reader that is asked for one tensor minds no others.
-# Seen:     float4_e2m1fn_x2 is stored as F4 with twice the columns (of values, not bytes). get_tensor gives it back, but any
-#           slice raises, [:] included, for the sliced bytes are reshaped to the count of values. torch's reader of such
-#           folders for distributed checkpoints fails for a whole folder with one F4 or F8_E8M0 tensor, whatever is asked
+# Guess:    get_slice works for every dtype that save_file writes; a reader that is asked for one
+#           tensor minds no others.
+# Seen:     float4_e2m1fn_x2 is stored as F4 with twice the columns (of values, not bytes).
+#           get_tensor gives it back, but any slice raises, [:] included, for the sliced bytes are
+#           reshaped to the count of values. torch's reader of such folders for distributed
+#           checkpoints fails for a whole folder with one F4 or F8_E8M0 tensor, whatever is asked
 #           for; safetensors itself slices F8_E8M0.
-# Where:    the format's page lists the dtypes; not which calls take them.
+# Where:    no page was found that says which calls take which dtypes.
 # Hurts:    streamed and sharded loaders of MXFP4 and NVFP4 experts stored in their own dtypes.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Which dtype a router has in a model of transformers depends on how the model was made, and on the release.
+# Which dtype a router has in a model of transformers depends on how the model was made, and on
+# the release.
 #
 # Versions: transformers 5.23.0 and 5.24.0, torch 2.13.0.
-# Guess:    from_pretrained(dtype=bfloat16) gives a bfloat16 model, the same as from_pretrained().to(bfloat16).
-# Seen:     5.24 keeps gate.weight of GLM-4-MoE, DeepSeek-V2 and V3 and some twenty other families in float32 on loading
-#           and in from_config; .to(bfloat16) afterwards rounds it. 5.23 does so for five, ERNIE 4.5 among them.
-#           Qwen3-MoE's is bfloat16 everywhere.
-# Where:    _keep_in_fp32_modules_strict in each modeling file; no page lists the families.
-# Hurts:    whoever compares logits or choices of experts between two ways of loading, counts a file's bytes from its
-#           parameters, or patches weights of a loaded model in the dtype of the others.
+# Guess:    from_pretrained(dtype=bfloat16) gives a bfloat16 model, the same as
+#           from_pretrained().to(bfloat16).
+# Seen:     5.24 keeps gate.weight of GLM-4-MoE, DeepSeek-V2 and V3 and some twenty other families
+#           in float32 on loading and in from_config; .to(bfloat16) afterwards rounds it. 5.23 does
+#           so for five, ERNIE 4.5 among them. Qwen3-MoE's is bfloat16 everywhere.
+# Where:    _keep_in_fp32_modules_strict in each modeling file; no page was found that lists the
+#           families.
+# Hurts:    whoever compares logits or choices of experts between two ways of loading, counts a
+#           file's bytes from its parameters, or patches weights of a loaded model in the dtype of
+#           the others.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

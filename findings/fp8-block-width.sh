@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# transformers guesses FP8 blocks from the shape of the scales: experts of width 192 load wrongly, of 320 not at all.
+# transformers guesses FP8 blocks from the shape of the scales: experts of width 192 load wrongly,
+# of 320 not at all.
 #
 # Versions: transformers 5.24.0 (5.23.0 alike), torch 2.13.0, accelerate 1.15.0.
-# Guess:    weight_block_size [128, 128] in the config says what a scale covers; a last block may be narrower, as it is
-#           in DeepSeek-V3's own files (kv_a_proj_with_mqa has 576 rows and 5 rows of scales).
-# Seen:     dequantising divides each dimension by the number of its scales. 192 rows with 2 scales become blocks of 96:
-#           rows 96 to 127 of gate_proj and up_proj, and those columns of down_proj, get the second block's scale,
-#           without a message. Widths that the number of scales does not divide, as 320 by 3 and 576 by 5, raise.
-# Where:    not documented. Without a GPU of compute capability 8.9 such models are dequantised by default.
-# Hurts:    experts split, pruned or trained to a width that is no multiple of the block; whoever takes this loader as
-#           the reference for another program.
+# Guess:    weight_block_size [128, 128] in the config says what a scale covers; a last block may be
+#           narrower, as it is in DeepSeek-V3's own files (kv_a_proj_with_mqa has 576 rows and 5
+#           rows of scales).
+# Seen:     dequantising divides each dimension by the number of its scales. 192 rows with 2 scales
+#           become blocks of 96: rows 96 to 127 of gate_proj and up_proj, and those columns of
+#           down_proj, get the second block's scale, without a message. Widths that the number of
+#           scales does not divide, as 320 by 3 and 576 by 5, raise.
+# Where:    no page was found. Without a GPU of compute capability 8.9 such models are dequantised
+#           by default.
+# Hurts:    experts split, pruned or trained to a width that is no multiple of the block; whoever
+#           takes this loader as the reference for another program.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# In torch each FP8 dtype treats numbers that are too large in its own way: the largest value, infinity, or NaN.
+# In torch each FP8 dtype treats numbers that are too large in its own way: the largest value,
+# infinity, or NaN.
 #
 # Versions: torch 2.13.0, CPU.
 # Guess:    a cast beyond the range does the same for all kinds, and infinity never becomes finite.
-# Seen:     float8_e4m3fn saturates, infinities included (inf becomes 448); float8_e5m2 gives infinity; the fnuz kinds,
-#           which AMD's older accelerators use, give NaN. From float32, float16 and bfloat16 alike.
-# Where:    the dtypes' page names layouts and ranges; not what a cast does beyond them.
-# Hurts:    who quantises without clamping and tests by isfinite: with e4m3fn an overflow or an infinite weight passes, with
-#           fnuz the same code gives NaN on another device.
+# Seen:     float8_e4m3fn saturates, infinities included (inf becomes 448); float8_e5m2 gives
+#           infinity; the fnuz kinds, which AMD's older accelerators use, give NaN. From float32,
+#           float16 and bfloat16 alike.
+# Where:    no page was found on casts beyond the range.
+# Hurts:    who quantises without clamping and tests by isfinite: with e4m3fn an overflow or an
+#           infinite weight passes, with fnuz the same code gives NaN on another device.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# "Quantise the model" leaves the experts of transformers 5 in bfloat16, in torchao, bitsandbytes and optimum-quanto.
+# "Quantise the model" leaves the experts of transformers 5 in bfloat16, in torchao, bitsandbytes
+# and optimum-quanto.
 #
-# Versions: torchao 0.18.0, bitsandbytes 0.50.2, optimum-quanto 0.2.7, transformers 5.24.0, torch 2.13.0, CPU.
-# Guess:    int8 of an MoE halves it and 4 bits quarter it, as with the releases of transformers that had one nn.Linear for
-#           each matrix of an expert.
-# Seen:     transformers 5 holds all experts of a layer as one parameter outside any nn.Linear. The three quantise nn.Linear
-#           (attention and head) and say nothing of the rest: of a small Qwen3-MoE three quarters of whose bytes are
-#           experts 91% of the bytes remain.
-# Where:    each documents that it replaces linear layers; not that experts are none.
+# Versions: torchao 0.18.0, bitsandbytes 0.50.2, optimum-quanto 0.2.7, transformers 5.24.0, torch
+#           2.13.0, CPU.
+# Guess:    int8 of an MoE halves it and 4 bits quarter it, as with the releases of transformers
+#           that had one nn.Linear for each matrix of an expert.
+# Seen:     transformers 5 holds all experts of a layer as one parameter outside any nn.Linear. The
+#           three quantise nn.Linear (attention and head) and say nothing of the rest: of a small
+#           Qwen3-MoE three quarters of whose bytes are experts 91% of the bytes remain.
+# Where:    no page was found that says that these experts are no linear layers.
 # Hurts:    who plans memory by the number of bits, and comparisons of pruned with "4-bit" models.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -2,14 +2,16 @@
 # A gpt-oss that transformers 5.23 dequantised on loading is saved under names that nothing loads.
 #
 # Versions: transformers 5.23.0 and 5.24.0, torch 2.13.0.
-# Guess:    from_pretrained(quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained, gives a bfloat16
-#           checkpoint that loads as what was saved; this is how people make one to fine-tune or to merge.
-# Seen:     5.23 writes the bfloat16 experts as gate_up_proj_blocks and down_proj_blocks, without scales and without a
-#           quantization_config. The reload draws every expert at random; a report of missing names is all it says.
-#           5.24 writes gate_up_proj and down_proj, and the reload is exact.
-# Where:    not documented.
-# Hurts:    whoever has such a folder: no release loads it, and its config looks like that of a good one. Renaming the
-#           tensors mends it.
+# Guess:    from_pretrained(quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained,
+#           gives a bfloat16 checkpoint that loads as what was saved; this is how people make one to
+#           fine-tune or to merge.
+# Seen:     5.23 writes the bfloat16 experts as gate_up_proj_blocks and down_proj_blocks, without
+#           scales and without a quantization_config. The reload draws every expert at random; a
+#           report of missing names is all it says. 5.24 writes gate_up_proj and down_proj, and the
+#           reload is exact.
+# Where:    no page was found.
+# Hurts:    whoever has such a folder: no release loads it, and its config looks like that of a good
+#           one. Renaming the tensors mends it.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
-# lm-eval's standard error of a group leaves out how far its tasks are apart: 100% and 0% give 50% with an error of 0.
+# lm-eval's standard error of a group leaves out how far its tasks are apart: 100% and 0% give 50%
+# with an error of 0.
 #
 # Versions: lm-eval 0.4.13, torch 2.13.0.
-# Guess:    the error beside a group's accuracy is that of the mean of all its items, as the accuracy is their mean.
-# Seen:     a model that is right on all 50 items of one task and wrong on all 50 of another gets 0.5 with an error of 0;
-#           the mean of the 100 items has 0.0503. Errors within tasks are pooled, differences between them are dropped.
-# Where:    a comment beside the formula says that it seems to match the error of all items together.
-# Hurts:    whoever judges MMLU's or another uneven group's difference by the printed error: it's too small for that of new
-#           items, and too large for that of two models on the same ones, which pairs items.
+# Guess:    the error beside a group's accuracy is that of the mean of all its items, as the
+#           accuracy is their mean.
+# Seen:     a model that is right on all 50 items of one task and wrong on all 50 of another gets
+#           0.5 with an error of 0; the mean of the 100 items has 0.0503. Errors within tasks are
+#           pooled, differences between them are dropped.
+# Where:    a comment beside the formula says that it seems to match the error of all items
+#           together.
+# Hurts:    whoever judges MMLU's or another uneven group's difference by the printed error: it's
+#           too small for that of new items, and too large for that of two models on the same ones,
+#           which pairs items.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

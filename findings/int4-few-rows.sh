@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# compressed-tensors 0.20 writes asymmetric int4 matrices of at most eight rows that it cannot read.
+# compressed-tensors 0.20 writes asymmetric int4 matrices of at most eight rows that it cannot
+# read.
 #
 # Versions: compressed-tensors 0.19.0 and 0.20.1, torch 2.13.0.
 # Guess:    what one release packs it unpacks, whatever the number of rows.
-# Seen:     with zero points and two or more groups, matrices of 8 rows or fewer (whose zero points pack into one row of
-#           int32) are packed by 0.20.1 and fail to unpack: stride(-1) must be 1. 9 rows pass, one group passes, symmetric
-#           ones pass, and 0.19.0 reads all of them.
-# Where:    not documented.
-# Hurts:    Mixtral's routers (8 experts), gates of shared experts (1 row) and small heads in W4A16 with zero points, whose
-#           files were right under 0.19.
+# Seen:     with zero points and two or more groups, matrices of 8 rows or fewer (whose zero points
+#           pack into one row of int32) are packed by 0.20.1 and fail to unpack: stride(-1) must be
+#           1. 9 rows pass, one group passes, symmetric ones pass, and 0.19.0 reads all of them.
+# Where:    no page was found.
+# Hurts:    Mixtral's routers (8 experts), gates of shared experts (1 row) and small heads in W4A16
+#           with zero points, whose files were right under 0.19.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,13 +2,15 @@
 # onnxruntime's 4-bit quantiser leaves the experts of an MoE graph in float32.
 #
 # Versions: onnxruntime 1.32.0, onnx 1.23.2, CPU.
-# Guess:    MatMulNBitsQuantizer takes all weights that are multiplied, as of dense models, and a graph shrinks to an eighth.
-# Seen:     it takes MatMul nodes with one constant matrix, the router's among them. Experts are an input of
-#           com.microsoft.MoE, or matrices that are gathered by the router's choice before a MatMul; both are left, and only
-#           a log message at level INFO tells. Of the graph below, which is nearly all experts, 96% of the bytes remain.
+# Guess:    MatMulNBitsQuantizer takes all weights that are multiplied, as of dense models, and a
+#           graph shrinks to an eighth.
+# Seen:     it takes MatMul nodes with one constant matrix, the router's among them. Experts are an
+#           input of com.microsoft.MoE, or matrices that are gathered by the router's choice before
+#           a MatMul; both are left, and only a log message at level INFO tells. Of the graph below,
+#           which is nearly all experts, 96% of the bytes remain.
 # Where:    the tool's options name MatMul and Gather; not what becomes of other nodes' weights.
-# Hurts:    who quantises an exported MoE: the product is as large, and attention and router have lost precision. QMoE
-#           nodes have to be made by the exporter.
+# Hurts:    who quantises an exported MoE: the product is as large, and attention and router have
+#           lost precision. QMoE nodes have to be made by the exporter.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

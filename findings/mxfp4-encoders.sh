@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# "MXFP4" weights of two encoders differ: the shared exponent of a block is chosen in two ways, ties in two more.
+# "MXFP4" weights of two encoders differ: the shared exponent of a block is chosen in two ways,
+# ties in two more.
 #
 # Versions: gguf 0.19.0, torchao 0.18.0, compressed-tensors 0.20.1, torch 2.13.0.
-# Guess:    MXFP4 is a standard of the OCP, so that any two encoders give the same bytes for the same weights.
-# Seen:     a block whose largest value is 7 gets the exponent 0 of gguf and torchao, and 7 becomes 6, the largest code; of
-#           compressed-tensors 1, and 7 becomes 8. gguf rounds 3.5 to 3, torchao to 4. All are valid files.
-# Where:    the OCP's document leaves the choice of the exponent to the implementation; torchao offers four, this is its
-#           default.
-# Hurts:    who compares qualities of "MXFP4" across exporters, or hashes weights to tell whether two files agree.
+# Guess:    MXFP4 is a standard of the OCP, so that any two encoders give the same bytes for the
+#           same weights.
+# Seen:     a block whose largest value is 7 gets the exponent 0 of gguf and torchao, and 7 becomes
+#           6, the largest code; of compressed-tensors 1, and 7 becomes 8. gguf rounds 3.5 to 3,
+#           torchao to 4. All are valid files.
+# Where:    torchao lists four ways to choose the exponent, of which this is its default; the others
+#           name none.
+# Hurts:    who compares qualities of "MXFP4" across exporters, or hashes weights to tell whether
+#           two files agree.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# nncf's INT4_SYM puts the router of an MoE in 4 bits and the experts in 8, with one scale for a whole expert.
+# nncf's INT4_SYM puts the router of an MoE in 4 bits and the experts in 8, with one scale for a
+# whole expert.
 #
 # Versions: nncf 3.4.0, openvino 2026.4.1, transformers 5.24.0, torch 2.13.0.
-# Guess:    4-bit weights in groups for the bulk of the model, that is the experts, and care for small, sensitive parts.
-# Seen:     experts, which are the second operand of a batched product, count as embeddings do: unsigned 8 bits, with one
-#           scale and zero point for each whole expert. Attention and routers, which are nn.Linear, get 4 bits in groups of
-#           64. Of a small Mixtral three quarters of whose weights are experts, 25% get 4 bits. ratio=1.0 does not change it.
+# Guess:    4-bit weights in groups for the bulk of the model, that is the experts, and care for
+#           small, sensitive parts.
+# Seen:     experts, which are the second operand of a batched product, count as embeddings do:
+#           unsigned 8 bits, with one scale and zero point for each whole expert. Attention and
+#           routers, which are nn.Linear, get 4 bits in groups of 64. Of a small Mixtral three
+#           quarters of whose weights are experts, 25% get 4 bits. ratio=1.0 does not change it.
 # Where:    the table that it prints has the shares; which layers are which is not said.
-# Hurts:    who exports an MoE by openvino in "INT4": it is nearly twice as large as its name says, a row of small weights
-#           shares its scale with the whole expert, and the choice of experts is what lost most bits.
+# Hurts:    who exports an MoE by openvino in "INT4": it is nearly twice as large as its name says,
+#           a row of small weights shares its scale with the whole expert, and the choice of experts
+#           is what lost most bits.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# torch.onnx exports a stock MoE with one of transformers' three experts implementations, and not with the default.
+# torch.onnx exports a stock MoE with one of transformers' three experts implementations, and not
+# with the default.
 #
 # Versions: torch 2.13.0, transformers 5.24.0, onnx 1.23.2, onnxscript 0.7.2, onnxruntime 1.32.0.
-# Guess:    the plain loop over experts ("eager") exports best, a fused product such as the default grouped_mm perhaps not;
-#           what gathers weights by token may fix the length of the text.
-# Seen:     eager fails, for its loop runs over the experts that were hit, which depends on data. grouped_mm, the default,
-#           fails, for its operator has no ONNX function. batched_mm exports, and is right for other batches and lengths.
-# Where:    the page on experts implementations compares speeds; it does not speak of torch.onnx.
-# Hurts:    exporters of MoE models, which need model.set_experts_implementation("batched_mm") first.
+# Guess:    the plain loop over experts ("eager") exports best, a fused product such as the default
+#           grouped_mm perhaps not; what gathers weights by token may fix the length of the text.
+# Seen:     eager fails, for its loop runs over the experts that were hit, which depends on data.
+#           grouped_mm, the default, fails, for its operator has no ONNX function. batched_mm
+#           exports, and is right for other batches and lengths.
+# Where:    no page was found that names the implementation to choose.
+# Hurts:    exporters of MoE models, which need model.set_experts_implementation("batched_mm")
+#           first.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

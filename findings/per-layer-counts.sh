@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# An override of the number of experts in per_layer_config works under neither of the field's two names.
+# An override of the number of experts in per_layer_config works under neither of the field's two
+# names.
 #
 # Versions: transformers 5.24.0, torch 2.13.0.
-# Guess:    per_layer_config, made for models whose layers differ, takes num_experts or num_local_experts (each config
-#           maps one to the other) and builds layers with that many; a wrong name would be refused.
-# Seen:     under the mapped name (Qwen3-MoE's and Mixtral's num_experts, OLMoE's num_local_experts) it is accepted,
-#           saved into config.json and ignored: all layers have the global number. Under the stored name building raises,
-#           and from then on even hasattr and getattr with a default raise, since the error is no AttributeError.
+# Guess:    per_layer_config, made for models whose layers differ, takes num_experts or
+#           num_local_experts (each config maps one to the other) and builds layers with that many;
+#           a wrong name would be refused.
+# Seen:     under the mapped name (Qwen3-MoE's and Mixtral's num_experts, OLMoE's num_local_experts)
+#           it is accepted, saved into config.json and ignored: all layers have the global number.
+#           Under the stored name building raises, and from then on even hasattr and getattr with a
+#           default raise, since the error is no AttributeError.
 # Where:    the field's docstring says that overrides are by name; not what becomes of mapped names.
-# Hurts:    pruners that keep unlike numbers a layer, and tools that probe configs by getattr(config, "num_experts", None).
+# Hurts:    pruners that keep unlike numbers a layer, and tools that probe configs by
+#           getattr(config, "num_experts", None).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# onnxruntime's QMoE renormalises the gates although normalize_routing_weights is 0; its MoE does not.
+# onnxruntime's QMoE renormalises the gates although normalize_routing_weights is 0; its MoE does
+# not.
 #
 # Versions: onnxruntime 1.32.0 (1.31.1 alike), onnx 1.23.2, CPU.
 # Guess:    QMoE is MoE with quantised weights, so that the shared attribute means the same.
-# Seen:     MoE weighs the top-k experts by their probabilities at 0 and by those divided by their sum at 1, as said. QMoE
-#           divides in both cases; only with the optional input router_weights does it obey the attribute.
-# Where:    the operators' page describes the attribute in the same words for both.
-# Hurts:    exporters of families with norm_topk_prob false (OLMoE, Qwen2-MoE, DeepSeek-V2): quantising the graph's nodes
-#           changes the scale of every MoE layer, which looks like damage by rounding.
+# Seen:     MoE weighs the top-k experts by their probabilities at 0 and by those divided by their
+#           sum at 1, as said. QMoE divides in both cases; only with the optional input
+#           router_weights does it obey the attribute.
+# Where:    the operators' schemas describe the attribute in the same words.
+# Hurts:    exporters of families with norm_topk_prob false (OLMoE, Qwen2-MoE, DeepSeek-V2):
+#           quantising the graph's nodes changes the scale of every MoE layer, which looks like
+#           damage by rounding.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

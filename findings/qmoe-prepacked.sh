@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# onnxruntime's QMoE on a CPU reads the same 4-bit SwiGLU experts in two ways, by an attribute that was ignored before.
+# onnxruntime's QMoE on a CPU reads the same 4-bit SwiGLU experts in two ways, by an attribute
+# that was ignored before.
 #
 # Versions: onnxruntime 1.31.1 and 1.32.0, onnx 1.23.2, CPU.
-# Guess:    weights_prepacked, added for CUDA's layout, means nothing on a CPU; where raw weights work by default (-1) they
-#           work at 1, for the schema says that both select the prepacked layout.
-# Seen:     raw 4-bit weights in blocks of 32 are right at -1 and 0 in both releases, and at 1 in 1.31.1. In 1.32.0 the node
-#           computes something else at 1, without a message; the same experts in 8 bits stay right.
+# Guess:    weights_prepacked, added for CUDA's layout, means nothing on a CPU; where raw weights
+#           work by default (-1) they work at 1, for the schema says that both select the prepacked
+#           layout.
+# Seen:     raw 4-bit weights in blocks of 32 are right at -1 and 0 in both releases, and at 1 in
+#           1.31.1. In 1.32.0 the node computes something else at 1, without a message; the same
+#           experts in 8 bits stay right.
 # Where:    the schema's text: -1 and 1 select layouts of the execution provider, 0 raw ones.
-# Hurts:    graphs written for GPUs that are tested on a CPU, and graphs that wrote 1 while it had no effect there. Write 0
-#           where the weights are raw.
+# Hurts:    graphs written for GPUs that are tested on a CPU, and graphs that wrote 1 while it had
+#           no effect there. Write 0 where the weights are raw.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

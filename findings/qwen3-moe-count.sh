@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# A Qwen3-MoE saved by transformers 5 has its number of experts under a name that 4.57 does not read.
+# A Qwen3-MoE saved by transformers 5 has its number of experts under a name that 4.57 does not
+# read.
 #
 # Versions: transformers 5.24.0 and 4.57.6, torch 2.13.0.
-# Guess:    the config of a long-published family keeps its keys when it is loaded and saved by a newer release.
-# Seen:     5.24 reads num_experts and writes num_local_experts. 4.57 takes its own default of 128 instead, builds 128
-#           experts and fails at the router's shape; only models of 128 experts don't notice. OLMoE keeps num_experts,
-#           but its rope_theta moves into rope_parameters: 4.57 reads its default of 10000 without a message, and
-#           computes other positions.
-# Where:    no page says which releases read a config that a newer one has written.
-# Hurts:    whoever saves by 5 and runs by what was written for 4: converters, exporters, pinned servers.
+# Guess:    the config of a long-published family keeps its keys when it is loaded and saved by a
+#           newer release.
+# Seen:     5.24 reads num_experts and writes num_local_experts. 4.57 takes its own default of 128
+#           instead, builds 128 experts and fails at the router's shape; only models of 128 experts
+#           don't notice. OLMoE keeps num_experts, but its rope_theta moves into rope_parameters:
+#           4.57 reads its default of 10000 without a message, and computes other positions.
+# Where:    no page was found on which releases read a config that a newer one has written.
+# Hurts:    whoever saves by 5 and runs by what was written for 4: converters, exporters, pinned
+#           servers.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# What output_router_logits=True returns differs by family: logits, probabilities, no entry for some layers, or two.
+# What output_router_logits=True returns differs by family: logits, probabilities, no entry for
+# some layers, or two.
 #
 # Versions: transformers 5.24.0, torch 2.13.0.
-# Guess:    router_logits has one tensor [tokens, experts] of raw logits for each MoE layer, as the docstring of the
-#           MoE outputs says and as Mixtral's has.
-# Seen:     Gemma 4's rows are probabilities that sum to 1. DeepSeek-V4 returns nothing for its first layers, which route
-#           by the token's id, so entry 0 is not layer 0. JetMoE returns two a layer: its attention has experts, too.
-# Where:    the docstring of the outputs says raw logits, one for each sparse layer; what differs is in the modeling files.
-# Hurts:    whoever counts visits, weighs experts or computes a balance loss from this output for several families:
-#           a softmax of probabilities is nearly uniform, and an index of the tuple is taken for a layer.
+# Guess:    router_logits has one tensor [tokens, experts] of raw logits for each MoE layer, as the
+#           docstring of the MoE outputs says and as Mixtral's has.
+# Seen:     Gemma 4's rows are probabilities that sum to 1. DeepSeek-V4 returns nothing for its
+#           first layers, which route by the token's id, so entry 0 is not layer 0. JetMoE returns
+#           two a layer: its attention has experts, too.
+# Where:    the docstring of the outputs says raw logits, one for each sparse layer; what differs is
+#           in the modeling files.
+# Hurts:    whoever counts visits, weighs experts or computes a balance loss from this output for
+#           several families: a softmax of probabilities is nearly uniform, and an index of the
+#           tuple is taken for a layer.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

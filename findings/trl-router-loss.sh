@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# A model fine-tuned by trl returns another loss than the one it was loaded with: the router's loss is switched on in it.
+# A model fine-tuned by trl returns another loss than the one it was loaded with: the router's
+# loss is switched on in it.
 #
 # Versions: trl 1.16.0, transformers 5.24.0, torch 2.13.0.
-# Guess:    training settings stay in the trainer; config.json of the result is that of the base, and model(labels=...).loss
-#           is the cross-entropy.
-# Seen:     SFTTrainer sets output_router_logits in the model's config and it is saved. Whoever loads the result and reads
-#           .loss gets the cross-entropy plus the auxiliary loss times router_aux_loss_coef, in evaluation as well.
-# Where:    the trainer's pages tell of the auxiliary loss in training; not that it stays in the saved config.
-# Hurts:    perplexities by .loss of base and fine-tuned model, which don't compare: with top-2 and a coefficient of 0.01 the
-#           difference is 0.02 nats or more, as much as a careful compression costs.
+# Guess:    training settings stay in the trainer; config.json of the result is that of the base,
+#           and model(labels=...).loss is the cross-entropy.
+# Seen:     SFTTrainer sets output_router_logits in the model's config and it is saved. Whoever
+#           loads the result and reads .loss gets the cross-entropy plus the auxiliary loss times
+#           router_aux_loss_coef, in evaluation as well.
+# Where:    router_aux_loss_coef of SFTConfig is said to be of the training loss; not that the saved
+#           config has it.
+# Hurts:    perplexities by .loss of base and fine-tuned model, which don't compare: with top-2 and
+#           a coefficient of 0.01 the difference is 0.02 nats or more, as much as a careful
+#           compression costs.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
