@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.chats import Conversation, Message, media_beside, note_columns, read_row, untaken
+from compressor.data.chats import (
+    CHAT_FIRST,
+    COLUMNS,
+    Conversation,
+    Message,
+    media_beside,
+    note_columns,
+    read_row,
+    untaken,
+)
 from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
@@ -116,7 +125,8 @@ def sequence_of(
     Raises `ItemError` for a picture that cannot be read, for messages that the template cannot take, and for a row
     whose pictures alone need more tokens.
     """
-    conversation = read_row(row, column, where)
+    choices = CHAT_FIRST if getattr(processor, "chat_template", None) else COLUMNS
+    conversation = read_row(row, column, where, choices)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
     beside = []
