@@ -194,9 +194,9 @@ def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list
 
 def _message(turn: Fields) -> Message:
     """Return a message with role and content, which ShareGPT calls `from` and `value`."""
-    turn = _without_none(turn)
-    name = turn.pop("from", None)
-    name = turn.get("role", name)
+    turn = dict(_without_none(turn))
+    sender = turn.pop("from", None)
+    name = turn.get("role", sender)
     role = ROLES.get(name, name) if isinstance(name, str) else name
     if "value" in turn and "content" not in turn:
         value = turn["value"]

@@ -32,8 +32,9 @@ from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
-from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part
+from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part, templates_of
 from compressor.progress import quiet_transformers
+from compressor.prompt_date import dated_template
 
 BASE64 = 256  # letters; a longer string is a picture in base64, not the name of a file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow may run programs for others
@@ -234,9 +235,11 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
-        tools = {} if conversation.tools is None else {"tools": form.tools(conversation.tools)}
+        more: dict[str, Any] = {**dated_template(templates_of(processor))}
+        if conversation.tools is not None:
+            more["tools"] = form.tools(conversation.tools)
         adapted = [form.message(message) for message in messages]
-        inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **tools)
+        inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **more)
         return inputs
     text = ""
     media = dict[str, list[Any]]()

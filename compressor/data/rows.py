@@ -198,7 +198,8 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
                 saved = saved[split]
             order = list(range(len(saved)))
             random.Random(seed).shuffle(order)
-            rows = zip(order, _undecoded(saved.select(order).to_iterable_dataset()), strict=True)
+            stream = _undecoded(saved.select(order).to_iterable_dataset())
+            rows: Iterator[tuple[int, Any]] = zip(order, stream, strict=True)
         else:
             stream = datasets.load_dataset(name, config, split=split, revision=address.revision, streaming=True)
             rows = _shuffled_stream(_undecoded(stream), seed)
