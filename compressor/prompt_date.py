@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime
 from typing import Any
 
 from compressor.errors import CompressionError, wrap_faults
@@ -65,9 +65,10 @@ def dated_template(templates: Mapping[str, str], name: str = "default") -> dict[
     template = templates.get(name, "")
     if FUNCTION not in template:
         return {}
-    current = _current.get() or PromptDate(date.fromisoformat(today()))
-    current.is_used = True
-    midnight = datetime.combine(current.day, time())
+    current = _current.get()
+    if current is not None:
+        current.is_used = True
+    midnight = datetime.fromisoformat(prompt_date())
     written = "part"
     for directive in DIRECTIVES:
         written += f".replace({json.dumps(f'%{directive}')}, {json.dumps(midnight.strftime(f'%{directive}'))})"

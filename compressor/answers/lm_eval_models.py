@@ -159,7 +159,7 @@ def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, 
     name = options.apply_chat_template
     # lm-eval itself takes a template's name and renders the default one
     chosen = {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
-    chosen |= dated_template(templates, name if chosen else "default")
+    chosen |= dated_template(templates, str(name) if chosen else "default")
     return {
         "enable_thinking": options.enable_thinking,
         "think_end_token": options.think_end_token,
