@@ -1,13 +1,16 @@
 """JSON files, and dataclasses as JSON there and back: an error names the field that does not fit."""
 
+import gzip
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,15 +19,32 @@ from compressor.errors import CompressionError
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 RESTORE = "restore the file from its source"
+LARGEST = sys.float_info.max
+WHOLE = 2**63 - 1  # the largest whole number that 64 bits hold
+MOST_BYTES = 2**27  # of a file that is read as a whole, unpacked
 
 Record = TypeVar("Record")
-_hints = lru_cache(get_type_hints)
+Finite = Annotated[float, (-LARGEST, LARGEST)]  # a field of a record, with its bounds
+Share = Annotated[float, (0, 1)]
+Count = Annotated[int, (0, WHOLE)]
+_hints = lru_cache(partial(get_type_hints, include_extras=True))
 
 
-def read_json(path: Path, hint: str, unreadable: str | None = None) -> Any:
+def read_data(path: Path | Traversable, most: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a file, unpacked if it is named .gz; raises `CompressionError` for more than `most`."""
+    is_packed = path.name.endswith(".gz")
+    with path.open("rb") as raw:
+        stream = gzip.GzipFile(fileobj=raw) if is_packed else raw
+        data: bytes = stream.read(most + 1)
+    if len(data) > most:
+        raise CompressionError(f"{path} holds more than {most:,} bytes, too many for what it should be; name another")
+    return data
+
+
+def read_json(path: Path, hint: str, unreadable: str | None = None, most: int = MOST_BYTES) -> Any:
     """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a remedy is given."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_data(path, most).decode("utf-8-sig"))
     except OSError as error:
         if unreadable is None:
             raise
@@ -66,6 +86,19 @@ def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
     if is_dataclass(value):
         return {entry.name: plain_json(getattr(value, entry.name), number) for entry in fields(value)}
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def number(value: Any, where: str, least: float = -LARGEST, most: float = LARGEST, whole: bool = False) -> Any:
+    """Return a finite number from `least` to `most`, or a whole one; raises `CompressionError` for anything else.
+
+    Text is no number, nor is true; `where` names the value.
+    """
+    kind = int if whole else float
+    if type(value) not in (int, kind) or not least <= value <= most:
+        is_bounded = type(value) in (int, float) and (least > -WHOLE or most < WHOLE)
+        bounds = f" from {least} to {most}" if is_bounded else ""
+        raise _misfit(value, NAMES[kind] + bounds, where)
+    return value
 
 
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
@@ -131,8 +164,15 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
         if not isinstance(value, dict):
             raise _misfit(value, "an object", where)
         return {name: value_as(entry, inner[1], f"{where}.{name}", closed) for name, entry in value.items()}
-    if hint is float and (type(value) is int or value in NOT_FINITE):
-        return float(value)
+    if origin is Annotated:
+        if not isinstance(inner[1], tuple):
+            return value_as(value, inner[0], where, closed)
+        least, most = inner[1]
+        return inner[0](number(value, where, least, most, whole=inner[0] is int))
+    if hint is float:
+        return float(value if value in NOT_FINITE else number(value, where))
+    if hint is int:
+        return number(value, where, -WHOLE, WHOLE, whole=True)
     if type(value) is not hint:
         raise _misfit(value, NAMES[hint], where)
     return value

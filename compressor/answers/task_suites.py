@@ -6,12 +6,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, FiniteFloat
 
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError
 from compressor.formatting import joined, known_names
 from compressor.options import Options, separated, validated
+from compressor.plain_yaml import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,7 @@ def _content(name: str) -> dict[str, Any]:
     if not source.is_file():
         known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
         raise CompressionError(f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own")
-    try:
-        content = yaml.safe_load(source.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CompressionError(f"{name} is not valid YAML ({reason_of(error, 200)}); mend it") from error
+    content = read_yaml(source, name)
     tasks = content.get("tasks") if isinstance(content, dict) else None
     if not (isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)):
         raise CompressionError(f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'")
