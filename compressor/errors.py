@@ -87,7 +87,9 @@ def is_panic(error: BaseException) -> bool:
 def reason_of(error: BaseException, most: int = 300) -> str:
     """Return the message of another library's exception, on one line and not too long."""
     text = " ".join(without_tokens(str(error)).split()) or type(error).__name__
-    text = text.partition(" for integer string conversion")[0]  # Python's advice to programmers
+    if isinstance(error, RecursionError):
+        text = "nested too deeply"
+    text = text.partition(" for integer string conversion")[0]  # before Python's advice to programmers
     return text if len(text) <= most else f"{text[:most]} ..."
 
 

@@ -71,11 +71,9 @@ def read_yaml(path: Path | Traversable, name: str, remedy: str = "mend it") -> A
     """Return the plain values in a file; raises `CompressionError` for one that cannot be read, or is no such YAML."""
     try:
         return yaml.load(read_data(path, MOST_BYTES).decode("utf-8-sig"), Loader=_Loader)
-    except RecursionError as error:
-        raise CompressionError(f"{name} is nested too deeply; {remedy}") from error
     except OSError as error:
         raise CompressionError(f"{name} cannot be read ({error.strerror}); {remedy}") from error
-    except (yaml.YAMLError, ValueError, LookupError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
         reason = reason_of(error, 200)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
             reason = f"{error.problem} in line {error.problem_mark.line + 1}"

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache, partial
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
@@ -45,12 +46,12 @@ def read_json(path: Path, hint: str, unreadable: str | None = None, most: int = 
     """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a remedy is given."""
     try:
         return json.loads(read_data(path, most).decode("utf-8-sig"))
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CompressionError(f"{path} is not valid JSON ({reason_of(error)}); {hint}") from error
     except OSError as error:
         if unreadable is None:
             raise
         raise CompressionError(f"{path} cannot be read ({error.strerror}); {unreadable}") from error
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); {hint}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -104,7 +105,8 @@ def number(value: Any, where: str, least: float = -LARGEST, most: float = LARGES
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
     """Return a dataclass from a JSON object with its fields; those with a default may be missing.
 
-    Further fields are left aside, or refused where the object is `closed`. Raises `CompressionError` naming the first
+    Further fields are left aside, or refused where the object is `closed`; `where` is the object's name, or a file's
+    with ": ". Raises `CompressionError` naming the first
     field that is missing, unknown or of another type; true is no whole number.
     """
     hints = _hints(kind)  # type: ignore[arg-type]
@@ -113,11 +115,12 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
         raise _misfit(content, f"an object with {known}" if closed else "an object", where)
     unknown = sorted(set(content) - set(hints))
     if closed and unknown:
-        subject = f"{where} has an " if where else ""
+        subject = f"{where.removesuffix(': ')} has an " if where else ""
         raise CompressionError(f"{subject}unknown field {unknown[0]!r}; known are {known}")
     values = {}
+    prefix = where if not where or where.endswith(" ") else f"{where}."
     for entry in fields(kind):  # type: ignore[arg-type]
-        name = f"{where}.{entry.name}" if where else entry.name
+        name = prefix + entry.name
         if entry.name in content:
             values[entry.name] = value_as(content[entry.name], hints[entry.name], name, closed)
         elif entry.default is MISSING and entry.default_factory is MISSING:

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "an option twice": ("steps: [prune: {ratio: 0.5, ratio: 0.5}]", r"is not valid YAML \(ratio is given twice"),
     "broken": ("seed: [4", "is not valid YAML"),
     "empty": ("", "should hold a mapping"),
-    "deeper than PyYAML reads": ("steps: " + "[" * 3000, "is nested too deeply"),
+    "deeper than PyYAML reads": ("steps: " + "[" * 3000, "is not valid YAML .nested too deeply"),
     "endless digits": (f"seed: {'9' * 5000}", "is not valid YAML"),
 }
 
