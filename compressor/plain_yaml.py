@@ -41,6 +41,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
             if str(key.value) in names:
                 raise ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             names.add(str(key.value))

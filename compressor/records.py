@@ -96,8 +96,9 @@ def number(value: Any, where: str, least: float = -LARGEST, most: float = LARGES
     """
     kind = int if whole else float
     if type(value) not in (int, kind) or not least <= value <= most:
-        is_bounded = type(value) in (int, float) and (least > -WHOLE or most < WHOLE)
-        bounds = f" from {least} to {most}" if is_bounded else ""
+        bounds = ""
+        if type(value) in (int, kind) and least > -WHOLE:
+            bounds = f" from {least:g} to {most:g}" if most < WHOLE else f" of at least {least:g}"
         raise _misfit(value, NAMES[kind] + bounds, where)
     return value
 
@@ -182,7 +183,7 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
 
 
 def _misfit(value: Any, wanted: str, where: str) -> CompressionError:
-    shown = repr(value)
+    shown = "null" if value is None else repr(value)
     if len(shown) >= 80:
         shown = f"{shown[:80]} ..."
     return CompressionError(f"{where} should be {wanted}, it is {shown}")

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field
 
 from compressor.errors import CompressionError
 from compressor.formatting import joined, known_names
@@ -41,7 +41,7 @@ class SuiteMetric(Options):
     """A metric of a task, and the base's score."""
 
     name: str
-    value: FiniteFloat | None = None
+    value: float | None = None
 
 
 class SuiteTask(TaskSettings):
@@ -53,7 +53,10 @@ class SuiteTask(TaskSettings):
 
 def asked_by(kind: type[Asked], content: Mapping[str, Any], name: str) -> Asked:
     """Return what a file of this name says of how tasks are asked; refuse anything else, also among gen_kwargs."""
-    asked = validated(kind, content, name, f"{name} has no setting")
+    try:
+        asked = validated(kind, content, name, f"{name} has no setting")
+    except CompressionError as error:
+        raise CompressionError(str(error) if name in str(error) else f"{name}: {error}") from error
     for setting in getattr(asked, "gen_kwargs", None) or ():
         if setting not in SAMPLING:
             raise CompressionError(f"{name}: gen_kwargs has {setting!r}; {known_names(setting, SAMPLING)}")

@@ -18,6 +18,7 @@ FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, th
     {"logprobs": KEPT},
     {"logprobs": 5},  # the most that some servers give
 )
+MOST_DIGITS = 12  # of a token's id
 NAMED = "token_id:"  # before the id of a token, as vLLM writes it
 ASKED = 3  # prompts by which vocabulary and template are known
 FEWEST = 3  # tokens of an answer that can be compared
@@ -86,7 +87,9 @@ class Vocabulary:
         tokens = dict[int, float]()
         by_id = False
         for name, log in named.items():
-            token = int(name.removeprefix(NAMED)) if str(name).startswith(NAMED) else name
+            number = str(name).removeprefix(NAMED)
+            is_number = number != name and number.isdecimal() and len(number) < MOST_DIGITS
+            token = int(number) if is_number else name
             if isinstance(token, int):
                 by_id = True
             elif token in self.unclear or BROKEN in token:

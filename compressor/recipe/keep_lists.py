@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from compressor.data.sources import WeightedSource
-from compressor.errors import CompressionError, ItemError, reason_of
+from compressor.errors import CompressionError, ItemError
 from compressor.recipe.steps_plan import MOST_EXPERTS
 from compressor.records import number, read_json, value_as
 
@@ -88,7 +88,7 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickles raise anything
-        raise CompressionError(f"{path} holds no observations of REAP ({reason_of(error)}); {HINT}") from error
+        raise CompressionError(f"{path} holds no observations of REAP, or more than tensors; {HINT}") from error
     order = dict[str, list[int]]()
     for layer, statistics in content.items() if isinstance(content, dict) else ():
         scores = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
