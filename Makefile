@@ -6,8 +6,9 @@ PINS = --constraint constraints.txt
 TORCH ?= torch
 
 .PHONY: demo test test-fast test-latest test-all lint docs
-demo: $(VENV)/installed
+demo: $(VENV)/usable
 	$(VENV)/bin/moe-compress demo
+	@echo "To type moe-compress alone: source $(VENV)/bin/activate"
 
 # The same every time: no random seed, and hypothesis derandomised (the profile `fast` of tests/conftest.py).
 test: lint docs test-fast
@@ -37,8 +38,13 @@ docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 	@echo "Written to site/; python3 -m http.server --directory site serves it"
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/usable: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): minutes of downloads, and 2 GB of disk, or more with CUDA's libraries"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet $(PINS) $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet $(PINS) --editable ".[all]"
+	touch $@
+
+$(VENV)/installed: $(VENV)/usable
 	$(VENV)/bin/python -m pip install --quiet $(PINS) --editable ".[dev]"
 	touch $@

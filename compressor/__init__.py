@@ -1,17 +1,36 @@
 """moe-compressor: smaller Mixture-of-Experts checkpoints that every stock loader still loads."""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.api import apply, compare, compress, evaluate, gate, plan, save_baseline, traces
+    from compressor.answers.options import AnswerOptions, ServerOptions
+    from compressor.api import (
+        apply,
+        calibrate_router,
+        compare,
+        compress,
+        distill,
+        evaluate,
+        export,
+        gate,
+        plan,
+        save_baseline,
+        split,
+        traces,
+        write_report,
+    )
     from compressor.errors import CompressionError
+    from compressor.golden.checking import check
+    from compressor.hub.push import push
     from compressor.model.inspection import inspect
     from compressor.model.loaded import LoadedModel
     from compressor.pipeline.dry_run import DryRun, dry_run
     from compressor.pipeline.outcome import GateFailedError, Outcome
+    from compressor.quality_gate.options import BehaviourOptions, GateOptions
     from compressor.recipe.recipe import Recipe
-    from compressor.recipe.step import StepOptions
+    from compressor.recipe.step import StepOptions, TextOptions
     from compressor.recipe.steps_plan import Plan
     from compressor.steps.constants.options import Constants
     from compressor.steps.correct.options import Correct
@@ -23,14 +42,19 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "apply compare compress evaluate gate plan save_baseline traces",
+    "answers.options": "AnswerOptions ServerOptions",
+    "api": "apply calibrate_router compare compress distill evaluate export gate plan save_baseline split traces "
+    "write_report",
     "errors": "CompressionError",
+    "golden.checking": "check",
+    "hub.push": "push",
     "model.loaded": "LoadedModel",
     "model.inspection": "inspect",
     "pipeline.dry_run": "DryRun dry_run",
     "pipeline.outcome": "GateFailedError Outcome",
+    "quality_gate.options": "BehaviourOptions GateOptions",
     "recipe.recipe": "Recipe",
-    "recipe.step": "StepOptions",
+    "recipe.step": "StepOptions TextOptions",
     "recipe.steps_plan": "Plan",
     **{f"steps.{step.lower()}.step": step for step in _STEPS},
 }
@@ -40,7 +64,9 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     """Return a public name, loaded on first use (PEP 562): one of ours, or a function that a package announces."""
-    if name in _MODULES:
+    if name == "__version__":
+        value = version("moe-compressor")
+    elif name in _MODULES:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:
         entry_points = import_module(f"{__name__}.entry_points")
@@ -49,3 +75,9 @@ def __getattr__(name: str) -> Any:
         value = entry_points.load(entry_points.FUNCTIONS, name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """Return all public names, whether they are loaded or not."""
+    entry_points = import_module(f"{__name__}.entry_points")
+    return sorted([*__all__, *entry_points.names(entry_points.FUNCTIONS), "__version__"])

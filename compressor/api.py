@@ -14,17 +14,18 @@ from compressor.answers.lm_eval_run import identity, plan_evaluation
 from compressor.answers.options import AnswerOptions, ServerOptions, TaskOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.traces import Traces, write_traces
-from compressor.checkpoint.source import ModelSource, find_model, locate_tokenizer
+from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.files import default_folder
+from compressor.files import default_folder, lock_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.serving import Advice
-from compressor.options import validated
+from compressor.options import one_or_several, validated
 from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
+from compressor.pipeline.formats import export_checkpoint, find_exporter
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.resolve import first_state, open_run, prepare
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
@@ -35,13 +36,23 @@ from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.quality_gate.run import GateRequest, PowerAnalysis, asked_forms, passable, read_tasks, run_gate
 from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
+from compressor.recipe.recipe import (
+    Recipe,
+    default_steps,
+    on_text,
+    read_recipe,
+    recipe_of_plan,
+    refuse_missing,
+    step_class,
+)
+from compressor.recipe.registry import exporter_options
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import PACKAGES, versions
 
 if TYPE_CHECKING:  # loaded only where models are compared
     from compressor.report.comparison_report import Comparison
+    from compressor.report.data import Report
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +102,8 @@ def compress(
     is_file = isinstance(model, str | Path) and str(model).endswith((".yaml", ".yml"))
     if (is_file or isinstance(model, Recipe)) and (steps is not None or options):
         raise CompressionError("a recipe names its own steps; change those in it, or name a model")
+    if steps is not None and options:
+        raise CompressionError(f"compress has no option {next(iter(options))!r}; options of steps go into the steps")
     if isinstance(model, Recipe):
         recipe = model
     elif is_file:
@@ -112,15 +125,102 @@ def compress(
             resident=resident,
             output={"max_shard_bytes": max_shard_bytes, "evaluate": evaluate},
         )
-    require(*recipe.packages)
+    recipe.check_installed()
     delivery = Delivery(Path(out), overwrite, device, progress, command)
     if recipe.output.push_to_hub is None or not ranks().is_first:
         return carry_out(recipe, delivery, announce)
+    from compressor.hub.card import warn_of_licence
     from compressor.hub.push import check_access, push_output
 
     check_access(recipe.output.push_to_hub, recipe.output.private)  # now rather than after hours of work
+    if isinstance(recipe.model, str):
+        warn_of_licence(recipe.base or recipe.model, recipe.base_revision if recipe.base else recipe.revision)
     outcome = carry_out(recipe, delivery, announce)
     return replace(outcome, pushed=push_output(outcome, recipe.output))
+
+
+def split(model: ModelLike, out: str | Path, **options: Any) -> Outcome:
+    """Split each expert into narrower sub-experts with the same output.
+
+    `options` are those of `Split` and `compress`.
+    """
+    return _one_step("split", model, out, options)
+
+
+def calibrate_router(model: ModelLike, out: str | Path, base: str, **options: Any) -> Outcome:
+    """Calibrate a smaller model's routers against its base; `options` are those of `Routers` and `compress`."""
+    return _one_step("routers", model, out, {**options, "base": base})
+
+
+def distill(model: ModelLike, out: str | Path, base: str, **options: Any) -> Outcome:
+    """Train a smaller model toward its base; `options` are those of `Distill` and `compress`."""
+    return _one_step("distill", model, out, {**options, "base": base})
+
+
+def _one_step(name: str, model: ModelLike, out: str | Path, options: dict[str, Any]) -> Outcome:
+    """Carry out one step on a finished checkpoint, on a text of its own."""
+    fields = step_class(name).model_fields.keys() - {"calibration"}
+    chosen = {option: options.pop(option) for option in fields & options.keys()}
+    sizes = {option: options.pop(option) for option in ("samples", "sequence_length") if option in options}
+    text = text_options(options.pop("calibration", None), **sizes)
+    return compress(model, out, [on_text(name, chosen, text)], **options)
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    format: str = "onnx",
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Any:
+    """Write a checkpoint in another format and return the exporter's summary; keep-list takes a plan's file, too.
+
+    `options` are the exporter's; for ONNX `opset`, `dtype`, `quantize`, `past` and `stream`.
+    """
+    module = find_exporter(format)  # refused, as wrong options are, before a model is downloaded
+    exporter_options(format, options)
+    folder = Path(checkpoint)
+    if not (getattr(module, "PLANS", False) and folder.is_file()):
+        folder = locate(str(checkpoint), revision, progress).folder
+    return export_checkpoint(format, folder, Path(out), options, overwrite, progress or Silent())
+
+
+def write_report(
+    checkpoint: str | Path,
+    out: str | Path = "report.html",
+    *,
+    hubs: Path | None = None,
+    gate: Path | None = None,
+    figures: Path | None = None,
+    run_models: bool = True,
+    overwrite: bool = False,
+    **measuring: Any,
+) -> "tuple[Report, list[Path]]":
+    """Write the HTML page of an output of `compress` or `apply`; returns its data, and its figures as PNG, if any.
+
+    `measuring` is `model` (the base, if it has moved), `revision`, `calibration`, `samples`, `sequence_length`,
+    `speed`, `device`, `dtype` and `progress`. Without `run_models` the page shows what folder and record hold.
+    """
+    require("matplotlib", "jinja2")
+    from compressor.report import page
+    from compressor.report.data import report_data
+    from compressor.report.measuring import measure
+
+    folder, target = Path(checkpoint), Path(out)
+    if not folder.is_dir():
+        raise CompressionError(f"{folder} is not a folder; name one that moe-compress has written")
+    if measuring.get("speed") and not run_models:
+        raise CompressionError("--speed runs both models, and --no-measure none; leave one of them out")
+    page.check_report(target, figures, overwrite)
+    report_data(folder, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
+    measuring["calibration"] = one_or_several(measuring.get("calibration"))
+    with lock_output(target):
+        measured = measure(folder, **measuring) if run_models else None
+        data = report_data(folder, measured, hubs, gate)
+        return data, page.write_report(data, target, figures, overwrite)
 
 
 def make_recipe(
@@ -189,13 +289,6 @@ def plan(
             raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
         decide(state, state.stage)
         return state.plan
-
-
-def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
-    """Return a step with a text of its own, so that the plan of its output goes on with earlier ones."""
-    if text.data is not None or text.emphasis is not None:
-        options = {**options, "calibration": text}
-    return make_step(name, options)
 
 
 def compare(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, field, fields, is_dataclass
 from functools import lru_cache
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
@@ -66,8 +66,8 @@ def packages() -> list[str]:
     return sorted(top_level)
 
 
-def load(group: str, name: str, place: str = "") -> Any:
-    """Return the object that an entry point names; refuses an unknown, ambiguous or broken one."""
+def find(group: str, name: str, place: str = "") -> EntryPoint:
+    """Return an entry point without loading it; refuses an unknown or ambiguous name."""
     kind = KINDS[group]
     offers = {entry.value: entry for entry in _entries(group) if entry.name == name}
     if not offers:
@@ -76,11 +76,17 @@ def load(group: str, name: str, place: str = "") -> Any:
     value, *others = offers
     if others:
         raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")
+    return offers[value]
+
+
+def load(group: str, name: str, place: str = "") -> Any:
+    """Return the object that an entry point names; refuses an unknown, ambiguous or broken one."""
+    entry = find(group, name, place)
     try:
-        return offers[value].load()
+        return entry.load()
     except (Exception, SystemExit) as error:  # plugins raise any exception
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise CompressionError(f"{kind} {name!r} ({value}) cannot be imported: {reason}") from error
+        raise CompressionError(f"{KINDS[group]} {name!r} ({entry.value}) cannot be imported: {reason}") from error
 
 
 def takes(function: Any, count: int) -> bool:

@@ -31,6 +31,8 @@ REPLACED = "replaced"  # where an older output lies between the two renames that
 ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GRAPH = "model.onnx"  # of an ONNX export
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 SUMS = "SHA256SUMS"  # digests of an output's files
@@ -54,6 +56,23 @@ REPORTS = re.compile(  # what other commands may have added to an output
 MADE_BY = "Made by moe-compress"  # at the end of every page
 MOST_NAMED = 3  # stray files in one sentence
 _held: set[tuple[Path, int]] = set()  # by this process, with the thread
+
+
+def is_local(model: str) -> bool:
+    """Return True if a model argument names something on this machine rather than on the Hub."""
+    return Path(model).exists() or HUB_ID.fullmatch(model) is None
+
+
+def refuse_absent(model: Any) -> None:
+    """Refuse a model, by name or path, that is neither here nor could be a Hub id."""
+    if isinstance(model, str | Path) and is_local(str(model)) and not Path(model).exists():
+        raise CompressionError(f"{model} is not a folder; {NAME_ONE}")
+
+
+def refuse_no_file(path: Path | None) -> None:
+    """Refuse a path at which nothing is."""
+    if path is not None and not path.exists():
+        raise CompressionError(f"{path} cannot be read: there is no such file; check the path")
 
 
 @contextmanager
@@ -91,6 +110,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with replacing(path, Path(fresh)), os.fdopen(handle, "wb") as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_file(out: Path, content: str, check: Callable[[], None]) -> None:
+    """Write a file that becomes `out` once it is complete, by one run at a time.
+
+    `check` refuses an `out` that is not to be written, also one that has appeared in the meantime.
+    """
+    with lock_output(out) as work, replacing(out, work / out.name) as fresh:
+        fresh.write_text(content, encoding="utf-8", errors=LONE_HALVES)
+        check()
 
 
 def replace_folder(finished: Path, target: Path, old: Path) -> None:

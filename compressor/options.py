@@ -1,5 +1,6 @@
 """Options as pydantic models, of which recipes, command line, plan and reference are made. Loads no torch."""
 
+import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -11,12 +12,34 @@ from compressor.formatting import known_names
 from compressor.records import WHOLE
 
 Model = TypeVar("Model", bound=BaseModel)
+OPTIONS = "Options:"
+
+
+def _without_options(schema: dict[str, Any]) -> None:
+    """Leave the options, which the schema has, out of its description."""
+    schema["description"] = schema.get("description", "").partition(OPTIONS)[0].rstrip()
 
 
 class Options(BaseModel):
     """Frozen options, unknown ones refused; a switch is no number, nor is infinity. The text below one is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        json_schema_extra=_without_options,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Add the meaning of every option to the docstring, which help() shows."""
+        lines = [inspect.cleandoc(cls.__doc__ or ""), "", OPTIONS]
+        for name, field in cls.model_fields.items():
+            default = "" if field.is_required() else f" = {field.get_default(call_default_factory=True)!r}"
+            if field.description:
+                lines.append(f"    {name}{default}: {' '.join(field.description.split())}")
+        cls.__doc__ = "\n".join(lines)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -55,19 +78,34 @@ def validated(
     kind: type[Model], content: Mapping[str, Any], where: str, unknown: str = "there is no option", at: str = ""
 ) -> Model:
     """An instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
+    refuse_unknown(kind, content, unknown, at)
+    try:
+        return kind(**content)
+    except (ValidationError, CompressionError) as error:
+        cause = error.__cause__ or error  # a step's own sentence names no place
+        if not isinstance(cause, ValidationError) or cause.title != kind.__name__:
+            raise
+        raise CompressionError(f"{where}: {fault_of(cause)}") from cause
+
+
+def refuse_unknown(kind: type[BaseModel], content: Mapping[str, Any], unknown: str, at: str = "") -> None:
+    """Refuse a name that is no field, with the one that may be meant."""
     for name in content:
         if name not in kind.model_fields:
             raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
-    try:
-        return kind(**content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        message = first["msg"].removeprefix("Value error, ")
-        cause = first.get("ctx", {}).get("error")
-        inner = ("function-", "tuple", "constrained")
-        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
-        if first["type"] == "extra_forbidden":
-            message = f"{place} is not known"
-        elif first["type"] != "value_error":
-            message = f"{place} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"
-        raise CompressionError(f"{where}: {cause if isinstance(cause, CompressionError) else message}") from error
+
+
+def fault_of(error: ValidationError) -> str:
+    """Return the first fault as the end of a sentence."""
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    cause = first.get("ctx", {}).get("error")
+    inner = ("function-", "tuple", "constrained")
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
+    if isinstance(cause, CompressionError):
+        return str(cause)
+    if first["type"] == "extra_forbidden":
+        return f"{place} is not known"
+    if first["type"] == "value_error":
+        return message
+    return f"{place} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"

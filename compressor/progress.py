@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A listener: `start` opens a phase of `total` steps, `advance` finishes one of them."""
+    """A listener: `start` opens a phase of `total` steps, which may lie within another, `advance` finishes a step."""
 
     def start(self, phase: str, total: int) -> None: ...
 
@@ -21,6 +21,9 @@ class Silent:
     def start(self, phase: str, total: int) -> None: ...
 
     def advance(self, detail: str) -> None: ...
+
+
+SILENT = Silent()
 
 
 @dataclass(slots=True)

@@ -3,19 +3,22 @@
     python -m scripts.kill_tests [--kills 100] [--seed 0] [--model FOLDER] [--only apply,export]
 
 Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to three times, and
-then lets the same command through. Half of the kills fall anywhere between the first file of the work and the end,
-four in ten between the last new file and the end, when the output is put in place, and the rest into the start-up.
+then lets the same command through. Half of the kills fall just before or after a rename, or while a layer's file,
+golden answers, a baseline or another file is written; each moment of the undisturbed run is as likely. A quarter falls
+anywhere between the first file of the work and the end, a fifth between the last new file and the end, when the output
+is put in place, and the rest into the start-up.
 
 After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
 holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
 holds no name that an undisturbed run does not leave there. Times and memory in the run's record and in a gate's reports
-are left out. Exits with 1 when anything differed.
+are left out. Pushes go to a Hub on loopback, which has to hold the same files. Exits with 1 when anything differed.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +33,11 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from tests.support.audit import Moment, happening, listening
+from tests.support.hub import Hub, serve
 
 NOT_COMPARED = ("seconds", "peak_memory", "finished")  # of a run's record: durations, bytes of memory, a date
 NOT_COMPARED_OF_GATES = ("seconds", "reused_base")  # and the times of change of the weights that were judged
@@ -46,7 +54,7 @@ DATA = ("--calibration", "calibration.txt", "--samples", "16", "--sequence-lengt
 class Case:
     """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a gate needs.
 
-    An output in `parts` is put in place one after another.
+    An output in `parts` is put in place one after another. REPOSITORY stands for one of the trial's own on the Hub.
     """
 
     name: str
@@ -54,6 +62,7 @@ class Case:
     before: tuple[tuple[str, ...], ...] = ()
     demo: bool = False
     parts: bool = False
+    gguf: bool = False
 
 
 def _compress(*more: str, experts: str = "4") -> tuple[str, ...]:
@@ -90,7 +99,16 @@ CASES = (
     Case("traces", ("traces", "MODEL", "-o", f"{OUT}.jsonl", *ASKED), demo=True, parts=True),
     Case("evaluate", ("evaluate", "MODEL", "small", "-o", OUT, *ASKED), (SMALL,), demo=True),
     Case("gate", ("gate", "MODEL", "small", "-o", OUT, *GATED), (SMALL,), demo=True),
+    Case("baseline", ("gate", "MODEL", "--save-baseline", f"{OUT}.json", *GATED[:4]), demo=True),
+    Case("check --write", ("check", "--write", "MODEL", "--output", f"{OUT}.json")),
+    Case("gguf", ("compress", "MODEL", "-o", f"{OUT}.gguf", "--experts", "4", "--imatrix", "imatrix.gguf"), gguf=True),
+    Case("quantize", ("compress", "quantize.yaml", "-o", OUT)),
+    Case("push", ("push", "small", "REPOSITORY", "--yes"), (SMALL,)),
 )
+QUANTIZE = "model: MODEL\nsteps: [{quantize: {scheme: int4}}]\n"
+COUNTS = np.arange(1, 9)  # of a file's experts
+SQUARES = np.outer(COUNTS, np.ones(32))
+WRITING = os.O_WRONLY | os.O_RDWR
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +173,41 @@ class Home:
     def place(self) -> Path:
         return self.folder / "place"
 
-    def start(self, command: Sequence[str], model: Path) -> "subprocess.Popen[bytes]":
-        """The command in a process group of its own, on one thread and offline."""
+    @property
+    def repository(self) -> str:
+        """The trial's own on the Hub."""
+        return f"org/{self.folder.name}"
+
+    @property
+    def moments(self) -> list[Moment]:
+        """What a run that was watched has renamed, and what it has opened to write."""
+        return [Moment(*json.loads(line)) for line in (self.folder / "moments").read_text().splitlines()]
+
+    def start(
+        self, command: Sequence[str], model: Path, hub: Hub, moment: Moment | None = None, is_watched: bool = False
+    ) -> "subprocess.Popen[bytes]":
+        """The command in a process group of its own, on one thread and offline but for the Hub.
+
+        It is killed at a moment, if there is one, or its moments are written down.
+        """
         for name in ("place", "tmp", "home"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        words = [str(model) if word == "MODEL" else word for word in command]
+        named = {"MODEL": str(model), "REPOSITORY": self.repository}
+        words = [named.get(word, word) for word in command]
         own = {"TMPDIR": "tmp", "HOME": "home", "MOE_COMPRESSOR_CACHE": CACHE}
+        program = ["-m", "compressor"]
+        if moment is not None or is_watched:
+            program = ["-c", f"from scripts.kill_tests import run_watched; run_watched({moment!r})"]
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0" if command[0] == "push" else "1",
+            "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "hf_test",
+            "MOMENTS": str(self.folder / "moments"),
             "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
             **{name: str(self.folder / value) for name, value in own.items()},
         }  # fmt: skip
         with (self.folder / "errors").open("wb") as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "compressor", *words],
+                [sys.executable, *program, *words],
                 cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
             )  # fmt: skip
 
@@ -188,6 +227,33 @@ class Home:
         return lines[-1].replace(f"{self.place}/", "").replace(str(self.folder), "")
 
 
+def run_watched(moment: Moment | None) -> None:
+    """Run the command of this process, and kill its group at a moment, or write down all moments."""
+    from compressor.cli import main as cli
+
+    if moment is not None:
+        with happening(moment, lambda: os.killpg(0, signal.SIGKILL)):
+            cli.main()
+    place = os.getcwd()
+    counts = Counter[tuple[str, str]]()
+    with open(os.environ["MOMENTS"], "w", encoding="utf-8") as moments:
+
+        def note(event: str, arguments: tuple[Any, ...]) -> None:
+            if event not in ("os.rename", "open"):
+                return
+            path = str(arguments[1] if event == "os.rename" else arguments[0])
+            pattern = re.escape(os.path.basename(path))
+            if not os.path.abspath(path).startswith(place):
+                return
+            counts[event, pattern] += 1
+            if event == "os.rename" or arguments[2] & WRITING:
+                for is_after in (False, True):
+                    moments.write(json.dumps([event, pattern, counts[event, pattern], is_after]) + "\n")
+
+        with listening(note):
+            cli.main()
+
+
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
     """A run that nobody killed: when its first and last new file appeared, when it ended, and what it left."""
@@ -201,14 +267,24 @@ class Undisturbed:
     place: Content
     temporary: frozenset[str]
     records: dict[str, dict[str, Any]]
+    moments: list[Moment]
+    pushed: dict[str, bytes]
 
 
-def undisturbed(case: Case, base: Home, home: Home, model: Path) -> Undisturbed:
+def pushed(hub: Hub, home: Home) -> dict[str, bytes]:
+    """Return the files that a trial has on the Hub, without names of its own folder."""
+    if home.repository not in hub.repositories:
+        return {}
+    files = hub.repositories[home.repository].files()
+    return {name: content.replace(home.repository.encode(), b"") for name, content in files.items()}
+
+
+def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Undisturbed:
     """Run a command to its end and watch it; raises SystemExit when it fails."""
     shutil.copytree(base.folder, home.folder)
     older, known, news = home.output(), home.seen(CACHE), list[tuple[float, str]]()
     begin = time.monotonic()
-    process = home.start(case.command, model)
+    process = home.start(case.command, model, hub)
     while process.poll() is None:
         now, seen = time.monotonic() - begin, home.seen(CACHE)
         news += [(now, os.path.relpath(name, home.folder)) for name in sorted(seen - known)]
@@ -220,18 +296,25 @@ def undisturbed(case: Case, base: Home, home: Home, model: Path) -> Undisturbed:
     kept = {os.path.relpath(name, home.folder) for name in home.seen(CACHE)}
     hidden = [(at, name) for at, name in news if name.startswith("place/.")]
     cached = [(at, name) for at, name in news if name.startswith(CACHE) and name in kept]
-    last, last_name = (hidden or cached or news)[-1]
+    last, last_name = (hidden or cached or news or [(end, "")])[-1]
+    watched = Home(home.folder.with_name(f"{home.folder.name}-watched"))
+    shutil.copytree(base.folder, watched.folder)
+    if watched.start(case.command, model, hub, is_watched=True).wait() != 0:
+        raise SystemExit(f"{case.name}: the watched run failed: {watched.said()}")
     return Undisturbed(
-        first=min(hidden + cached or news)[0], last=last, end=end, last_name=last_name, older=older,
+        first=min(hidden + cached or news or [(end, "")])[0], last=last, end=end, last_name=last_name, older=older,
         output=home.output(), place=Content.of(home.place), temporary=frozenset(os.listdir(home.folder / "tmp")),
-        records=run_records(home.folder),
+        records=run_records(home.folder), moments=watched.moments, pushed=pushed(hub, home),
     )  # fmt: skip
 
 
-def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random) -> bool:
+def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub) -> bool:
     """Start the command and kill it at a moment drawn by the dice; whether it was still running then."""
-    kind, begin, known = dice.random(), time.monotonic(), home.seen(CACHE)
-    process = home.start(case.command, model)
+    kind = dice.random()
+    if kind < 0.5 and whole.moments:
+        return home.start(case.command, model, hub, dice.choice(whole.moments)).wait() == -signal.SIGKILL
+    begin, known = time.monotonic(), home.seen(CACHE)
+    process = home.start(case.command, model, hub)
 
     def wait(until: float, name: str | None = None) -> None:
         """Wait for the end, for a time, or for a name, or any new one, in the place."""
@@ -241,10 +324,10 @@ def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: ra
                 return
             time.sleep(PAUSE)
 
-    if kind < 0.5:
+    if kind < 0.75:
         wait(LIMIT, "")
         wait(time.monotonic() - begin + dice.uniform(0, whole.end - whole.first))
-    elif kind < 0.9:
+    elif kind < 0.95:
         wait(LIMIT, whole.last_name)
         wait(time.monotonic() - begin + dice.uniform(0, whole.end - whole.last))
     else:
@@ -256,7 +339,7 @@ def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: ra
     return alive
 
 
-def run_through(case: Case, home: Home, model: Path) -> tuple[int, bool]:
+def run_through(case: Case, home: Home, model: Path, hub: Hub) -> tuple[int, bool]:
     """The command's exit status, and whether it took up files, or the output, that an earlier run had left."""
     with ExitStack() as held:  # an open file's inode is given to no other
         earlier, hidden = set[tuple[str, int]](), set[tuple[str, int]]()
@@ -267,7 +350,7 @@ def run_through(case: Case, home: Home, model: Path) -> tuple[int, bool]:
                 earlier.add(entry)
             elif top.startswith(".") and os.path.basename(name) != "lock":
                 hidden.add(entry)
-        process, kept = home.start(case.command, model), set[tuple[str, int]]()
+        process, kept = home.start(case.command, model, hub), set[tuple[str, int]]()
         while process.poll() is None:
             now = set()
             for name, _ in hidden:
@@ -292,17 +375,17 @@ class Tally:
 
 
 def trial(
-    case: Case, home: Home, base: Home, model: Path, whole: Undisturbed, dice: random.Random, tally: Tally
+    case: Case, home: Home, base: Home, model: Path, whole: Undisturbed, dice: random.Random, tally: Tally, hub: Hub
 ) -> None:
     """Kill a command up to three times, let it through, and count what is wrong."""
     shutil.copytree(base.folder, home.folder)
     for _ in range(dice.randint(1, MOST_KILLS)):
-        tally.kills += run_killed(case, home, model, whole, dice)
+        tally.kills += run_killed(case, home, model, whole, dice, hub)
         out = home.output()
         is_whole = out.keys() <= whole.output.keys() if case.parts else out == whole.output
         if out != whole.older and not is_whole:
             tally.faults["a kill left an output that is neither the older nor the new one"] += 1
-    status, taken_up = run_through(case, home, model)
+    status, taken_up = run_through(case, home, model, hub)
     tally.trials += 1
     tally.taken_up += taken_up
     changed, beside = differences(whole.place, Content.of(home.place))
@@ -314,6 +397,8 @@ def trial(
     tally.faults.update([f"{name} differs" for name in changed] + [f"{name} is left" for name in beside])
     if status != 0:
         tally.faults[f"status {status}: {home.said()}"] += 1
+    if pushed(hub, home) != whole.pushed:
+        tally.faults["the Hub holds something else"] += 1
     if run_records(home.folder) != whole.records:
         tally.faults["the record of the run differs"] += 1
 
@@ -321,27 +406,32 @@ def trial(
 def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -> dict[str, Tally]:
     """Trials of each command, in turn, until there were so many kills."""
     from compressor.data.demo import demo_checkpoint
-    from tests.support import small
+    from tests.support import gguf_models, small
 
     dice, tallies = random.Random(seed), {case.name: Tally() for case in cases}
-    with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo:
+    with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo, serve() as hub:
         folder = Path(scratch)
         model = given.resolve() if given else small.save(folder / "model", shard="60KB")
+        file = gguf_models.quantised(folder / "model.gguf")
         prepared: dict[str, tuple[Home, Undisturbed, Path]] = {}
         number = 0
         while sum(tally.kills for tally in tallies.values()) < kills:
             case = cases[number % len(cases)]
             if case.name not in prepared:
                 base, own = Home(folder / f"base-{number}"), Path(demo) if case.demo and not given else model
+                own = file if case.gguf else own
                 base.place.mkdir(parents=True)
                 small.text_file(base.place)
+                counts = {f"blk.{block}.ffn_down_exps.weight": (SQUARES, COUNTS) for block in (1, 2)}
+                gguf_models.imatrix(base.place / "imatrix.gguf", counts)
+                (base.place / "quantize.yaml").write_text(QUANTIZE.replace("MODEL", str(own)))
                 for command in case.before:
-                    if base.start(command, own).wait() != 0:
+                    if base.start(command, own, hub).wait() != 0:
                         raise SystemExit(f"{case.name}: {command[0]} failed: {base.said()}")
-                prepared[case.name] = base, undisturbed(case, base, Home(folder / f"whole-{number}"), own), own
+                prepared[case.name] = base, undisturbed(case, base, Home(folder / f"whole-{number}"), own, hub), own
             base, whole, own = prepared[case.name]
             home = Home(folder / f"trial-{number}")
-            trial(case, home, base, own, whole, dice, tallies[case.name])
+            trial(case, home, base, own, whole, dice, tallies[case.name], hub)
             shutil.rmtree(home.folder)
             number += 1
             print(f"\n{table(tallies)}", file=sys.stderr, flush=True)  # so far

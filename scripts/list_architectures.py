@@ -54,7 +54,8 @@ merging with surgery in memory, weight by weight.
 - **Attribution**: the largest difference between the sum of sub-scores and a router's logits, relative to the largest
   logit, in float32; or why the family can't be attributed.
 - **ONNX**: the largest difference of a logit between ONNX Runtime and the stock model, with the cache unless noted, and
-  what replaces the MoE node where a layer needs more; or why the family can't be exported.
+  what replaces the MoE node where a layer needs more; or why the family can't be exported. Rotary embeddings of type
+  `longrope` are exported for short and long texts unless noted; those of type `dynamic` are refused.
 - **Split**: whether a split leaves the function of the family's stock MoE block unchanged, or why not; variants that
   differ are in parentheses.
 
@@ -195,6 +196,12 @@ def _for_graph(name: str, place: Path, scratch: Path) -> Path:
     return scratch
 
 
+def _branches_by_length(model: Any) -> bool:
+    """Whether rotary embeddings of a family's own choose between short and long texts in Python."""
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
+    return any(re.search(r"if seq_len\b", _source(module)) for module in rotary)
+
+
 def _onnx(place: Path, out: Path) -> str:
     """How far the exported graph is from the stock model, without its cache if need be, or why there is none."""
     for past in (True, False):
@@ -205,6 +212,7 @@ def _onnx(place: Path, out: Path) -> str:
             continue
         others = sorted({route.route for route in found.fallen_back})
         parts = [bound(found.verification.largest_difference), *([] if past else ["no cache"]), *others]
+        parts += ["not with `longrope`"] if _branches_by_length(open_model(locate(str(place))).partial.model) else []
         return ", ".join(parts)
     return f"no: {reason}"
 

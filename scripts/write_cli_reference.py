@@ -15,6 +15,7 @@ from compressor.cli import gate, measure
 from compressor.cli.main import app
 from compressor.cli.options import PANELS, with_all_options
 from compressor.cli.settings import SHOWN, recipe_options
+from compressor.options import OPTIONS
 
 PAGE = "reference/command-line.md"  # in the site
 WHOLE = {"gate": gate.gate, "compare": measure.compare}  # whose `--help` shows few options; recipes' are below
@@ -87,9 +88,8 @@ def _step_section(step: type[StepOptions]) -> str:
         default = entry.get_default(call_default_factory=True)
         shown = "" if default is None or default == {} else f" Default: `{json.dumps(default)}`."
         rows.append(f"| `{name}` | {_cell(entry.description or '')}{shown} |")
-    return "\n".join(
-        [f"### {step.name}", "", _cell(step.__doc__ or ""), "", "| option | meaning |", "|---|---|", *rows, ""]
-    )
+    text = (step.__doc__ or "").partition(OPTIONS)[0].strip()
+    return "\n".join([f"### {step.name}", "", _cell(text), "", "| option | meaning |", "|---|---|", *rows, ""])
 
 
 def _section(name: str, command: Any) -> str:

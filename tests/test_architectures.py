@@ -5,6 +5,8 @@ The cases come from the zoo; `reference.py` does the surgery a second way, from 
 
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,15 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compressor
+from compressor import CompressionError
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.model.opened import open_model
+from compressor.pipeline.verify import verify_against_base
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan as StepsPlan
 from tests.support import zoo
 from tests.support.plans import by_hand, make_plan, plan_of, pruned
-from tests.support.small import tensors_of
+from tests.support.small import edit_json, edit_tensors, tensors_of
 from tests.support.surgery_reference import cut, forced_logits, realign, stored_bytes
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
@@ -182,3 +186,117 @@ def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path) -> None:
 def test_edited_plan_that_drops_and_mixes_equals_the_reference(case: Case, tmp_path: Path) -> None:
     plan = regroup(case.identity, mix_some, case.experts // 2)
     check_output(case, plan, apply(plan, tmp_path / "out"), exact=False)
+
+
+# ---- one stored tensor is changed ----
+
+
+def one_of_an_expert(folder: Path) -> str:
+    """The name of a stored matrix of an expert that is kept and gets another number, or of all experts."""
+    roles = open_model(locate(str(folder))).layout.roles
+    names = [name for name, role in roles.items() if role.kind == "fused" and not role.is_router]
+    names = names or [name for name, role in roles.items() if role.expert == 6]
+    return min(names or [name for name in tensors_of(folder) if ".experts." in name])
+
+
+def half(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name].half()
+
+
+def double(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name].double() * 1.0001
+
+
+def narrow(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def without_name(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[f"{name}_renamed"] = tensors.pop(name)
+
+
+def fp8(tensors: dict[str, Tensor]) -> list[str]:
+    """Store matrices in fp8 with a scale of each row; returns the names of the scales."""
+    scales = []
+    for name, value in [*tensors.items()]:
+        dense = not any(word in name for word in ("embed", "head", "norm", "router", "gate.weight", "conv"))
+        if name.endswith(".weight") and value.dim() == 2 and min(value.shape) > 1 and dense:
+            scale = (value.abs().amax(1, keepdim=True) / 448).clamp(min=1e-9)
+            tensors |= {name: (value / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+            scales.append(f"{name}_scale")
+    return scales
+
+
+def plain(folder: Path, out: Path) -> Path:
+    """Write a checkpoint whose fp8 matrices are multiplied by their scales, by hand."""
+    shutil.copytree(folder, out)
+    edit_json(out / "config.json", lambda config: config.pop("quantization_config", None))
+
+    def dequantize(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if f"{name}_scale" in tensors]:
+            tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale")
+
+    edit_tensors(out, dequantize)
+    return out
+
+
+def masked(case: Case, folder: Path, out: Path) -> None:
+    """A drop of a changed checkpoint gives the logits of what stock transformers reads of it, cut in memory."""
+    identity = plan_of(folder, strategy="model-centric", experts=case.experts).to_dict()
+    plan = regroup(identity, keep_some, case.experts * 3 // 4)
+    apply(plan, out)
+    stock = zoo.reload(case.name, plain(folder, out.parent / "plain-in")).float()
+    small = zoo.reload(case.name, plain(out, out.parent / "plain-out")).float()
+    expected = cut(stock, case.count_field, pruned(plan))
+    torch.testing.assert_close(zoo.logits(small, case.ids), zoo.logits(expected, case.ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [half, double, narrow], ids=lambda change: change.__name__)
+def test_another_dtype_of_one_tensor_is_kept_or_refused_by_name(case: Case, tmp_path: Path, change: Any) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(case.folder, folder)
+    name = one_of_an_expert(folder)
+    edit_tensors(folder, lambda tensors: change(tensors, name))
+    if change is narrow:
+        with pytest.raises(CompressionError, match=re.escape(name)):
+            plan_of(folder, strategy="model-centric", experts=case.experts)
+        return
+    masked(case, folder, tmp_path / "out")
+    before, after = (
+        sorted(str(value.dtype) for value in tensors_of(each).values() if value.dtype != torch.float32)
+        for each in (folder, tmp_path / "out")
+    )
+    # experts that text and vision share are written in the widest dtype of their layer's
+    assert before == after or not open_model(locate(str(folder))).layout.regular
+    assert verify_against_base(tmp_path / "out", str(folder)).passed
+
+
+def test_scales_of_fp8_are_read_or_missed_by_name(case: Case, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(case.folder, folder)
+    scales: list[str] = []
+    edit_tensors(folder, lambda tensors: scales.extend(fp8(tensors)))
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "fp8"}))
+    if not scales:
+        pytest.skip("all matrices hold several experts")
+    refused = ""
+    try:
+        masked(case, folder, tmp_path / "out")
+    except CompressionError as error:  # of a matrix that the loader converts
+        refused = str(error)
+    if refused:
+        assert any(name in refused for name in scales) or re.search("quantised weights|can't be converted", refused)
+        return
+    edit_tensors(folder, lambda tensors: without_name(tensors, scales[-1]))
+    with pytest.raises(CompressionError, match=re.escape(scales[-1].removesuffix("_scale"))):
+        plan_of(folder, strategy="model-centric", experts=case.experts)
+
+
+def test_an_unknown_vector_beside_the_router_changes_nothing_or_is_refused(case: Case, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(case.folder, folder)
+    roles = open_model(locate(str(folder))).layout.roles
+    beside = min(name for name, role in roles.items() if role.is_router).rpartition(".")[0]
+    edit_tensors(folder, lambda tensors: tensors.update({f"{beside}.odd_scale": torch.rand(case.experts)}))
+    masked(case, folder, tmp_path / "out")
+    assert f"{beside}.odd_scale" not in tensors_of(tmp_path / "out")

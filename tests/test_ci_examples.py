@@ -329,6 +329,16 @@ def test_the_gate_gets_every_input(tmp_path: Path) -> None:
     assert values["limit"] is values["max_task_drop"] is None
     values = parse(gated(tmp_path, 0, BASE="", TASKS="", OPTIONS="--prompts a.jsonl --max-loop-rise 0.02")[2])
     assert (values["base"], values["tasks"], values["prompts"]) == ("./a folder", None, ["a.jsonl"])
+    several = """--prompts 'my chats.jsonl' \\
+      --prompts org/data#column
+    --text "it's $HOME; `touch hit`.txt" --include-path=a\\ b
+    """
+    values = parse(gated(tmp_path, 0, OPTIONS=several)[2])
+    assert values["prompts"] == ["my chats.jsonl", "org/data#column"]
+    assert values["text"] == ["it's $HOME; `touch hit`.txt"] and values["include_path"] == "a b"
+    assert not (tmp_path / "hit").exists()
+    ended, outputs, call, told = gated(tmp_path, 0, OPTIONS="--text 'open")
+    assert (ended, outputs["verdict"], call) == (2, "error", []) and "options" in told
 
 
 @pytest.mark.parametrize("accepted", ["fail", "pass"])
@@ -371,12 +381,20 @@ def test_only_what_passed_is_published_and_only_that_job_has_a_token() -> None:
     assert content["jobs"]["gate"]["permissions"] == {"contents": "read", "pull-requests": "write"}
     for name, job in content["jobs"].items():
         text = " ".join(texts(job))
-        assert ("secrets." in text) == ("moe-compress push" in text) == (name == "publish")
+        assert ("secrets.HF_TOKEN" in text) == ("moe-compress push" in text) == (name == "publish")
     assert "secrets." not in " ".join(texts(content["env"]))
-    tokens = [step for step in steps_of(content) if "secrets." in " ".join(texts(step))]
-    assert ["moe-compress push" in step["run"] for step in tokens] == [True]
+    tokens = {step["name"]: step for step in steps_of(content) if "secrets." in " ".join(texts(step))}
+    assert list(tokens) == ["Compress", "Gate", publish["steps"][-1]["name"]]
+    reading = tokens["Compress"]["env"]["HF_TOKEN"], tokens["Gate"]["with"]["token"]
+    assert set(reading) == {"${{ secrets.HF_READ_TOKEN }}"}
     (call,) = [step["run"] for step in publish["steps"] if "push" in step.get("run", "")]
-    assert str(parse(shlex.split(call)[1:])["require_gate"]) == "gate-report/gate.json"
+    pushed = parse(shlex.split(call)[1:])
+    assert str(pushed["require_gate"]) == "gate-report/gate.json" and pushed["private"]
+    (made,) = [step["run"] for step in steps_of(content) if step.get("run", "").startswith("moe-compress compress")]
+    assert parse(shlex.split(made)[1:])["fast"]
+    assert content["concurrency"]["cancel-in-progress"] == "${{ github.event_name == 'pull_request' }}"
+    for pattern in content["on"]["pull_request"]["paths"]:
+        assert pattern.startswith(".github/") or list(CI.parent.parent.glob(pattern)), pattern
     handed = {
         step["with"]["name"]: step.get("if") for step in steps_of(content) if "upload-artifact" in step.get("uses", "")
     }

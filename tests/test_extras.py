@@ -54,6 +54,30 @@ LACKING = {
     "inspect model.gguf": ("gguf", "gguf"),
     "inspect packed": ("compressed-tensors", "quantized"),
 }
+WRONG = {  # refused before torch is loaded
+    "compress model -o new --strategy raep": "did you mean 'reap'",
+    "compress model -o new --set prnue.ratio=0.5": "did you mean 'prune'",
+    "compress model -o new --set prune.ratoi=0.5": "did you mean 'ratio'",
+    "compress model -o new --correct tuned": "'ridge' or 'tune'",
+    "compress model -o new --format onxx": "did you mean 'onnx'",
+    "compress model -o new --ratio 0.5 --calibration gone.jsonl": "gone.jsonl does not exist",
+    "compress modle -o new --ratio 0.5": "modle is not a folder",
+    "compress ./org/modle -o new --ratio 0.5": "modle is not a folder",
+    "compress gone.yaml -o new": "gone.yaml is not a file",
+    "plan model -o new --strategy raep": "did you mean 'reap'",
+    "apply gone.json -o new": "gone.json cannot be read",
+    "distill model --base gone -o new": "gone is not a folder",
+    "distill model --base model -o new --train expert": "'experts'",
+    "split gone -o new --parts 2": "gone is not a folder",
+    "inspect gone": "gone is not a folder",
+    "gate model gone --prompts demo": "gone is not a folder",
+    "gate model model --prompts gone.jsonl": "gone.jsonl does not exist",
+    "evaluate model gone --prompts demo": "gone is not a folder",
+    "traces gone -o new.jsonl --prompts demo": "gone is not a folder",
+    "check gone": "gone is not a folder",
+    "export model -o new --format onxx": "did you mean 'onnx'",
+    "push gone org/model": "gone cannot be read",
+}
 READING = ("inspect packed",)  # which learns from the checkpoint what it needs; no other has imported torch
 
 
@@ -68,7 +92,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     quantized.save_compressed_tensors(folder / "packed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     told = dict[str, list[str]]()
-    for commands in (RUNNING, LACKING):  # the second process has imported nothing yet
+    for commands in (RUNNING, LACKING, WRONG):  # the last processes have imported nothing yet
         words = json.dumps([command.split() for command in commands])
         done = subprocess.run(
             [sys.executable, "-c", HIDDEN, words],
@@ -97,6 +121,16 @@ def test_a_command_that_lacks_a_package_names_its_extra(
     message, ended = outcomes[command][-2:]
     assert message == f"Error: {package} is missing; pip install 'moe-compressor[{extra}]'"
     assert ended == f"{command in READING} 2"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "message"), WRONG.items())
+def test_what_is_wrong_is_refused_before_torch_is_loaded(
+    outcomes: dict[str, list[str]], command: str, message: str
+) -> None:
+    sentence, ended = outcomes[command]
+    assert sentence.startswith("Error: ") and message in sentence
+    assert ended == "False 2"
 
 
 def test_extras_install_what_they_name() -> None:

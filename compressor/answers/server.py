@@ -6,7 +6,6 @@ variable OPENAI_API_KEY alone, sent to the server that was named, and kept nowhe
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -26,6 +25,7 @@ from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.model.tokenizer import load_tokenizer
 
+MOST_BYTES = 2**25  # of an answer
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
 BUSY = (408, 425, 429, 502, 503, 504)
 LOCAL = ("localhost", "127.0.0.1", "::1")  # for which no proxy is asked
@@ -44,6 +44,10 @@ Q = TypeVar("Q")
 
 class RefusedError(CompressionError):
     """A server refused a request."""
+
+
+class EndlessError(CompressionError):
+    """An answer did not end in time, or within the largest size."""
 
 
 def _or_none(value: Any, validate: Any) -> Any:
@@ -172,6 +176,20 @@ def _refusal(url: str, response: Any) -> CompressionError:
     return RefusedError(f"{url} answers {status} ({reason_of(Exception(reason))}); {remedy}")
 
 
+async def _read(answer: Any) -> Any:
+    """Read a response's body as it is sent, up to the largest."""
+    import httpx2
+
+    body = bytearray()
+    async for part in answer.aiter_raw():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise EndlessError(f"{answer.url} answers with over {MOST_BYTES:,} bytes; {REMEDY}")
+    location = {name: answer.headers[name] for name in ("location",) if name in answer.headers}
+    extensions = {"reason_phrase": answer.reason_phrase.encode()}
+    return httpx2.Response(answer.status_code, headers=location, content=bytes(body), extensions=extensions)
+
+
 @cache
 def _certificates() -> Any:
     """Return the certificates of all connections, which take long to read."""
@@ -215,30 +233,24 @@ class Server:
             raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
 
     def _send(self, url: str, payload: Mapping[str, Any] | None) -> Any:
-        """Send a request, again after an error that may pass."""
+        """Send a request, again after an error that may pass; all tries share the timeout."""
+        import anyio
         import httpx2
 
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE, "").strip():
-            headers["Authorization"] = f"Bearer {key}"
-        method = "GET" if payload is None else "POST"
-        content = None if payload is None else json.dumps(payload)
-        proxies = httpx2.URL(url).host not in LOCAL
+        late = (
+            f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
+            "see what keeps it, or raise --timeout, and repeat the command"
+        )
+
+        async def send() -> Any:
+            # A timeout of the client counts anew with each byte, so a slow answer would outlast it.
+            with anyio.fail_after(self.timeout):
+                return await self._try(url, payload)
+
         try:
-            with httpx2.Client(timeout=self.timeout, trust_env=proxies, verify=_certificates()) as client:
-                for attempt in range(TRIES - 1):
-                    # a connection may be reset
-                    with suppress(httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
-                        response = client.request(method, url, headers=headers, content=content)
-                        if response.status_code not in BUSY:
-                            return response
-                    time.sleep(PAUSE * 2**attempt)
-                return client.request(method, url, headers=headers, content=content)
-        except httpx2.TimeoutException as error:
-            raise CompressionError(
-                f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
-                "see what keeps it, or raise --timeout, and repeat the command"
-            ) from error
+            return anyio.run(send)
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise EndlessError(late) from error
         except httpx2.ConnectError as error:
             raise CompressionError(
                 f"{self.address} cannot be reached ({reason_of(error)}); start the server, or correct its address"
@@ -248,6 +260,31 @@ class Server:
                 f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the address, or the proxy "
                 "that the environment names"
             ) from error
+
+    async def _try(self, url: str, payload: Mapping[str, Any] | None) -> Any:
+        import anyio
+        import httpx2
+
+        # A compressed body could grow without bound.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key := os.environ.get(KEY_VARIABLE, "").strip():
+            headers["Authorization"] = f"Bearer {key}"
+        method = "GET" if payload is None else "POST"
+        content = None if payload is None else json.dumps(payload)
+        proxies = httpx2.URL(url).host not in LOCAL
+        settings = {"timeout": None, "trust_env": proxies, "verify": _certificates()}
+        async with httpx2.AsyncClient(**settings) as client:
+            for attempt in range(TRIES):
+                try:
+                    async with client.stream(method, url, headers=headers, content=content) as answer:
+                        response = await _read(answer)
+                    if response.status_code not in BUSY or attempt == TRIES - 1:
+                        return response
+                # A connection may be reset.
+                except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                    if attempt == TRIES - 1:
+                        raise
+                await anyio.sleep(PAUSE * 2**attempt)
 
     def all(self, questions: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
@@ -426,8 +463,13 @@ def open_server(
     listed = by_name[model]
     facts = {"server": address, "model": model, **listed.model_dump(exclude={"id"}, exclude_none=True)}
     root = Server(str(parts.join("/")).rstrip("/"), timeout)
-    with suppress(CompressionError):  # few servers report a version
+    try:
         facts["version"] = root.ask("/version", Version).version
+    except EndlessError:
+        raise
+    except CompressionError:
+        # Few servers report a version.
+        pass
     length = listed.max_model_len or (listed.meta.n_ctx if listed.meta else None)
     return replace(server, model=model, facts=facts, max_length=length)
 

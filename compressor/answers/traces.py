@@ -104,6 +104,8 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
             "versions": versions(),
         }
         del content["file"], content["manifest"]
+        if out.exists() or not is_same:
+            _check_files(out, manifest, overwrite)
         with ExitStack() as complete:  # the last is put in place first: a manifest alone says what is missing
             for path, written in ((out, text), (manifest, readable_json(content))):
                 fresh = complete.enter_context(replacing(path, folder / f"{path.name}.new"))

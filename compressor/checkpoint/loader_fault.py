@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CompressedTensorsConfig
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
@@ -21,24 +21,19 @@ ROUNDED = 2.0**-6  # of the largest weight: two roundings to bfloat16 differ by 
 
 
 def loader_fault(
-    quantization: Mapping[str, Any],
-    module: str = "model.layers.0.mlp.experts.0.down_proj",
-    family: str | None = None,
-    merged: str | None = None,
+    quantization: Mapping[str, Any], module: str = "model.layers.0.mlp.experts.0.down_proj"
 ) -> str | None:
     """Return a sentence on how the stock loader mistreats experts of a `quantization_config`; None if it does not.
 
     Experts are packed by compressed-tensors itself and compared after loading. `module` is the name of an expert, for
-    a config with several groups. `family` is the architecture if stock checkpoints store its experts fused but this one
-    doesn't, or if several modules share stored experts. `merged` is a plain weight that the loader makes of several
-    tensors, if there is one.
+    a config with several groups.
     """
     method = str(quantization.get("quant_method"))
     stock = f"transformers {transformers.__version__}"
+    if method == "fp8":  # only of scales with that name is it asked
+        return f"{stock} does not read scales that are called weight_scale beside fp8 weights"
     if method != "compressed-tensors":
         return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
-    if family is not None:
-        return f"{stock} does not load quantised experts of {family} that are stored one by one"
     require("compressed_tensors")
     quantizer = CompressedTensorsHfQuantizer(CompressedTensorsConfig.from_dict({**quantization, "dequantize": True}))
     quantizer.validate_environment()
@@ -49,16 +44,20 @@ def loader_fault(
     kind = scheme.format or config.format
     try:
         stored, wanted = _packed(scheme, kind)
+        model = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})})
         stacked = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
-        loaded = _converted(quantizer, stacked, stored, wanted)
+        converter = quantizer.update_weight_conversions([stacked], model)[0]
+        for name, value in stored.items():
+            _, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                converter.add_tensor("experts.down_proj", name, pattern, value)
+        loaded = converter.convert("experts.down_proj", model=model).get("experts.down_proj")
     except Exception as error:  # integrations raise anything
         return f"{stock} does not load {kind} experts: {reason_of(error)}"
     if loaded is None:
         return f"{stock} does not load {kind} experts"
     if loaded.shape != wanted.shape or (loaded - wanted).abs().max() > ROUNDED * wanted.abs().max():
         return f"{stock} loads {kind} experts wrongly"
-    if merged is not None and not _merges(quantizer):
-        return f"{stock} does not load {merged} beside {kind} experts"
     return None
 
 
@@ -91,27 +90,3 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         stored |= {f"experts.{expert}.down_proj.{part}": value for part, value in packed.items()}
         plain.append(compressor.decompress(packed, scheme)["weight"])
     return stored, torch.stack(plain).bfloat16()
-
-
-def _converted(quantizer: Any, conversion: WeightConverter, stored: Mapping[str, Tensor], like: Tensor) -> Any:
-    """Return the target of a conversion, made of stored tensors by the stock loader; None if it makes none."""
-    (target,) = conversion.target_patterns
-    module, name = target.split(".")
-    model = nn.ModuleDict({module: nn.ParameterDict({name: torch.empty_like(like)})})
-    converter = quantizer.update_weight_conversions([conversion], model)[0]
-    for stored_name, value in stored.items():
-        _, pattern = converter.rename_source_key(stored_name)
-        if pattern is not None:
-            converter.add_tensor(target, stored_name, pattern, value)
-    return converter.convert(target, model=model).get(target)
-
-
-def _merges(quantizer: Any) -> bool:
-    """Return True if the stock loader still concatenates plain weights."""
-    parts = {"q.weight": torch.ones(1, 2), "k.weight": torch.zeros(1, 2)}
-    whole = torch.cat([*parts.values()])
-    try:
-        merged = _converted(quantizer, WeightConverter([*parts], ["merged.weight"], [Concatenate(dim=0)]), parts, whole)
-    except Exception:  # integrations raise anything
-        return False
-    return merged is not None and torch.equal(merged, whole)

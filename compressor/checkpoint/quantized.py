@@ -7,15 +7,14 @@ as no module changes.
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -25,6 +24,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from compressor.checkpoint.reader import DTYPE_BITS, TensorInfo
 from compressor.devices import one_thread_each
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
@@ -60,15 +60,40 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     return quantizer
 
 
-def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | None]) -> None:
+def refuse_unscaled(
+    tensors: Mapping[str, TensorInfo], plain: Mapping[str, str], targets: Mapping[str, str], floating: Collection[str]
+) -> None:
+    """Refuse a weight of 8 bits or less, or a packed one, of which no scale is read.
+
+    `targets` maps stored tensors to parameters, `plain` does for a checkpoint that is not quantised. Only `floating`
+    parameters are weights.
+    """
+    scaled = set()
+    for name, target in targets.items():
+        module, _, part = name.rpartition(".")
+        if name not in plain and "scale" in part:
+            scaled.add((target, module))
+    for name, info in tensors.items():
+        target = targets.get(name, "")
+        module, _, part = name.rpartition(".")
+        is_narrow = DTYPE_BITS[info.dtype] <= 8 and target in floating
+        is_packed = part == "weight_packed" and (name in targets or not scaled)
+        if (is_narrow or is_packed) and (target, module) not in scaled:
+            raise CompressionError(
+                f"tensor {name!r} in {info.file} is {info.dtype}, and none of its scales is read; restore its scale "
+                "and the quantization_config from the source, or store the weight in bfloat16"
+            )
+
+
+def refuse_unread_scales(targets: Mapping[str, str | None]) -> None:
     """Refuse a weight that would be loaded without its scale; `targets` maps stored tensors to parameters."""
-    for parameter, names in quantizer.serialized_names.items():
-        added = [name.removeprefix(parameter) for name in names if name.startswith(f"{parameter}_")]
-        companions = [*added, *(f"_{parameter}{suffix}" for suffix in added)]  # of x.weight, and of fused x.up
-        for name, suffix in product(targets, companions):
-            weight = name.removesuffix(suffix)
-            if weight != name and targets[name] is None and targets.get(weight) is not None:
-                raise CompressionError(f"Tensor {name}: transformers would load {weight} but not this scale.")
+    loaded = {name.removesuffix("_packed") for name, target in targets.items() if target is not None}
+    for name, target in targets.items():
+        module, _, part = name.rpartition(".")
+        cuts = range(1, part.count("_") + 1)
+        weights = {f"{module}.{part.rsplit('_', cut)[0]}" for cut in cuts} & loaded  # of x.weight_scale, x.up_scale
+        if target is None and weights and re.search("^(?!.*input).*(scale|zero|g_idx)", part):
+            raise CompressionError(f"Tensor {name}: transformers would load {min(weights)} but not this scale.")
 
 
 def refuse_faults(report: LoadStateDictInfo) -> None:
@@ -110,6 +135,8 @@ class _Fp8Dequantize(Fp8Dequantize):
     def _dequantize_one(self, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
         block = self.hf_quantizer.quantization_config.weight_block_size
         (rows, columns) = quantized.shape[-2:]
+        if scales.dim() < 2:  # of the whole matrix, or of each row
+            scales = scales.reshape(-1, 1)
         if block and quantized.is_floating_point():  # packed fp4 has blocks of its own
             down = -(-rows // block[0])
             across = -(-columns // block[1])
@@ -177,11 +204,16 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
         config = self.hf_quantizer.compressor.quantization_config
         scheme = scheme_of(config, name.removesuffix(".weight"))
+        if not scheme.weights.symmetric and "weight_zero_point" not in parts:
+            raise ValueError("its weight_zero_point is missing")
         if "weight_shape" in parts:
             width = parts["weight_packed"].shape[-1]
             columns = int(parts["weight_shape"][-1])
             if width != -(-columns * scheme.weights.num_bits // 32):
                 raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
+        zero_point = parts.get("weight_zero_point")
+        if zero_point is not None and len(zero_point) == 1:  # with other strides the package can't view it as bytes
+            parts["weight_zero_point"] = zero_point.reshape(-1, 1).T
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
@@ -199,8 +231,7 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
         if weight.dtype != torch.uint8:
             return weight.float() * scale.float().reshape(-1, 1)
         scales = scale.float() * parts["weight_scale_2"].float()  # [O, I / 16]
-        codes = torch.stack([weight & 15, weight >> 4], dim=-1).int()
-        values = torch.tensor(Fp8Dequantize._FP4_E2M1_LUT, device=weight.device).index_select(0, codes.flatten())
+        values = Fp8Dequantize(self.hf_quantizer)._unpack_fp4(weight)
         return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 
@@ -247,6 +278,11 @@ class _OfPlain(ConversionOps):
 class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
     def get_load_operations(self) -> dict[str, type]:
         return {"dequantize": _Fp8Dequantize}
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
+        """Return upstream's conversions, after AutoFP8's names of scales become upstream's."""
+        renaming = WeightRenaming(r"\.weight_scale$", ".weight_scale_inv")
+        return [renaming, *super().update_weight_conversions(weight_conversions, model)]
 
 
 class _CompressedQuantizer(CompressedTensorsHfQuantizer):

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from fractions import Fraction
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.files import TEMPLATES
+from compressor.files import NAME_ONE, TEMPLATES
 from compressor.records import read_object
 
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
@@ -158,7 +159,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
-NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
+PART_BYTES = 2**24  # of two tensors, compared at once
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it
 
@@ -178,6 +179,17 @@ def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
+def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
+    """Return the error for a folder or repository with a PEFT adapter."""
+    message = "is an adapter, not a model"
+    if beside_weights:
+        message = "has an adapter, which transformers would add to its weights"
+    return CompressionError(
+        f"{place} {message} ({ADAPTER}); merge it into the base model and save that first (peft's merge_and_unload, "
+        "then save_pretrained, and the tokenizer's too)"
+    )
+
+
 def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
     """Return the file of weights, or the index of several, that stock transformers loads from a folder or repository.
 
@@ -185,10 +197,7 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     """
     head = named_head(names, config)
     if ADAPTER in names:
-        message = "is an adapter, not a model"
-        if head is not None:
-            message = "has an adapter, which transformers would add to its weights"
-        raise CompressionError(f"{place} {message} ({ADAPTER}); merge it into the base model and save that first")
+        raise an_adapter(place, head is not None)
     parts = matching(names, "shard-*-model-*-of-*.safetensors")
     if parts:
         raise CompressionError(
@@ -255,9 +264,15 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
     declared = config_field(raw_config, "quantization_config")
     if declared:
-        return dict(declared)
+        return {} if packs_nothing(declared) else dict(declared)
     content = modelopt_file(folder)
     return {"quant_method": "modelopt", **content} if content else {}
+
+
+def packs_nothing(quantization: Mapping[str, Any]) -> bool:
+    """Return True if a quantisation of compressed-tensors names no weights, as that of a pruned model may."""
+    is_named = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
+    return quantization.get("quant_method") == "compressed-tensors" and not is_named
 
 
 def modelopt_file(folder: Path) -> dict[str, Any]:
@@ -267,21 +282,32 @@ def modelopt_file(folder: Path) -> dict[str, Any]:
 
 def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Return the tensors of a quantised checkpoint with the number of weights in an element."""
-    per_element = {"U8": Fraction(2)}
-    bits = set(re.findall(r'"num_bits": (\d+)', json.dumps(quantization.get("config_groups"))))
-    if len(bits) == 1:
-        per_element["I32"] = Fraction(32, int(bits.pop()))
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
     result = {}
     for name, info in tensors.items():
         weights = Fraction(1)
         match = PART.fullmatch(name)
         weight, part = match.groups() if match else (name, "")
         if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:  # the latter in modelopt's NVFP4
-            weights = per_element.get(info.dtype, weights)
+            bits = _declared_bits(weight.removesuffix(".weight"), groups) or {"U8": 4}.get(info.dtype)
+            weights = Fraction(DTYPE_BITS[info.dtype], bits or DTYPE_BITS[info.dtype])
         elif part and (weight.endswith(".input") or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()):
             weights = Fraction(0)
         result[name] = replace(info, density=weights)
     return result
+
+
+def _declared_bits(module: str, groups: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the bits of a module's weights by compressed-tensors' groups: one that names it, or one for its class."""
+    bits: dict[bool, Any] = {}
+    for group in groups:
+        for target in map(str, group.get("targets") or ()):
+            with suppress(re.error):
+                is_named = module == target or (target[:3] == "re:" and re.match(target[3:], module) is not None)
+                if is_named or target.isidentifier():
+                    bits.setdefault(is_named, (group.get("weights") or {}).get("num_bits"))
+    found = bits.get(True, bits.get(False))
+    return found if isinstance(found, int) and found > 0 else None
 
 
 class Checkpoint:
@@ -295,6 +321,8 @@ class Checkpoint:
             raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
         refuse_links(folder)
         if not (folder / CONFIG).is_file():
+            if (folder / ADAPTER).is_file():
+                raise an_adapter(str(folder))
             raise CompressionError(f"{folder} has no {CONFIG}; name the folder of a transformers checkpoint")
         self.folder = folder
         self.raw_config = read_object(folder / CONFIG)
@@ -302,6 +330,7 @@ class Checkpoint:
         located = _locate_tensors(folder, self.raw_config) if tensors is None else tensors
         self.tensors = counted(located, self.quantization) if self.quantization else located
         self._views = WeakValueDictionary[str, Tensor]()
+        self._alike = dict[tuple[str, str], bool]()
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -354,6 +383,20 @@ class Checkpoint:
             self._views.update(mapped)
             views |= mapped
         return views
+
+    def holds_alike(self, first: str, second: str) -> bool:
+        """Return True if two tensors hold the same bytes, or these are not here, but headers alone."""
+        pair = (first, second)
+        one, other = (self.tensors[name] for name in pair)
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        if pair not in self._alike:
+            self._alike[pair] = True
+            if self.path(first).is_file() and self.path(second).is_file():
+                views = (self.read(name).reshape(-1).view(torch.uint8) for name in pair)
+                parts = (view.split(PART_BYTES) for view in views)
+                self._alike[pair] = all(map(torch.equal, *parts))
+        return self._alike[pair]
 
     def _map(self, extent: list[TensorInfo]) -> dict[str, Tensor]:
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

@@ -4,7 +4,6 @@ Downloads go into the Hub's own cache: small files first, then only the shards t
 """
 
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from compressor.checkpoint.reader import (
     CONFIG,
     INDEX_END,
     MODELOPT,
-    NAME_ONE,
     SINGLE_NAME,
     Checkpoint,
     TensorInfo,
@@ -32,7 +30,7 @@ from compressor.checkpoint.reader import (
 )
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, reason_of, without_tokens
-from compressor.files import SUMS, TEMPLATES, json_object
+from compressor.files import NAME_ONE, SUMS, TEMPLATES, is_local, json_object
 from compressor.progress import Progress, Silent
 
 PASSING = (408, 429)  # temporary answers: too slow, too many requests
@@ -237,9 +235,6 @@ def _fetch(
     raise AssertionError
 
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model as the user named it, and the folder of its files."""
@@ -252,11 +247,6 @@ class ModelSource:
     def label(self) -> str:
         """The name without the machine's folders, and without an access token that it may hold."""
         return without_tokens(self.name if self.revision else self.folder.name)
-
-
-def is_local(model: str) -> bool:
-    """Return True if a model argument names something on this machine rather than on the Hub."""
-    return Path(model).exists() or HUB_ID.fullmatch(model) is None
 
 
 def locate(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:

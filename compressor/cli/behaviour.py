@@ -9,9 +9,11 @@ import compressor
 from compressor.answers.options import AnswerOptions, ServerOptions
 from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Out, Reading, Writing, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, reporting
+from compressor.data.sources import refuse_absent_texts
 from compressor.document.blocks import Block, Facts, Text
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.files import refuse_absent
 from compressor.quality_gate.options import BehaviourOptions
 from compressor.records import plain_json
 
@@ -41,6 +43,10 @@ def evaluate(
     """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
     if output is not None:
         require("jinja2")
+    refuse_absent_texts(options.prompts, "prompts")
+    refuse_absent_texts(options.text, "text")
+    for model in (base, smaller):
+        refuse_absent(model)
     from compressor.quality_gate.behaviour_report import NAMES, behaviour_blocks, write_behaviour
     from compressor.quality_gate.verdict import check_confidence
 
@@ -79,6 +85,8 @@ def traces(
     seed: Annotated[int, flag("The first of the seeds.", min=0)] = 0,
 ) -> None:
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""
+    refuse_absent_texts(options.prompts, "prompts")
+    refuse_absent(model)
     with progress_bars(running.as_json) as progress:
         written = compressor.traces(
             model,

@@ -1,21 +1,17 @@
 """`check`: whether a model anywhere computes what its golden answers say."""
 
-import os
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+import compressor
 from compressor.answers.options import ServerOptions
 from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
-from compressor.errors import CompressionError
-from compressor.extras import require
-from compressor.files import GOLDEN, GRAPH, SUMS
+from compressor.files import GOLDEN, lock_output, refuse_absent, write_file
 from compressor.records import plain_json
-
-WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by --bits
 
 Checking = Annotated[Running, options_of(Running, RUNNING, ("revision", "device", "overwrite", "as_json"))]
 Serving = Annotated[dict[str, Any], options_of(ServerOptions, SERVERS, ("server", "served_model", "timeout"))]
@@ -40,6 +36,9 @@ def check(
 
     Exit status 1 if it is different.
     """
+    refuse_absent(base)
+    if not model.lower().endswith(".gguf"):
+        refuse_absent(model)
     with progress_bars(running.as_json) as progress:
         if base is not None:
             return _verify(model, base, running, progress)
@@ -48,7 +47,15 @@ def check(
             content = {"written": str(target)}
             blocks = list(written_line([target]))
         else:
-            verdict = _checked(model, answers, bits, running, ServerOptions(**servers), progress)
+            verdict = compressor.check(
+                model,
+                answers=answers,
+                bits=bits,
+                servers=ServerOptions(**servers),
+                revision=running.revision,
+                device=running.device,
+                progress=progress,
+            )
             content = {**plain_json(verdict), "sentence": verdict.sentence}
             blocks = verdict.blocks
     print_report(running.as_json, content, blocks)
@@ -70,67 +77,15 @@ def _verify(model: str, base: str, running: Running, progress: Any) -> None:
 def _write(model: str, target: Path | None, running: Running, progress: Any) -> Path:
     """Write a model's golden answers, and return their file."""
     from compressor.checkpoint.source import locate
-    from compressor.golden.answers import write_golden
+    from compressor.golden.answers import check_target, golden_json
     from compressor.golden.measure import make_golden
 
     source = locate(model, running.revision, progress)
     if target is None:
         target = source.folder if source.revision is None else Path.cwd()
     target = target / GOLDEN if target.is_dir() else target
-    if target.exists() and (target.parent / SUMS).is_file():
-        raise CompressionError(f"the digest of {target} is in {SUMS}; write to another file with --output")
-    if target.exists() and not running.overwrite:
-        raise CompressionError(f"{target} exists; pass --overwrite to replace it")
-    if not os.access(target.parent, os.W_OK):
-        raise CompressionError(f"nothing can be written to {target.parent}; name a file with --output")
-    write_golden(target, make_golden(source, running.device, progress))
+    check_target(target, running.overwrite)
+    with lock_output(target):
+        golden = make_golden(source, running.device, progress)
+        write_file(target, golden_json(golden), partial(check_target, target, running.overwrite))
     return target
-
-
-def _checked(
-    model: str, answers: Path | None, bits: str | None, running: Running, servers: ServerOptions, progress: Any
-) -> Any:
-    """Return the verdict on a model or its server."""
-    path = Path(model)
-    is_file = model.lower().endswith(".gguf") and not path.is_dir()
-    is_graph = (path / GRAPH).is_file()
-    if is_file and not path.is_file():
-        raise CompressionError(f"{path} is no file; name a GGUF file, a folder or a Hub id")
-    if is_file and servers.server is None:
-        raise CompressionError(
-            f"{path} is run by llama.cpp: start `llama-server -m {path}`, and add --server http://localhost:8080"
-        )
-    if is_graph and servers.server is None:
-        require("onnxruntime")
-    from compressor.answers.server import open_server
-    from compressor.checkpoint.source import locate, locate_tokenizer
-    from compressor.golden.answers import find_golden, read_golden
-    from compressor.golden.causes import find_cause
-    from compressor.golden.compare import compare
-    from compressor.golden.served import ask_server
-    from compressor.golden.things import ask_folder, ask_onnx
-
-    source = None
-    places = [path, path.absolute().parent]
-    if not is_file and not is_graph:
-        # of a model that a server runs, the small files are enough
-        source = (
-            locate_tokenizer(model, running.revision) if servers.server else locate(model, running.revision, progress)
-        )
-        places = [source.folder]
-    file = find_golden([answers] if answers else places)
-    golden = read_golden(file)
-    if servers.server is not None:
-        server = open_server(servers.server, servers.served_model, servers.timeout)
-        answered = ask_server(golden, server)
-    elif source is None:
-        answered = ask_onnx(golden, path, running.device)
-    else:
-        answered = ask_folder(golden, source, running.device, progress)
-    if bits is not None:
-        answered = replace(answered, widest=WIDEST[bits])
-    verdict = compare(golden, answered)
-    if verdict.exit_status and verdict.cause is None:
-        cause = find_cause(golden, file.parent, answered, verdict.allowed, running.device, progress)
-        verdict = replace(verdict, cause=cause or "none of the known ones")
-    return verdict

@@ -31,9 +31,10 @@ from compressor.distributed import held, ranks
 from compressor.document.blocks import Block
 from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
-from compressor.extras import require
+from compressor.files import refuse_no_file
 from compressor.model.serving import Advice, servers_in_words
 from compressor.recipe.keep_lists import options_of_list
+from compressor.recipe.recipe import Recipe, on_text
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.steps.distill.options import Distill
 from compressor.steps.routers.options import Routers
@@ -42,7 +43,6 @@ from compressor.steps.split.options import Split
 if TYPE_CHECKING:  # loaded only where a model is made
     from compressor.pipeline.outcome import Attempt, Outcome
     from compressor.quality_gate.verdict import GateResult
-    from compressor.recipe.recipe import Recipe
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, GGUF file or recipe.yaml.")]
 Base = Annotated[str, flag("Model that the checkpoint was made from: a folder or a Hub id.")]
@@ -77,7 +77,7 @@ def plan(
     if package is None:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs
-        require(*recipe.packages)
+        recipe.check_installed()
     from compressor.recipe.steps_plan import check_file, write_plan
     from compressor.report.terminal import plan_blocks
 
@@ -91,8 +91,7 @@ def plan(
         else:
             planned = package.plan(model, flags, imatrix)
         if ranks().is_first:
-            check_file(output, running.overwrite)  # planning takes a while
-            write_plan(output, planned)
+            write_plan(output, planned, running.overwrite)
     blocks = [*plan_blocks(planned, output), *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers)]
     print_report(running.as_json, planned.to_dict(), blocks)
 
@@ -106,6 +105,7 @@ def apply(
     model: Annotated[str | None, flag("Source model, if it has moved, or its GGUF file.")] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
+    refuse_no_file(plan_file)
     package = package_of(context, model)
     if package is not None:
         package.apply(plan_file, model, output, running)
@@ -137,7 +137,7 @@ def compress(
         package.compress(model, output, flags, imatrix, running)
         return
     recipe = recipe_of(model, {**preset(fast, best), **flags}, settings)
-    require(*recipe.packages)
+    recipe.check_installed()
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")
     if nbytes is not None:
@@ -159,7 +159,7 @@ def compress(
     show_gated(outcome.gate, outcome, outcome.attempts, outcome.reports, running.as_json)
 
 
-def show_dry_run(recipe: "Recipe", as_json: bool) -> None:
+def show_dry_run(recipe: Recipe, as_json: bool) -> None:
     """Print a run in advance."""
     from compressor.report.terminal import dry_run_blocks
 
@@ -226,11 +226,12 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
         seed: Seed = 0,
         dry_run: DryRun = False,
     ) -> None:
-        from compressor.api import make_recipe, on_text
-
         revision = {"base_revision" if against_base else "revision": running.revision}
         settings = {"seed": seed, "dtype": running.dtype, "resident": running.resident, **base, **revision}
-        recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], output=comparing, **settings)
+        steps = [on_text(step.name, options, text)]
+        content = {"model": checkpoint, "steps": steps, "output": comparing, **settings}
+        recipe = Recipe.of(content, "the command line")
+        recipe.check_installed()
         if dry_run:
             return show_dry_run(recipe, running.as_json)
         with progress_bars(running.as_json) as progress:

@@ -20,10 +20,12 @@ from compressor.cli.options import (
     listed,
 )
 from compressor.cli.terminal import annotate, print_report, reporting, written_line
+from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
+from compressor.files import check_folder, refuse_absent
 from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.progress import Progress
@@ -146,6 +148,15 @@ def gate(
         if gate_options.tasks:
             require(*TASKS)
         from compressor.quality_gate.report import NAMES, power_blocks
+
+        if not dry_run:  # what can be refused before torch is loaded
+            gate_options.check()
+            if output is not None:
+                check_folder(output, NAMES, running.overwrite)
+            refuse_absent_texts(gate_options.prompts, "prompts")
+            refuse_absent_texts(gate_options.text, "text")
+            for model in (base, compressed):
+                refuse_absent(model)
         from compressor.quality_gate.run import GateRequest, passable, read_tasks
 
         computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}

@@ -9,6 +9,7 @@ import compressor
 from compressor.cli.model_files import package_of
 from compressor.cli.options import RUNNING, Model, Running, flag, options_of
 from compressor.cli.terminal import print_report
+from compressor.files import refuse_absent
 
 
 def inspect(
@@ -22,6 +23,7 @@ def inspect(
     if package is not None:
         package.inspect(model, experts, running.as_json)
         return
+    refuse_absent(model)
     from compressor.report.inspection import inspection_blocks
 
     inspection = compressor.inspect(model, running.revision, experts)

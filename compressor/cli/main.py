@@ -12,9 +12,9 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from compressor.cli import behaviour, check, compress, gate, inspection, measure, outputs, text
-from compressor.cli.options import spread
+from compressor.cli.options import click_command, spread
 from compressor.cli.settings import SHOWN as SHOWN_OF_RECIPES
-from compressor.cli.terminal import PROGRAM, alone, on_ranks
+from compressor.cli.terminal import PROGRAM, Command, alone, on_ranks
 from compressor.distributed import ranks
 from compressor.entry_points import COMMANDS, load, packages, working
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
@@ -41,7 +41,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin hold each other up where cores are shared
     with _own_warnings():
         try:
-            status = app(spelled_out(sys.argv[1:]), prog_name=PROGRAM, standalone_mode=False)
+            status = click_command(app)(spelled_out(sys.argv[1:]), prog_name=PROGRAM, standalone_mode=False)
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
@@ -147,32 +147,32 @@ SHOWN: Mapping[str, Sequence[str]] = {  # by --help, of commands with more optio
     "gate": gate.SHOWN,
     "compare": measure.SHOWN,
 }
-for command in (
-    alone(inspection.inspect),
-    on_ranks(compress.plan),
-    on_ranks(compress.apply),
-    on_ranks(compress.compress),
-    on_ranks(compress.split),
-    on_ranks(compress.calibrate_router),
-    on_ranks(compress.distill),
-    on_ranks(measure.compare),
-    on_ranks(gate.gate),
-    alone(check.check),
-    alone(text.text),
-    alone(behaviour.evaluate),
-    alone(behaviour.traces),
-    alone(outputs.export),
-    alone(outputs.generate),
-    alone(outputs.report),
-    alone(outputs.push),
-    alone(measure.installed),
-    alone(measure.demo),
-):
-    shown = SHOWN.get(command.__name__, ())
-    name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
-    app.command(name, epilog=REST if shown is SHOWN_OF_RECIPES else None)(spread(command, shown))
+GROUPS: Mapping[str, Sequence[Command]] = {  # of commands in the help
+    "Compress": (
+        alone(inspection.inspect),
+        on_ranks(compress.compress),
+        on_ranks(compress.plan),
+        on_ranks(compress.apply),
+        on_ranks(compress.split),
+        on_ranks(compress.calibrate_router),
+        on_ranks(compress.distill),
+        alone(text.text),
+        alone(behaviour.traces),
+        alone(measure.installed),
+        alone(measure.demo),
+    ),
+    "Test": (on_ranks(gate.gate), on_ranks(measure.compare), alone(behaviour.evaluate), alone(check.check)),
+    "Publish": (alone(outputs.report), alone(outputs.export), alone(outputs.generate), alone(outputs.push)),
+}
+RESEARCH = "Research"  # of plugins
+for group, commands in GROUPS.items():
+    for command in commands:
+        shown = SHOWN.get(command.__name__, ())
+        name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
+        epilog = REST if shown is SHOWN_OF_RECIPES else None
+        app.command(name, epilog=epilog, rich_help_panel=group)(spread(command, shown))
 for name, plugin in working(COMMANDS, lambda name: (name, load(COMMANDS, name))):
     if isinstance(plugin, typer.Typer):
-        app.add_typer(plugin, name=name)
+        app.add_typer(plugin, name=name, rich_help_panel=RESEARCH)
     else:
-        app.command(name)(plugin)
+        app.command(name, rich_help_panel=RESEARCH)(plugin)

@@ -1,6 +1,9 @@
 """The commands that change no model: `compare`, `list` and `demo`."""
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -22,16 +25,19 @@ from compressor.cli.options import (
     flag,
     options_of,
 )
-from compressor.cli.settings import MONE
 from compressor.cli.sizes import Bytes, For
-from compressor.cli.terminal import print_report, progress_bars, reporting, written_line
+from compressor.cli.terminal import PROGRAM, print_report, progress_bars, reporting, written_line
+from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks
 from compressor.document.blocks import Table
-from compressor.entry_points import EXPORTERS, STEPS, working
+from compressor.document.blocks import Text as Line
+from compressor.entry_points import EXPORTERS, STEPS, STRATEGIES, find, working
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.files import refuse_absent
 from compressor.formatting import human_bytes, human_count, known_names, read_bytes
-from compressor.recipe.recipe import step_class
+from compressor.options import separated
+from compressor.recipe.recipe import MONE, step_class
 from compressor.report.grid import Grid
 from compressor.steps.prune.options import protecting_packages
 
@@ -89,6 +95,11 @@ def compare(
 ) -> None:
     """Compare strategies, corrections, expert counts and number formats on text and tasks: one table, one plot."""
     require("matplotlib", *protecting_packages(counts.get("protect")))
+    for named in separated(grid.get("strategies")) or ():
+        find(STRATEGIES, named.partition(":")[0])
+    refuse_absent_texts(text.data or ())
+    refuse_absent_texts(grid.get("evaluate", ()), "heldout")
+    refuse_absent(model)
     from compressor.report.comparison_report import NAMES, write_reports
 
     if format not in ("safetensors", MONE):
@@ -213,4 +224,12 @@ def demo(
         sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}"))
         by_skill.append((row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values())))
     skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill))
-    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills])
+    program = PROGRAM if shutil.which(PROGRAM) else os.path.relpath(sys.argv[0])
+    sources = os.path.relpath(Path(compressor.__file__).parent / "demo" / "checkpoint")
+    following = (
+        "Next:",
+        f"  {program} compress {sources} -o smaller --experts 12 --calibration demo --sequence-length 128",
+        f"  {program} gate {sources} smaller --demo",
+        f"  {program} push smaller NAMESPACE/NAME --dry-run",
+    )
+    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills, *map(Line, following)])

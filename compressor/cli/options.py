@@ -174,7 +174,18 @@ def with_all_options(function: Callable[..., None]) -> Any:
     """Return the command as one of click's, with every option shown."""
     app = typer.Typer(add_completion=False)
     app.command()(spread(function))
-    return typer.main.get_command(app)
+    return click_command(app)
+
+
+def click_command(app: typer.Typer) -> Any:
+    """Return an app as click's command, whose help shows no type for switches, which take no value."""
+    command: Any = typer.main.get_command(app)
+    for each in (command, *getattr(command, "commands", {}).values()):
+        for inner in (each, *getattr(each, "commands", {}).values()):
+            for parameter in inner.get_params(typer.Context(inner)):
+                if getattr(parameter, "is_flag", False):
+                    parameter.metavar = ""
+    return command
 
 
 def _help_all(function: Callable[..., None]) -> Parameter:

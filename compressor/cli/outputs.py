@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+import compressor
 from compressor.answers.options import GenerationOptions
 from compressor.cli.options import (
     RUNNING,
@@ -23,11 +24,13 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars, written_line
 from compressor.document.blocks import Block, Facts, Heading, Text
+from compressor.entry_points import EXPORTERS, find, read_option
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, require
-from compressor.files import GRAPH, lock_output
+from compressor.files import GRAPH, lock_output, refuse_absent, refuse_no_file
 from compressor.formatting import readable
 from compressor.options import Options
+from compressor.recipe.recipe import SAFETENSORS
 from compressor.records import plain_json
 from compressor.run_record import COMPRESSION
 
@@ -62,22 +65,25 @@ def export(
     """
     if format == "onnx":
         require(*ONNX)
-    from compressor.checkpoint.source import locate
-    from compressor.entry_points import read_option
-    from compressor.pipeline.formats import export_checkpoint, find_exporter
-    from compressor.recipe.registry import exporter_options
-
+        if not (settings or option):  # which are refused first
+            refuse_absent(checkpoint)
+    elif format != SAFETENSORS:
+        find(EXPORTERS, format)
     if settings.pop("no_past", False):
         settings["past"] = False
     settings |= dict(read_option(text, f"--option {text!r} should be name=value") for text in option or ())
     if "overwrite" in settings:
         raise CompressionError("--option overwrite is the option --overwrite; pass that")
-    module = find_exporter(format)  # refused, as wrong options are, before a model is downloaded
-    exporter_options(format, settings)
     with progress_bars(running.as_json) as progress:
-        is_plan = getattr(module, "PLANS", False) and Path(checkpoint).is_file()
-        folder = Path(checkpoint) if is_plan else locate(checkpoint, running.revision, progress).folder
-        summary = export_checkpoint(format, folder, output, settings, running.overwrite, progress)
+        summary = compressor.export(
+            checkpoint,
+            output,
+            format,
+            revision=running.revision,
+            overwrite=running.overwrite,
+            progress=progress,
+            **settings,
+        )
     show_export(format, output, summary, running.as_json)
 
 
@@ -100,6 +106,7 @@ def generate(
 ) -> None:
     """Continue a prompt with an ONNX export, showing the text as it comes."""
     require("onnxruntime")
+    refuse_no_file(folder)
     from compressor.answers.onnx_decoder import prepare
 
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
@@ -152,12 +159,12 @@ def report(
     Of a model before compression: the similarity of its experts by several measures, over depth, and their groups.
     """
     require("matplotlib", "jinja2")
-    from compressor.report.data import report_data
-    from compressor.report.measuring import measure
-    from compressor.report.page import check_report, write_page, write_report
-
+    refuse_absent(checkpoint)
+    for file in (gate, hubs):
+        refuse_no_file(file)
     if text.get("data") and not (checkpoint / COMPRESSION).is_file():
         from compressor.report.base_report import FIGURE_NAMES, base_blocks, base_figures, base_page, compare_experts
+        from compressor.report.page import check_report, write_page
 
         check_report(output, figures, running.overwrite, FIGURE_NAMES)
         with lock_output(output), progress_bars(running.as_json) as progress:
@@ -177,30 +184,22 @@ def report(
         written = write_page(page, drawn, FIGURE_NAMES, output, figures, running.overwrite)
         print_report(running.as_json, plain_json(base), [*base_blocks(base), *written_line([output, *written])])
         return
-    if not checkpoint.is_dir():
-        raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
-    if speed and no_measure:
-        raise CompressionError("--speed runs both models, and --no-measure none; leave one of them out")
-    check_report(output, figures, running.overwrite)
-    report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
-    with lock_output(output):
-        measured = None
-        if not no_measure:
-            with progress_bars(running.as_json) as progress:
-                measured = measure(
-                    checkpoint,
-                    model,
-                    running.revision,
-                    text.get("data"),
-                    samples,
-                    sequence_length,
-                    progress,
-                    running.device,
-                    running.dtype,
-                    speed,
-                )
-        data = report_data(checkpoint, measured, hubs, gate)
-        written = write_report(data, output, figures, running.overwrite)
+    with progress_bars(running.as_json or no_measure) as progress:
+        data, written = compressor.write_report(
+            checkpoint,
+            output,
+            model=model,
+            calibration=text.get("data"),
+            samples=samples,
+            sequence_length=sequence_length,
+            hubs=hubs,
+            gate=gate,
+            speed=speed,
+            run_models=not no_measure,
+            figures=figures,
+            overwrite=running.overwrite,
+            **running.reading(progress),
+        )
     if running.as_json:
         typer.echo(data.to_json())
         return
@@ -222,12 +221,15 @@ def push(
     message: Annotated[str | None, flag("Message of the commit (default: how the model was made).")] = None,
     tag: Annotated[str | None, flag("A tag for the commit.")] = None,
     dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.")] = False,
+    card: Annotated[Path | None, flag("New file for the model card, to read before it's sent.")] = None,
     require_gate: Annotated[
         Path | None, flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON")
     ] = None,
     base_model: Annotated[str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")] = None,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
+    for path in (checkpoint, require_gate):
+        refuse_no_file(path)
     if (checkpoint / GRAPH).is_file() or (checkpoint / "onnx" / GRAPH).is_file():
         require("onnx")
     if (checkpoint / COMPRESSION).is_file() and not (checkpoint / "README.md").is_file():
@@ -246,8 +248,10 @@ def push(
         dry_run=dry_run,
         require_gate=require_gate,
         base_model=base_model,
+        card=card,
     )
-    print_report(running.as_json, summary.to_dict(), summary.blocks())
+    blocks = [*summary.blocks(), *written_line([card] if card else [])]
+    print_report(running.as_json, summary.to_dict(), blocks)
 
 
 def show_hub_bars(as_json: bool) -> None:

@@ -19,6 +19,7 @@ from compressor.options import Options, separated
 from compressor.quality_gate.options import GateOptions
 from compressor.recipe.recipe import (
     FIELDS,
+    MONE,
     UNEVEN_LAYERS,
     OutputOptions,
     Recipe,
@@ -65,7 +66,6 @@ Best = Annotated[
     bool,
     flag("More text, tune and distill. Short for --samples 1024 --correct tune --distill experts."),
 ]
-MONE = "mone"  # the format in which constants stand for experts
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 Settings = Annotated[
     list[str] | None,

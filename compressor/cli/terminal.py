@@ -32,19 +32,27 @@ Command = Callable[..., None]
 
 
 class Bars:
-    """One progress bar for each phase, on stderr, naming the layer that was finished last."""
+    """One progress bar for each phase, on stderr, naming the layer that was finished last. Phases may be nested."""
 
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
 
     def start(self, phase: str, total: int) -> None:
-        """Open a bar."""
+        """Open a bar, in place of an earlier one of this phase."""
+        for task in self.bars.tasks:
+            if task.finished and phase == task.description:
+                self.bars.remove_task(task.id)
         self.bars.add_task(phase, total=total, detail="")
 
     def advance(self, detail: str) -> None:
-        """Move the newest bar on."""
-        if self.bars.task_ids:
-            self.bars.update(self.bars.task_ids[-1], advance=1, detail=one_line(detail))
+        """Move the newest bar on; one that ends within an unfinished phase gives way to that phase's."""
+        unfinished = [task.id for task in self.bars.tasks if not task.finished]
+        if not unfinished:
+            return
+        *outer, newest = unfinished
+        self.bars.update(newest, advance=1, detail=one_line(detail))
+        if outer and self.bars.tasks[self.bars.task_ids.index(newest)].finished:
+            self.bars.remove_task(newest)
 
 
 @contextmanager

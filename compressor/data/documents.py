@@ -23,6 +23,7 @@ from compressor.model.tokenizer import (
 )
 from compressor.progress import quiet_transformers
 
+MOST_CHARACTERS = 2**27  # of a document
 PATIENCE = 100_000  # characters without a known token after which the tokenizer is refused
 
 
@@ -119,6 +120,8 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     is_known = False  # whether any token stands for some text
     for document in documents:
         text = document.text
+        if len(text) > MOST_CHARACTERS:
+            raise CompressionError(f"a document has {len(text):,} characters, over {MOST_CHARACTERS:,}; split it")
         _, tokens = first_part(tokenizer, text, wanted - len(ids))
         is_known = is_known or says_something(tokenizer, tokens)
         characters += len(text.strip())

@@ -19,6 +19,7 @@ from compressor.data.sources import (
     DEMO_SOURCE,
     GIVEN,
     JSON_SUFFIXES,
+    NAME_TEXT,
     TABLE_SUFFIXES,
     SourceSpec,
     WeightedSource,
@@ -61,9 +62,7 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
             raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
         return _file_rows(path, purpose)
     if has_text_suffix(address.name) and not path.exists():
-        raise CompressionError(
-            f"{purpose} file {path} does not exist; name a text or JSONL file, a data set id, or 'demo'"
-        )
+        raise CompressionError(f"{purpose} file {path} does not exist; {NAME_TEXT}")
     return SourceRows(_data_set_rows(address, seed, purpose), is_streamed=True)
 
 

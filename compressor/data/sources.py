@@ -31,12 +31,31 @@ TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
 BLEND_SUFFIXES = (".yaml", ".yml")
 TEXT_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES, ".parquet", ".txt", ".text", ".md")
+NAME_TEXT = "name a text or JSONL file, a data set id, or 'demo'"
 GIVEN = "memory"  # texts given in Python are named `memory:DIGEST`
 
 
 def has_text_suffix(name: str) -> bool:
     """Return True for the name of a text file, a table, or a compressed file."""
     return Path(name).suffix.lower() in TEXT_SUFFIXES
+
+
+def absent_text(sources: Iterable[Any]) -> str | None:
+    """Return the first name that ends like a file's and is none here; None if all are."""
+    for source in map(str, sources):
+        # the second is its name where a weight or a domain follows
+        names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
+        texts = [name for name in names if has_text_suffix(name)]
+        if texts and not any(map(exists, names)):
+            return texts[0]
+    return None
+
+
+def refuse_absent_texts(sources: Iterable[Any], purpose: str = "calibration") -> None:
+    """Refuse a file of text that is not here, before anything is read."""
+    name = absent_text(sources)
+    if name is not None:
+        raise CompressionError(f"{purpose} file {name} does not exist; {NAME_TEXT}")
 
 
 @dataclass(frozen=True, slots=True)

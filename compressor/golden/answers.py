@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, replacing
+from compressor.files import GOLDEN, SUMS, check_parent
 from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
-BANDS = ("bfloat16", "8-bit", "4-bit")  # kinds of rounding that are measured, the narrowest first
+BANDS = ("bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding that are measured, the narrowest first
 MOST_BYTES = 2**24  # of a file
 MOST_TOKENS = 2**16  # of all prompts, which are asked as they stand
 TOO_PROBABLE = 0.01  # a log-probability, even of a rounded sum
@@ -74,6 +74,7 @@ class GoldenAnswers:
     vocabulary: Annotated[int, (1, 2**31)]
     parameters: Count
     dtype: str  # that the answers were computed in
+    rounds_inputs: bool  # loaders of its number format round activations, too: that is its `fp8`
     prompts: tuple[GoldenPrompt, ...]
     bands: Mapping[str, tuple[Distance, ...]]  # how far each kind of rounding moves each answer
     texts: Mapping[str, str]  # of the tokens among the answers, by id
@@ -98,10 +99,18 @@ class GoldenAnswers:
         return {number for number, (prompt, position) in places if position >= len(self.prompts[prompt].given)}
 
 
-def write_golden(path: Path, golden: GoldenAnswers) -> None:
-    """Write golden answers as JSON, whole or not at all."""
-    with replacing(path, path.with_name(f".{path.name}.fresh")) as fresh:
-        fresh.write_text(readable_json(plain_json(golden)), encoding="utf-8")
+def golden_json(golden: GoldenAnswers) -> str:
+    """Return the text of a file of golden answers."""
+    return readable_json(plain_json(golden))
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Refuse a file for golden answers that exists, or whose digest another one holds."""
+    if path.exists() and (path.parent / SUMS).is_file():
+        raise CompressionError(f"the digest of {path} is in {SUMS}; write to another file with --output")
+    if path.exists() and not overwrite:
+        raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
+    check_parent(path, "file with --output")
 
 
 def read_golden(path: Path) -> GoldenAnswers:

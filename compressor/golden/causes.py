@@ -16,6 +16,7 @@ from compressor.golden.compare import Answered, is_even
 from compressor.golden.faults import faults_of, of_vocabulary, scaled
 from compressor.golden.fingerprints import cause_of_weights, fingerprints
 from compressor.golden.measure import Variant, ask_model, config_of, open_exactly, with_answers
+from compressor.model.constant_experts import declared
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 from compressor.tolerance import stable_argmin
@@ -24,6 +25,7 @@ NUDGE = 1.05  # a scale whose effect is linear
 FACTORS = (1.0, 1.5, 2.0)  # of a first-order step, since answers move ever less
 EXPLAINED = 0.2  # share of the distance that a fault may leave
 ONE_EXPERT = "answers that do not depend on some expert are right: look for one that is zero, or scaled"
+OLD_SERVER = "a server that ignores approximate_experts, as vLLM before 0.33 does, has nothing in place of such experts"
 PROMPTS = 4  # on which faults of single layers are tried
 _SILENT = Silent()
 
@@ -132,4 +134,6 @@ def find_cause(
         cause = trial.find()
         if cause is not None:
             return cause
+    if declared(sound.checkpoint.raw_config):
+        return OLD_SERVER
     return ONE_EXPERT if trial.is_local else None

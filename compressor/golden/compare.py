@@ -7,6 +7,7 @@ so the median counts, and a few answers may be far off.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from statistics import median
 from typing import Literal
 
@@ -20,16 +21,16 @@ FAR = 4.0  # times a band: an answer that is far off
 MOST_FAR = 0.06  # of the answers, where experts are nearly tied
 MOST_FAR_IN_DECODING = 0.5  # of those few that come after new tokens
 EVEN = 0.25  # of the median that nine tenths of the answers reach
-FP8 = 0.58  # of the way from 8-bit to 4-bit, in orders of magnitude: the error of e4m3 is about 5 times that of 8 bits
 MEANING = {  # by band, the narrowest first
     "float32": "computes this model",
     "bfloat16": "computes this model, up to rounding as bfloat16 does",
     "8-bit": "computes this model, up to rounding as 8-bit weights would",
-    "fp8": "computes this model, up to rounding as 8-bit weights would (fp8)",
+    "fp8": "computes this model, up to rounding as 8-bit weights and activations would (fp8)",
     "4-bit": "computes this model, up to rounding as 4-bit weights would",
 }
 KINDS = tuple(MEANING)
 LEVELS = {kind: 1.5 if kind == "4-bit" else 1.8 for kind in KINDS}  # times a band: activations may be rounded, too
+LEAST_COMPARED = 0.5  # of the answers
 TOKENS = "its chat template, or its tokenizer, makes other tokens of the same text"
 CACHE = "answers after new tokens differ, and those to prompts do not: look at its key-value cache"
 
@@ -43,6 +44,8 @@ class Answered:
     widest: str  # band that its number format allows
     other_tokens: Sequence[int] = ()  # numbers of prompts of which it makes other tokens
     golden: Sequence[Top | None] | None = None  # in the tokens that it names, where these are not all
+    asked: int = 0  # positions, if not all
+    unanswered: int = 0  # of these
     model: OpenModel | None = None  # that was asked, if it is a checkpoint
 
 
@@ -60,7 +63,10 @@ class Verdict:
     prompt: int  # where it is largest
     position: int
     other_tokens: tuple[int, ...]
+    compared: int  # answers
+    asked: int
     cause: str | None = None
+    stock: str | None = None  # how stock transformers, unlike this reader, mistreats the checkpoint
 
     @property
     def exit_status(self) -> int:
@@ -76,23 +82,21 @@ class Verdict:
         }
         if self.cause is not None:
             facts["likeliest cause"] = self.cause
+        if self.stock is not None:
+            facts["elsewhere"] = self.stock
         return [Text(self.sentence), Facts(tuple(facts.items()))]
 
     @property
     def sentence(self) -> str:
+        compared = f"{self.compared} of {self.asked} answers compared"
         if self.band is not None:
-            return f"{self.label} {MEANING[self.band]}."
-        return f"{self.label} is different: it does not answer as this model does."
+            return f"{self.label} {MEANING[self.band]} ({compared})."
+        return f"{self.label} is different: it does not answer as this model does ({compared})."
 
 
 def limits_of(golden: GoldenAnswers, kind: str) -> list[float]:
     """Return how far a kind of rounding may move each answer, and at least as far as it moves the median one."""
-    moved = [0.0] * len(golden.top)
-    if kind == "fp8":
-        ends = zip(golden.bands["8-bit"], golden.bands["4-bit"], strict=True)
-        moved = [narrow ** (1 - FP8) * wide**FP8 for narrow, wide in ends]
-    elif kind in golden.bands:
-        moved = [*golden.bands[kind]]
+    moved = golden.bands.get(kind, [0.0] * len(golden.top))
     typical = max(median(moved), EXACT)
     return [max(distance, typical) for distance in moved]
 
@@ -136,9 +140,19 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
         if first is not None and second is not None:
             distances[number] = first.distance(second)
     decoded = golden.decoded & distances.keys()
+    finite = {number: distance for number, distance in distances.items() if isfinite(distance)}
+    asked = answered.asked or len(golden.top)
     band = None
-    cause = TOKENS if answered.other_tokens else None
-    for kind in () if answered.other_tokens else KINDS[: 1 + KINDS.index(answered.widest)]:
+    cause = None
+    if answered.other_tokens:
+        cause = TOKENS
+    elif len(finite) < len(distances):
+        cause = f"{len(distances) - len(finite)} of its answers are no finite numbers"
+    elif answered.unanswered:
+        cause = f"it left {answered.unanswered} of {asked} answers out"
+    elif len(finite) < LEAST_COMPARED * asked:
+        cause = "most of its answers name too few tokens by id or by a text of their own to compare them"
+    for kind in () if cause else KINDS[: 1 + KINDS.index(answered.widest)]:
         rounding = _Rounding(kind, limits_of(golden, kind), distances)
         if not rounding.explains(distances.keys() - decoded, golden.dtype == "float32"):
             continue
@@ -147,7 +161,7 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
             cause = None
             break
         cause = CACHE
-    worst = max(distances, key=distances.__getitem__)
+    worst = max(distances, key=lambda number: finite.get(number, inf))
     prompt, position = golden.places[worst]
     verdict: Literal["same", "same up to rounding", "different"] = "different"
     if band is not None:
@@ -156,13 +170,15 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
         label=answered.label,
         verdict=verdict,
         band=band,
-        distance=median(distances.values()),
+        distance=median(finite.get(number, inf) for number in distances),
         largest=distances[worst],
         allowed=LEVELS[answered.widest] * median(limits_of(golden, answered.widest)),
         widest=answered.widest,
         prompt=prompt,
         position=position,
         other_tokens=tuple(answered.other_tokens),
+        compared=len(finite),
+        asked=asked,
         cause=cause,
     )
 

@@ -7,28 +7,29 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, product
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from compressor.checkpoint.reader import Size
+from compressor.checkpoint.reader import CONFIG, Size
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import require_head
 from compressor.errors import CompressionError, wrap_faults
-from compressor.golden.answers import FORMAT, KEPT, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.answers import BANDS, FORMAT, KEPT, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.fingerprints import fingerprints
 from compressor.golden.prompts import LONGEST, golden_prompts, tokenizer_of
-from compressor.model.loading import set_tensor
-from compressor.model.opened import OpenModel, memory_budget, open_model
-from compressor.model.streaming import TINY, Forward, LayerVisitor, Pass, PassPosition
+from compressor.golden.rounding import Rounding, constants_of
+from compressor.model.constant_experts import Substitutes, declared, substitute
+from compressor.model.opened import OpenModel, memory_budget, open_model, open_substituted
+from compressor.model.streaming import Forward, LayerVisitor, Pass, PassPosition
 from compressor.model.tokenizer import has_chat_template
 from compressor.progress import Progress, Silent
+from compressor.records import read_object
 
 DIGITS = 5  # of a log-probability
-BLOCK = 32  # weights that share a scale in llama.cpp's Q8_0 and Q4_0
-LARGEST = {"8-bit": 127, "4-bit": 7}  # whole number by kind of rounding
 LAYERS = 3  # in memory at once: the model's, rounded matrices of it, and what is computed
 AT_ONCE = 4  # prompts in a batch
 IN_OTHERS = 6  # in batches that show what their order changes
@@ -56,12 +57,17 @@ class _Answers(LayerVisitor):
 
     repeatable = True
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Mapping[str, Substitutes]) -> None:
+        self.constants = constants
         self.variants = list[Variant]()  # by batch, as all of these
         self.tokens = list[Tensor]()  # [B, L]
         self.places = list[list[tuple[int, int]]]()  # rows and positions
         self.top = list[list[Top]]()
         self._selected = False
+
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        for layer in self.at.moe_layers:
+            substitute(self.at.model.get_submodule(layer.name), self.constants.get(layer.name))
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         variant = self.variants[self.at.batch]
@@ -102,7 +108,7 @@ def ask_model(
 ) -> list[list[Top]]:
     """Return the answers of each variant of a model, in one pass."""
     head = require_head(model.partial.model)
-    answers = _Answers()
+    answers = _Answers(constants_of(model))
     for variant, begin in product(variants, range(0, len(prompts), at_once)):
         rows = prompts[begin : begin + at_once]
         tokens = pad_sequence([torch.tensor(prompt.ids) for prompt in rows], batch_first=True)
@@ -120,52 +126,13 @@ def ask_model(
     return [list(islice(in_order, positions)) for _ in variants]
 
 
-class _Rounding:
-    """Rounds a loaded layer's matrices before batches pass it, upon the finer kinds of rounding before.
-
-    Routers stay, as quantisers leave them. A layer that is loaded again is as it was.
-    """
-
-    def __init__(self, model: OpenModel) -> None:
-        self.partial = model.partial
-        self.routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
-        self._done = ("", 0)
-
-    def __call__(self, largest: int, position: PassPosition) -> AbstractContextManager[Any]:
-        if self._done != (position.layer, largest):
-            self._done = (position.layer, largest)
-            for key in self.partial.keys_under(position.layer):
-                value = position.model.get_parameter_or_buffer(key)
-                if value.dim() > 1 and value.is_floating_point() and not key.startswith(self.routers):
-                    set_tensor(position.model, key, self._rounded(value, largest))
-        return nullcontext()
-
-    def _rounded(self, value: Tensor, largest: int) -> Tensor:
-        """Round the matrices of [..., O, I] one by one in float32, in place if the tensor can be written to."""
-        matrices = value if value.dim() > 2 else value[None]
-        targets = torch.empty_like(matrices) if self.partial.is_mapped(value) else matrices
-        for matrix, target in zip(matrices, targets, strict=True):
-            rounded = target.copy_(matrix).float()
-            round_blocks(rounded, largest)
-            target.copy_(rounded)
-        return targets.view_as(value)
-
-
-def round_blocks(weight: Tensor, largest: int) -> None:
-    """Round in place to whole numbers up to `largest` times a scale for each block of a row."""
-    columns = weight.shape[-1]
-    blocks = weight.unflatten(-1, (-1, columns if columns % BLOCK else BLOCK))
-    most = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
-    scales = most.clamp(min=TINY * largest) / largest
-    blocks.div_(scales).round_().mul_(scales)
-
-
 def open_exactly(source: ModelSource, device: str) -> OpenModel:
     """Open a checkpoint in float32, or in its own dtype where its layers in float32 exceed the memory."""
-    model = open_model(source, "float32", device)
+    opening = open_substituted if declared(read_object(source.folder / CONFIG)) else open_model
+    model = opening(source, "float32", device)
     budget = memory_budget(model.partial.device)
     if budget is not None and LAYERS * model.largest_layer > budget:
-        return open_model(source, "auto", device)
+        return opening(source, "auto", device)
     return model
 
 
@@ -194,7 +161,7 @@ def config_of(model: OpenModel) -> dict[str, Any]:
 def make_golden(source: ModelSource, device: str = "auto", progress: Progress = _SILENT) -> GoldenAnswers:
     """Return the golden answers of a checkpoint, from four streamed passes, two of them with few prompts.
 
-    Raises `CompressionError` without a head.
+    Raises `CompressionError` without a head, and for answers that are not finite.
     """
     model = open_exactly(source, device)
     tokenizer = tokenizer_of(source.folder)
@@ -206,21 +173,27 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
     except CompressionError:  # a kernel may take no bfloat16 of odd widths
         halved = model
         prompts = _continued(model, prompts, progress)
-    rounding = _Rounding(model)
-    roundings = [Variant(partial(rounding, largest)) for largest in LARGEST.values()]
-    exact, *rounded = ask_model(model, prompts, [Variant(), *roundings], progress)
-    in_bfloat16 = rounded[0]  # moves answers about as far
+    rounding = Rounding(model)
+    roundings = {kind: Variant(partial(rounding, kind)) for kind in rounding.kinds}
+    exact, *rounded = ask_model(model, prompts, [Variant(), *roundings.values()], progress)
+    by_kind = dict(zip(roundings, rounded, strict=True))
+    by_kind["bfloat16"] = by_kind["8-bit"]  # moves answers about as far
     if halved.dtype_name == "bfloat16":
-        (in_bfloat16,) = ask_model(halved, prompts, progress=progress, at_once=IN_OTHERS)
+        (by_kind["bfloat16"],) = ask_model(halved, prompts, progress=progress, at_once=IN_OTHERS)
     bands = dict[str, tuple[float, ...]]()
-    for name, moved in zip(("bfloat16", *LARGEST), (in_bfloat16, *rounded), strict=True):
-        pairs = zip(exact, moved, strict=True)
+    for name in BANDS:
+        pairs = zip(exact, by_kind[name], strict=True)
         bands[name] = tuple(round(first.distance(second), DIGITS) for first, second in pairs)
+        if not all(map(isfinite, bands[name])):
+            raise CompressionError(
+                f"{source.label} answers with numbers that are not finite, exactly or in {name}; see its weights"
+            )
     return GoldenAnswers(
         format=FORMAT,
         vocabulary=model.vocabulary,
         parameters=parameters_of(model),
         dtype=model.dtype_name,
+        rounds_inputs=bool(rounding.own),
         prompts=tuple(with_answers(prompts, exact)),
         bands=bands,
         texts=_texts(tokenizer, exact),

@@ -1,5 +1,6 @@
 """Asks a server of OpenAI's API (vLLM, SGLang, llama-server) for its answers to golden prompts."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +19,7 @@ FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, th
     {"logprobs": KEPT},
     {"logprobs": 5},  # the most that some servers give
 )
-MOST_DIGITS = 12  # of a token's id
-NAMED = "token_id:"  # before the id of a token, as vLLM writes it
+ID = re.compile(r"token_id:([0-9]{1,9})")  # of a token, as vLLM writes it
 ASKED = 3  # prompts by which vocabulary and template are known
 FEWEST = 3  # tokens of an answer that can be compared
 BROKEN = "\ufffd"
@@ -44,6 +44,7 @@ class ContentLogs(Checked):
 
 class Choice(Checked):
     logprobs: Lenient[ContentLogs | Logprobs] = None
+    finish_reason: Lenient[str] = None
 
 
 class Answer(Checked):
@@ -54,6 +55,21 @@ class Answer(Checked):
     def counted(self) -> int | None:
         """The tokens of the prompt, where the server says."""
         return None if self.usage is None else self.usage.prompt_tokens
+
+    def logs(self, step: int = 0) -> dict[str | int, float]:
+        """Return the log-probabilities of a step, by the ids or the texts of tokens."""
+        logs = self.choices[0].logprobs
+        named = dict[str | int, float]()
+        if isinstance(logs, ContentLogs):
+            for content in logs.content[step : step + 1]:
+                for entry in content.top_logprobs:
+                    named[entry.token if entry.id is None else entry.id] = entry.logprob
+        elif isinstance(logs, Logprobs):
+            for tops in logs.top_logprobs[step : step + 1]:
+                for name, log in (tops or {}).items():
+                    token = ID.fullmatch(name)
+                    named[int(token[1]) if token else name] = log
+        return named
 
 
 class Weights(Checked):
@@ -71,31 +87,21 @@ class Vocabulary:
         self.by_text = {text: int(token) for token, text in golden.texts.items() if counts[text] == 1}
         self.unclear = {text for text, count in counts.items() if count > 1}
 
-    def read(self, answer: Answer, golden: Top, step: int = 0) -> Pair:
-        """Return the golden and the given answer of a step, both of the tokens that can be told apart.
+    def read(self, logs: Mapping[str | int, float], golden: Top) -> Pair:
+        """Return the golden and the given answer, both of the tokens that can be told apart.
 
         None if these are few.
         """
-        logs = answer.choices[0].logprobs
-        named = dict[Any, float]()
-        if isinstance(logs, ContentLogs):
-            for content in logs.content[step : step + 1]:
-                named = {entry.token if entry.id is None else entry.id: entry.logprob for entry in content.top_logprobs}
-        elif isinstance(logs, Logprobs):
-            for tops in logs.top_logprobs[step : step + 1]:
-                named = dict(tops or {})
         tokens = dict[int, float]()
         by_id = False
-        for name, log in named.items():
-            number = str(name).removeprefix(NAMED)
-            is_number = number != name and number.isdecimal() and len(number) < MOST_DIGITS
-            token = int(number) if is_number else name
-            if isinstance(token, int):
+        for name, log in logs.items():
+            if isinstance(name, int):
                 by_id = True
-            elif token in self.unclear or BROKEN in token:
+                token = name
+            elif name in self.unclear or BROKEN in name:
                 continue
             else:
-                token = self.by_text.get(token, -1 - len(tokens))
+                token = self.by_text.get(name, -1 - len(tokens))
             tokens[token] = max(log, LEAST)
         clear = {*golden.tokens} if by_id else {*self.by_text.values()}
         first = {token: log for token, log in zip(golden.tokens, golden.logs, strict=True) if token in clear}
@@ -115,40 +121,50 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
     form = _find_form(golden, server)
     vocabulary = Vocabulary(golden)
 
-    def ask(number: int) -> tuple[int, list[Pair]]:
-        """Return the answer with this number, and those after tokens of the server's own, as long as these agree."""
+    def ask(number: int) -> tuple[dict[int, Pair], bool]:
+        """Return the answers from this number on, and True if one that was asked for is missing.
+
+        Those after tokens of the server's own are compared as long as these agree.
+        """
         prompt_number, position = golden.places[number]
         prompt = golden.prompts[prompt_number]
         begin = position + 1
         steps = prompt.continued if begin == len(prompt.given) else 0
         payload = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(prompt.ids[:begin])}
         answer = server.ask("/completions", Answer, payload | {"max_tokens": 1 + steps})
-        pairs = [vocabulary.read(answer, golden.top[number])]
-        for step in range(1, 1 + steps):
-            previous = pairs[-1]
-            if previous is None or previous[1].tokens[0] != prompt.ids[position + step]:
+        pairs = dict[int, Pair]()
+        for step in range(1 + steps):
+            logs = answer.logs(step)
+            if not logs:
+                has_ended = step > 0 and answer.choices[0].finish_reason == "stop"
+                return pairs, not has_ended
+            pair = vocabulary.read(logs, golden.top[number + step])
+            pairs[number + step] = pair
+            if pair is None or (step < steps and pair[1].tokens[0] != prompt.ids[begin + step]):
                 break
-            pairs.append(vocabulary.read(answer, golden.top[number + step], step))
-        return number, pairs
+        return pairs, False
 
     questions = [number for number in range(len(golden.top)) if number not in golden.decoded]
     answers = dict[int, Pair]()
-    for number, pairs in server.all(questions, ask, AT_ONCE):
-        answers |= dict(enumerate(pairs, number))
+    unanswered = 0
+    for pairs, is_missing in server.all(questions, ask, AT_ONCE):
+        answers |= pairs
+        unanswered += is_missing
     if not any(answers.values()):
         raise CompressionError(
             f"{server.label} gives no log-probabilities; start it so that it does (SGLang and vLLM do by default, "
             "llama-server by its /v1/completions)"
         )
     both = [answers.get(number) for number in range(len(golden.top))]
-    bits = 8.0  # where it does not say
+    widest = "fp8" if golden.rounds_inputs else "8-bit"  # where it does not say
     with suppress(ValueError):
         weights = Weights.model_validate(server.facts.get("meta"))
-        bits = 8 * weights.size / weights.n_params
+        widest = widest_band(8 * weights.size / weights.n_params)
     first = [pair and pair[0] for pair in both]
     second = [pair and pair[1] for pair in both]
     other_tokens = _other_template(golden, server, vocabulary, both)
-    return Answered(server.label, second, widest_band(bits), other_tokens, first)
+    asked = len(answers) + unanswered
+    return Answered(server.label, second, widest, other_tokens, first, asked, unanswered)
 
 
 def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:
@@ -198,7 +214,7 @@ def _other_template(
             continue
         last = golden.places.index((number, len(prompt.given) - 1))
         direct = asked[last]
-        pair = vocabulary.read(answer, golden.top[last])
+        pair = vocabulary.read(answer.logs(), golden.top[last])
         differs = answer.counted is not None and answer.counted != prompt.rendered_tokens
         if pair is not None and direct is not None:
             limit = max(FAR * direct[0].distance(direct[1]), CHAT)

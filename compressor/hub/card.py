@@ -48,7 +48,39 @@ ONNX_FOLDER = "onnx"
 CARD = "README.md"
 TASK = "text-generation"
 HUGGING_FACE = "https://huggingface.co"
-IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
+# the Hub's list (huggingface.co/docs/hub/repositories-licenses); it refuses a card with any other
+LISTED = """
+apache-2.0 mit openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
+bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0
+cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0
+cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0
+cdla-permissive-1.0 cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl
+gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 lgpl-lr isc h-research intel-research lppl-1.3c ms-pl apple-ascl
+apple-amlr mpl-2.0 odc-by odbl openmdw-1.0 osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl
+deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
+grok2-community gemma unknown other
+"""
+LICENCES = frozenset(LISTED.split())
+SPELLED_OUT = """
+gnu affero general public: agpl
+gnu lesser general public: lgpl
+gnu general public: gpl
+mozilla public: mpl
+eclipse public: epl
+creative commons zero: cc0
+creative commons attribution: cc-by
+noncommercial: nc
+non-commercial: nc
+sharealike: sa
+share alike: sa
+noderivatives: nd
+noderivs: nd
+odbl-1.0: odbl
+odc-by-1.0: odc-by
+pddl-1.0: pddl
+llama : llama
+the|licen[cs]e|version|community|international|universal:
+"""
 
 CARD_FIGURES = ("experts", "distillation")
 
@@ -344,8 +376,8 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
     vllm = ""
     if facts.outcome.expert_plan.has_constants:
         vllm = (
-            "In vLLM, from the version on that serves the config field approximate_experts, where it supports this "
-            "architecture unquantised (not tested with this checkpoint):"
+            "In vLLM from 0.33 on, where it supports this architecture unquantised (not tested with this checkpoint); "
+            "ask `moe-compress check` with --server whether it computes this model:"
         )
     elif facts.dtypes:
         fault = facts.outcome.loader_fault
@@ -376,7 +408,8 @@ def _stock(facts: CardFacts, repo_id: str) -> Blocks:
     name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
     imported = model_class
-    loading = [f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")']
+    more = "" if facts.served is None or facts.served.aligned else ', experts_implementation="eager"'
+    loading = [f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto"{more})']
     if (facts.folder / "tokenizer_config.json").is_file():
         imported += ", AutoTokenizer"
         loading.append(f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")')
@@ -539,16 +572,31 @@ def base_metadata(source: Source, base: Path | None = None, base_model: str | No
     return {}
 
 
+def listed_licence(name: str) -> str | None:
+    """Return the Hub's spelling of a licence: of an SPDX identifier or of a name written out; None if it has none."""
+    text = " ".join(name.lower().split())
+    for line in SPELLED_OUT.strip().splitlines():
+        words, _, short = line.partition(":")
+        text = re.sub(rf"\b({words})\b", short.strip(), text)
+    text = re.sub(r"-?v(?=[0-9])", "-", "-".join(re.findall(r"[a-z0-9.+]+", text)))
+    text = re.sub(r"(-only|-or-later|(?<=[0-9])\+)$", "", text)
+    for spelling in (name.lower(), text, f"{text}.0"):
+        if spelling in LICENCES:
+            return spelling
+    return None
+
+
 def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None) -> dict[str, Any]:
-    """Return the base's licence as it is; what is no identifier becomes `other`, with its text as the name."""
+    """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with a name."""
     given = base.get("license")
-    if isinstance(given, list):
-        return {"license": given}
-    if not isinstance(given, str) or not given:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         return {}
-    known = IDENTIFIER.fullmatch(given)
-    fields = {"license": given if known else "other"}
-    name, link = base.get("license_name") if known else one_line(given), base.get("license_link")
+    listed = [listed_licence(name) for name in names]
+    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
+    known = [name or "other" for name in listed]
+    fields: dict[str, Any] = {"license": known if isinstance(given, list) else known[0]}
+    name, link = ", ".join(unlisted) or base.get("license_name"), base.get("license_link")
     if name:
         fields["license_name"] = name
     if link:
@@ -557,6 +605,17 @@ def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revis
             place = f"{HUGGING_FACE}/{repository}/blob/{revision or 'main'}"
             fields["license_link"] = link if is_complete else f"{place}/{link}"
     return fields
+
+
+def warn_of_licence(model: str, revision: str | None) -> None:
+    """Say before a run what the card will make of a base's licence that the Hub's list lacks."""
+    folder = Path(model)
+    is_folder = folder.is_dir()
+    base = base_metadata(Source(model, revision, ""), folder if is_folder else None, None if is_folder else model)
+    fields = licence(base, folder, None, revision)
+    if fields.get("license_name") not in (None, base.get("license_name")):
+        name = fields["license_name"]
+        logger.warning("the Hub's list of licences lacks %r; the card will say other, with that as its name", name)
 
 
 def languages(base: Mapping[str, Any]) -> list[str] | None:

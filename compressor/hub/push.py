@@ -12,6 +12,7 @@ from typing import Any
 from compressor.answers.scores import REPORT
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
+from compressor.files import write_whole
 from compressor.formatting import counted, human_bytes
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here, suggested_name
@@ -114,10 +115,12 @@ def push(
     dry_run: bool = False,
     require_gate: str | Path | None = None,
     base_model: str | None = None,
+    card: str | Path | None = None,
 ) -> PushSummary:
     """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
 
     A `repo_id` that ends with a slash gets a name as the field's. `base_model` is the id on the Hub of a local base.
+    `card` is a new file for the model card, to read before it's sent.
     Raises `CompressionError` before anything is sent if the folder is not whole, holds a secret, did not pass the gate
     that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
     """
@@ -137,6 +140,8 @@ def push(
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
+    if card is not None:
+        _write_card(files.get(CARD), Path(card))
     refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
@@ -182,6 +187,14 @@ def push(
         if tag is not None and tag not in fresh.tags:
             repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head))
     return summary
+
+
+def _write_card(content: hub.Content | None, file: Path) -> None:
+    if content is None:
+        raise CompressionError(f"there is no card to write to {file}; write a README.md in the folder by hand")
+    if file.exists():
+        raise CompressionError(f"{file} exists; name a new file with --card")
+    write_whole(file, content if isinstance(content, bytes) else content.read_bytes())
 
 
 def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:

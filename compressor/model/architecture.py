@@ -23,8 +23,9 @@ from transformers import (
 from transformers.utils import ContextManagers
 
 from compressor.checkpoint.quantized import declared_quantization
-from compressor.checkpoint.reader import CONFIG, quantization_of
+from compressor.checkpoint.reader import CONFIG, packs_nothing, quantization_of
 from compressor.errors import CompressionError, reason_of
+from compressor.model.experts import fills_rows
 from compressor.model.moe_layer import (
     ExpertTensor,
     LayerCounts,
@@ -177,6 +178,9 @@ def load_config(folder: Path) -> Any:
         reason = _unknown_type(read_object(folder / CONFIG)) or reason_of(error)
         raise CompressionError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
     choose_kernels(config)
+    for node in (config, config.get_text_config(decoder=True)):
+        if packs_nothing(getattr(node, "quantization_config", None) or {}):
+            del node.quantization_config
     if not declared_quantization(config):
         declared = quantization_of(folder, {})
         if declared:
@@ -249,10 +253,19 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
             node.dtype = wanted  # some classes build inner models in the dtype of their own config
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
-            return stock_class(copied).eval()
+            built = stock_class(copied).eval()
+        run_any_rows(built)
+        return built
     except Exception as error:  # model classes raise anything
         message = f"transformers cannot build {stock_class.__name__} from this config"
         raise CompressionError(f"{message}: {reason_of(error)}") from error
+
+
+def run_any_rows(model: Any) -> None:
+    """Have a stock model loop over its experts where grouped products do not take the rows of their matrices."""
+    for _, experts in experts_modules(model):
+        if not fills_rows(experts, experts.down_proj.itemsize) and hasattr(experts, "config"):
+            experts.config._experts_implementation = "eager"
 
 
 def head_of(model: Any) -> nn.Module | None:

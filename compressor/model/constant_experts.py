@@ -17,15 +17,15 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint, TensorInfo, config_field
 from compressor.errors import CompressionError
-from compressor.model.experts import apply_expert, expert_parameters, routed
+from compressor.model.experts import UNCHANGED, Change, apply_expert, expert_parameters, routed
 from compressor.model.layout import Role
 from compressor.model.moe_layer import MoeLayer
 
 FIELD = "approximate_experts"
 SUFFIX = ".approx_value"
 NOT_STOCK = (
-    "experts that are constants (config field approximate_experts) are served by vLLM, and stock transformers cannot "
-    "load them"
+    "experts that are constants (config field approximate_experts) are served by vLLM from 0.33 on; earlier versions "
+    "load them without a message and compute something else, and stock transformers cannot load them"
 )
 CONSTANT = re.compile(rf"(.+)\.(\d+){re.escape(SUFFIX)}")  # a layer's experts, and the expert
 
@@ -43,9 +43,18 @@ class Substitutes:
 
 
 def substituted_forward(
-    experts: Any, substitutes: Substitutes, hidden: Tensor, index: Tensor, weights: Tensor
+    experts: Any,
+    substitutes: Substitutes | None,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    change: Change = UNCHANGED,
 ) -> Tensor:
-    """Return the output of an experts module with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
+    """Return the output of an experts module with its constants: hidden [T, H], index and weights [T, K] -> [T, H].
+
+    `change` is applied to what matrices are multiplied by.
+    """
+    substitutes = substitutes or Substitutes((), hidden[:0])
     constants = dict(zip(substitutes.dropped, substitutes.values, strict=True))
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert, rows, slots in routed(weights, index):
@@ -54,7 +63,8 @@ def substituted_forward(
             output = gate.float() * constants[expert].float()
         else:
             row = expert if substitutes.rows is None else substitutes.rows[expert]
-            output = (apply_expert(experts, expert_parameters(experts, row), hidden[rows]) * gate).float()
+            parameters = expert_parameters(experts, row)
+            output = (apply_expert(experts, parameters, hidden[rows], change=change) * gate).float()
         result.index_add_(0, rows, output)
     return result.to(hidden.dtype)
 

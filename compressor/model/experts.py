@@ -10,13 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 from transformers.integrations.moe import _can_use_grouped_mm
 
 from compressor.model.moe_layer import MoeLayer
 
 Parameters = dict[str, Tensor]
+Change = Callable[[Tensor], Tensor]
+UNCHANGED = nn.Identity()
 ALIGNMENT = 16  # bytes that rows must be a multiple of in grouped products
 CHUNK = 4096  # tokens that pass the experts at once, where each expert's output is kept
 
@@ -24,6 +26,11 @@ CHUNK = 4096  # tokens that pass the experts at once, where each expert's output
 def width_of(experts: Any) -> int:
     """Return the neurons of each expert of an experts module."""
     return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
+
+
+def fills_rows(experts: Any, itemsize: int) -> bool:
+    """Return True if rows of experts' matrices are multiples of 16 bytes, as stock transformers' default needs."""
+    return all(size * itemsize % ALIGNMENT == 0 for size in experts.down_proj.shape[1:])
 
 
 def parameter_names(experts: Any) -> tuple[str, ...]:
@@ -98,12 +105,15 @@ def intermediate(experts: Any, parameters: Parameters, x: Tensor, choices: Choic
     return activated
 
 
-def apply_expert(experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None) -> Tensor:
+def apply_expert(
+    experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None, change: Change = UNCHANGED
+) -> Tensor:
     """Return the outputs of experts before their gate weights: tokens [T, H] -> [T, H].
 
-    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted by.
+    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted by. `change` is
+    applied to what matrices are multiplied by.
     """
-    inner = intermediate(experts, parameters, x, choices)
+    inner = change(intermediate(experts, parameters, change(x), choices))
     output = _project(experts, parameters, "down_proj", inner, choices)
     return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from compressor.distributed import refuse_several
 from compressor.files import file_digest, wrap_full_disk
 from compressor.model.architecture import build_meta, decoder_layers, model_class
 from compressor.model.loaded import LoadedModel
-from compressor.model.loading import saved_names
+from compressor.model.loading import saved_names, tied_weights
 from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress
@@ -62,7 +63,11 @@ def _write(model: Any, folder: Path) -> None:
     stock = build_meta(config)
     state = model.state_dict()
     layer_names = decoder_layers(stock)
-    left_out = {*stock.all_tied_weights_keys, *(stock._keys_to_ignore_on_save or ())}
+
+    def alike(first: str, second: str) -> bool:
+        return torch.equal(state[first], state[second])
+
+    left_out = {*tied_weights(stock, state.keys(), alike), *(stock._keys_to_ignore_on_save or ())}
     by_decoder_layer: dict[str, dict[str, Tensor]] = {decoder_layer: {} for decoder_layer in ("", *layer_names)}
     for key, value in state.items():
         if key not in left_out:

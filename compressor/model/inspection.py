@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
-from compressor.checkpoint.source import ModelSource, fetch_headers, is_local, locate
+from compressor.checkpoint.source import ModelSource, fetch_headers, locate
 from compressor.errors import CompressionError
+from compressor.files import is_local
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
+from compressor.model.verification import stock_report
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
 
@@ -75,7 +77,7 @@ def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int)
         if role.kind == "fused":
             shape = (*shape[: role.dim], experts + role.extra, *shape[role.dim + 1 :])
         if role.kind != "expert" or role.expert < experts:
-            parameters += math.prod(shape)
+            parameters += int(math.prod(shape) * info.density)
             nbytes += tensor_bytes(info.dtype, shape)
     return Size(parameters, nbytes)
 
@@ -123,21 +125,13 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 
 
 def stock_fault(model: OpenModel) -> str | None:
-    """Return a sentence on quantised experts that stock transformers mistreats; None if there are none."""
+    """Return a sentence on how stock transformers mistreats a quantised model; None if it does not, as far as known."""
+    quantization = model.checkpoint.quantization
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
-    shared = model.layout.quantized and not model.layout.regular
-    if packed is None and not shared:
-        return None
-    family = model.architecture.family if model.partial.has_single_experts or shared else None
-    keys = model.partial.plain_keys
-    experts = tuple(f"{layer.name}." for layer in model.architecture.layers)
-    merged = (
-        key
-        for name, key in keys.targets.items()
-        if str(keys.patterns[name]).endswith(".weight") and not key.startswith(experts)
-    )
-    module = (packed or "").rpartition(".")[0]
-    return loader_fault(model.checkpoint.quantization, module, family, next(merged, None))
+    fault = None if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
+    if fault is None and quantization.get("quant_method") == "compressed-tensors":
+        fault = stock_report(model)
+    return fault
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:

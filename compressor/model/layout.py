@@ -1,6 +1,7 @@
 """The layout of stored experts, one by one or fused along a dimension, found with the loader's own conversion."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -99,6 +100,9 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same checkpoint."""
     quantized = bool(checkpoint.quantization)
     placed, left_out = _placements(partial, quantized)
+    modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
+    for name, (target, pattern, _) in placed.items():
+        modules.setdefault((target, pattern), set()).add(_module(name, quantized))
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
     families: dict[Key, list[str]] = {}
@@ -120,7 +124,15 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
             role = Role("expert", decoder_layer, layer.name, is_router=not target.startswith(f"{layer.name}."))
             if pattern is not None and "*" in pattern:
                 family = replace(role, family=f"{target}|{pattern}|{suffix}")
-                roles.update(_one_each(checkpoint, names, family, layer))
+                own = {_module(name, quantized): name for name in names}
+                roles.update(_one_each(checkpoint, own, modules[target, pattern], family, layer))
+                continue
+            shape = checkpoint.tensors[names[0]].shape
+            if suffix and math.prod(shape) == 1:  # a scale of the whole tensor
+                roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
+                continue
+            if suffix and shape[0] != layer.experts + tensor.extra:  # blocks of several experts
+                regular = False
                 continue
             dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
             if pattern is not None and not suffix:
@@ -129,14 +141,25 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
-def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
-    """Return the roles of tensors stored one for each expert, in the loader's order."""
-    if len(names) != layer.experts:
+def _module(name: str, quantized: bool) -> str:
+    """Return what a weight has in common with the tensors beside it."""
+    return name.rpartition(".")[0] if quantized else name
+
+
+def _one_each(
+    checkpoint: Checkpoint, names: Mapping[str, str], modules: set[str], kind: Role, layer: MoeLayer
+) -> dict[str, Role]:
+    """Return the roles of tensors stored one for each expert, in the loader's order.
+
+    `names` are by module; of a layer's `modules`, those whose weights are plain need no scales.
+    """
+    usual = min(names.values(), key=dot_natural_key)
+    if len(modules) != layer.experts:
         raise CompressionError(
-            f"{layer.name}: the checkpoint holds {len(names)} tensors like {min(names)!r} for {layer.experts} experts"
+            f"{layer.name}: the checkpoint holds {len(modules)} tensors like {usual!r} for {layer.experts} experts"
         )
-    ordered = sorted(names, key=dot_natural_key)
-    parts = [name.split(".") for name in ordered]
+    ordered = sorted(modules, key=dot_natural_key)
+    parts = [module.split(".") for module in ordered]
     columns = [set(column) for column in zip(*parts, strict=False)]
     numbers = []
     for column in columns:
@@ -145,16 +168,28 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
     absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
     if absent:
         raise CompressionError(
-            f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; download it again"
+            f"{layer.name}: the checkpoint has no tensor like {usual!r} of expert {min(absent)}; "
+            "download it again, or if experts are numbered with gaps, which stock transformers loads "
+            "in order and servers don't, load it there and save it with save_pretrained"
         )
-    usual = checkpoint.tensors[ordered[0]].shape
-    for name in ordered:
-        shape = checkpoint.tensors[name].shape
-        if shape != usual:
+    roles = {}
+    shape = checkpoint.tensors[usual].shape
+    for expert, module in enumerate(ordered):
+        name = names.get(module)
+        if name is None:
+            weight = checkpoint.tensors.get(f"{module}.weight")
+            if weight is None or not weight.is_plain:
+                raise CompressionError(
+                    f"{layer.name}: the checkpoint has no tensor like {usual!r} for {module!r}; download it again"
+                )
+            continue
+        found = checkpoint.tensors[name].shape
+        if found != shape:
             raise CompressionError(
-                f"tensor {name!r} has shape {list(shape)}, {ordered[0]!r} has {list(usual)}; download it again"
+                f"tensor {name!r} has shape {list(found)}, {usual!r} has {list(shape)}; download it again"
             )
-    return {name: replace(kind, expert=expert) for expert, name in enumerate(ordered)}
+        roles[name] = replace(kind, expert=expert)
+    return roles
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:

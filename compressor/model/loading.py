@@ -3,7 +3,7 @@
 On a device with streams, a thread copies the stored tensors of the next layer while this one computes (`ReadAhead`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,10 +23,16 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 
-from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales, wanted_dtype
-from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
+from compressor.checkpoint.quantized import (
+    dequantizer,
+    refuse_faults,
+    refuse_unread_scales,
+    refuse_unscaled,
+    wanted_dtype,
+)
+from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, TensorInfo, refuse_nan
 from compressor.devices import free_memory
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import decoder_layer_of
@@ -167,6 +173,14 @@ class KeyMap:
     patterns: dict[str, str | None]  # by stored name; None for a plain rename
     unknown: tuple[str, ...]  # stored tensors that the stock model does not load
 
+    @property
+    def sources(self) -> dict[str, list[str]]:
+        """The stored tensors of each state-dict entry."""
+        sources = dict[str, list[str]]()
+        for name, target in self.targets.items():
+            sources.setdefault(target, []).append(name)
+        return sources
+
 
 def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap:
     """Map stored names as transformers' loader does for `model`."""
@@ -203,6 +217,24 @@ def unwrapped(name: str) -> Iterator[tuple[str, str]]:
         for begin in range(len(parts) - width):
             if not any(part.isdecimal() for part in parts[begin : begin + width]):
                 yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
+
+
+def tied_weights(model: Any, stored: Collection[str], alike: Callable[[str, str], bool]) -> dict[str, str]:
+    """Return the entries that take their weights from another one, and that one, as stock transformers ties them.
+
+    Of those that the config ties, the first that is `stored` gives its weights; other stored ones keep theirs unless
+    they are `alike`.
+    """
+    groups = dict[str, list[str]]()
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, [source]).append(target)
+    tied = {}
+    for group in groups.values():
+        giver = next((key for key in group if key in stored), group[0])
+        for key in group:
+            if key != giver and (key not in stored or alike(key, giver)):
+                tied[key] = giver
+    return tied
 
 
 def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
@@ -272,25 +304,32 @@ class PartialModel:
         self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
-        self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        try:
+            self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+        except ValueError as error:  # of weights that are split, as those of a fused attention
+            kind = type(self.model).__name__
+            raise CompressionError(f"quantised weights of {kind} can't be read: {reason_of(error)}") from error
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
+        self._sources = self.keys.sources
+        tied = self.model.all_tied_weights_keys
+        self.tied = tied_weights(self.model, self._sources.keys(), self._are_alike)
+        self.ties_nothing = bool(tied) and not self.tied  # though the config says so
+        self.model.all_tied_weights_keys = self.tied
         self._refuse_foreign_names()
-        self.has_single_experts = False  # of a model that stock transformers loads only with fused experts
         if self.quantizer is not None:
             refuse_misfits(checkpoint)
             singles = single_experts(self.model, self.keys.unknown)
             if singles:
-                self.has_single_experts = True
                 plain = [*get_model_conversion_mapping(self.model), *singles]
                 self.conversions = self.quantizer.update_weight_conversions(plain, self.model)
                 self.keys = map_keys(checkpoint, self.model, self.conversions)
-            refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
+            refuse_unread_scales({name: self.keys.targets.get(name) for name in checkpoint})
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
             self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
-        self._sources: dict[str, list[str]] = {}
-        for name, target in self.keys.targets.items():
-            self._sources.setdefault(target, []).append(name)
+        floating = {key for key, value in self.empty.items() if value.is_floating_point()}
+        refuse_unscaled(checkpoint.tensors, self.plain_keys.targets, self.keys.targets, floating)
+        self._sources = self.keys.sources
+        self._unit_scales = self._scales_lacking()
         self._loaded = set[str]()
         self._views = dict[str, Tensor]()  # of loaded tensors, so that whoever writes them need not read them again
         self.kept = dict[str, Tensor]()
@@ -298,8 +337,16 @@ class PartialModel:
         self._fill_constant_buffers()
 
     def _refuse_foreign_names(self) -> None:
-        """Refuse a checkpoint written by another tool under its own names."""
+        """Refuse a checkpoint written by another tool under its own names, or without values."""
         folder = self.checkpoint.folder
+        loaded = [self.checkpoint.tensors[name] for name in self.keys.targets]
+        empty = [info for info in loaded if not info.nbytes]
+        if empty:
+            raise CompressionError(
+                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of "
+                f"shape {list(empty[0].shape)}, as a trainer writes what is sharded over processes "
+                "(DeepSpeed's ZeRO-3, FSDP); gather the weights there and save the model again"
+            )
         kind = type(self.model).__name__
         targets = self.keys.targets
         mlx = next((name for name in self.checkpoint if MLX in name), None)
@@ -324,6 +371,53 @@ class PartialModel:
                 f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
                 f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
+
+    def _scales_lacking(self) -> dict[str, str]:
+        """Return names of scales of one for experts' weights that have none, beside experts that do.
+
+        The loader takes the scales of a layer in their order, so each weight needs one.
+        """
+        patterns = self.keys.patterns
+        stored = {(target, patterns[name], name.rpartition(".")[0]) for name, target in self.keys.targets.items()}
+        scaled = {(target, pattern) for target, pattern, _ in stored}
+        lacking = {}
+        for target, pattern, module in sorted(stored, key=str):
+            for suffix in ("_scale", "_scale_inv"):
+                scale = f"{pattern}{suffix}"
+                if (target, scale) in scaled and (target, scale, module) not in stored:
+                    lacking[f"{module}.weight"] = f"{module}.weight{suffix}"
+        return lacking
+
+    def _are_alike(self, first: str, second: str) -> bool:
+        """Return True if two entries are stored with the same values."""
+        pairs = zip(self._sources[first], self._sources[second], strict=False)
+        return all(self.checkpoint.holds_alike(*pair) for pair in pairs)
+
+    def refuse_gaps(self) -> None:
+        """Refuse a checkpoint without all tensors; stock transformers would draw them at random."""
+        missing = self.missing
+        if missing:
+            raise CompressionError(
+                f"{self.checkpoint.folder} lacks {len(missing)} tensors that "
+                f"{type(self.model).__name__} needs, such as {missing[0]!r}; download or save it again"
+            )
+
+    @property
+    def missing(self) -> list[str]:
+        """State-dict entries that no stored tensor fills."""
+        filled = {*self.keys.targets.values(), *self.tied}
+        also_made = {target for entry in self.conversions for target in entry.target_patterns[1:]}
+        missing = []
+        for key in self.empty.keys() - filled:
+            if not any(target in key for target in also_made):
+                missing.append(key)
+        for key, names in self.plain_keys.sources.items():
+            converter = self.converter_of(self.plain_keys.patterns[names[0]])
+            there = {self.plain_keys.patterns[name] for name in names}
+            for source in getattr(converter, "source_patterns", ()):
+                if source not in there and "scale" not in source:  # which only quantised weights have
+                    missing.append(f"{key} (of {source})")
+        return sorted(missing)
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
         """Return the same model, empty, in another dtype or on another device; itself if nothing changes."""
@@ -407,6 +501,8 @@ class PartialModel:
         largest = max(set(targets.values()), key=lambda target: self.empty[target].numel())
         for alone in (True, False):
             stored = {name: tensors.pop(name) for name in names if (targets[name] == largest) is alone}
+            for name in sorted(stored.keys() & self._unit_scales.keys()):
+                stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
             stored.clear()
             give_back()
@@ -426,6 +522,10 @@ class PartialModel:
             self._loaded |= {key, source}
             if self.resident:
                 self.kept[source] = tensor.detach()  # the parameter itself may get a gradient
+
+    def stored_as(self, key: str) -> list[TensorInfo]:
+        """Return the stored tensors of an entry; of a one-to-many conversion, only for its first target."""
+        return [self.checkpoint.tensors[name] for name in self._sources.get(key, ())]
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Have a thread read the tensors that `load` of these entries will need, while this one computes."""

@@ -19,9 +19,9 @@ from compressor.devices import free_memory, pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
-from compressor.model.architecture import Architecture, discover, load_config
+from compressor.model.architecture import Architecture, discover, head_of, load_config, run_any_rows
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
-from compressor.model.experts import width_of
+from compressor.model.experts import fills_rows, width_of
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import MoeLayer, counts_below
@@ -30,6 +30,7 @@ from compressor.model.serving import Advice, Served, advise
 logger = logging.getLogger(__name__)
 
 SPARE = 0.2  # share of a device's free memory kept for hidden states and the computation of layers
+TIED = "tie_word_embeddings"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,6 +77,10 @@ class OpenModel:
         """Return the stock model of a config and a checkpoint; raise `CompressionError` if they are unfit."""
         partial = PartialModel(checkpoint, config, dtype, device)
         architecture = discover(config, partial.model)
+        if partial.ties_nothing:
+            flags = {name: node for name, node in checkpoint.raw_config.items() if isinstance(node, dict)}
+            paths = [TIED, *(f"{name}.{TIED}" for name, node in flags.items() if node.get(TIED))]
+            architecture = replace(architecture, written=dict.fromkeys(paths, False))
         return cls(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
 
     @cached_property
@@ -144,7 +149,9 @@ def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, dev
     if declared(checkpoint.raw_config) and not isinstance(checkpoint, SubstitutedCheckpoint):
         raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
     config = load_config(source.folder)
-    return OpenModel.of(source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
+    opened = OpenModel.of(source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
+    opened.partial.refuse_gaps()
+    return opened
 
 
 def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
@@ -201,19 +208,25 @@ def refuse_shared_experts(model: OpenModel) -> None:
 def served_model(model: OpenModel) -> Served:
     """Return an opened model as servers see it."""
     layer = model.architecture.layers[0]
-    text = model.config.get_text_config()
+    stock = model.partial.model
+    head = getattr(head_of(stock), "weight", None)
+    tied = {*model.partial.tied, *model.partial.tied.values()}
     quantization = model.checkpoint.quantization
+    blocks = quantization.get("weight_block_size")
+    dtype = pick_dtype("auto", model.config, model.checkpoint)
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
         model.architecture.family,
         layer.experts,
         layer.top_k,
-        width_of(model.partial.model.get_submodule(layer.name)),
+        width_of(stock.get_submodule(layer.name)),
         groups=layer.routing_groups,
         chosen_groups=layer.chosen_groups,
         selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
-        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        tied=any(stock.get_parameter_or_buffer(key) is head for key in tied),
         quantization=str(quantization.get("quant_method")) if quantization else "",
+        block=blocks[0] if isinstance(blocks, list) and blocks else 0,
+        aligned=fills_rows(stock.get_submodule(layer.name), dtype.itemsize),
     )
 
 
@@ -244,4 +257,5 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
             f"{folder.name} lacks {len(absent)} tensors that its config asks for, such as {absent[0]!r}; "
             "download or write it again"
         )
+    run_any_rows(model)
     return model

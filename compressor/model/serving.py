@@ -23,6 +23,7 @@ About = Literal["experts", "top-k", "width", "head"]
 Evidence = Literal["read", "run", "reported"]  # in the source, seen in a run, or reported by others
 
 LLAMA_CPP = "llama.cpp"
+TRANSFORMERS = "transformers"
 SIZES = (2, 4, 8)  # common sizes of expert or tensor parallelism
 TO_512 = frozenset(2**power for power in range(10))
 VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
@@ -42,11 +43,18 @@ class Served:
     selection_bias: bool = False  # the router chooses experts by scores plus a bias, but weights them without it
     tied: bool = False  # the language-model head is the embedding
     quantization: str = ""  # the config's quant_method
+    block: int = 128  # rows and columns that share a scale in FP8; 0 for none
+    aligned: bool = True  # each row of the experts' matrices is a multiple of 16 bytes
 
     @property
     def uneven(self) -> tuple[int, ...]:
         """The sizes of parallelism up to the number of experts that do not divide it."""
         return tuple(size for size in SIZES if size <= self.experts and self.experts % size)
+
+    @property
+    def cut_blocks(self) -> tuple[int, ...]:
+        """The sizes of tensor parallelism whose parts of an expert are no whole blocks of FP8."""
+        return tuple(size for size in SIZES if self.block and self.width % (size * self.block))
 
 
 class Condition(NamedTuple):
@@ -67,15 +75,28 @@ class Rule:
     about: About
     whom: Condition
     needs: Condition
-    says: str  # continues the server's name; may contain {experts}, {top_k}, {width}, {uneven}, {even}
+    says: str  # continues the server's name; may contain {experts}, {width}, {even} and others of `breach_text`
     evidence: Evidence = "read"
 
 
 def breach_text(rule: Rule, model: Served) -> str:
     """Return the sentence on how the server treats a model that breaks the rule."""
-    dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
-    even = f" (over {dividing} it can)" if dividing else ""
-    return rule.says.format(**asdict(model), uneven=joined([str(size) for size in model.uneven]), even=even)
+    return rule.says.format(
+        **asdict(model),
+        uneven=_sizes(model.uneven),
+        even=_possible(size for size in SIZES if model.experts % size == 0),
+        cut_blocks=_sizes(model.cut_blocks),
+        whole_blocks=_possible(size for size in SIZES if size not in model.cut_blocks),
+    )
+
+
+def _sizes(sizes: Iterable[int]) -> str:
+    return joined([str(size) for size in sizes])
+
+
+def _possible(sizes: Iterable[int]) -> str:
+    dividing = _sizes(sizes)
+    return f" (over {dividing} it can)" if dividing else ""
 
 
 def _families(names: str) -> Condition:
@@ -102,7 +123,7 @@ LLAMA_ROUTER = Condition("no routing groups, on CUDA", lambda model: model.group
 GPT_OSS = Condition("gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4")
 TRTLLM = Condition("not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization)
 AMD = TRTLLM._replace(words="not quantised, on AMD")
-FP8_BLOCKS = Condition("FP8 in blocks of 128", lambda model: model.quantization == "fp8")
+FP8_BLOCKS = Condition("FP8 in blocks", lambda model: model.quantization == "fp8" and model.block > 0)
 FP8_KERNEL = FP8_BLOCKS._replace(words="FP8 (TRT-LLM kernel)")
 MARLIN = ALL._replace(words="Marlin kernels (4-bit weights)")
 K_QUANTS = ALL._replace(words="K-quants and I-quants")
@@ -148,6 +169,9 @@ FP8_TOP_K = Condition(
 )
 TOP_8 = Condition("K is at most 8", lambda model: model.top_k <= 8)
 TOP_32 = Condition("K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32)
+BLOCKS = Condition("I is a multiple of the block", lambda model: model.width % model.block == 0)
+WHOLE_BLOCKS = Condition("I is a multiple of the block on each of 2, 4 and 8 GPUs", lambda model: not model.cut_blocks)
+ALIGNED = Condition("I and the hidden size in bytes are multiples of 16", lambda model: model.aligned)
 WIDTH_64, WIDTH_128, WIDTH_256 = map(_width_multiple, (64, 128, 256))
 UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
 
@@ -156,8 +180,20 @@ _vllm = partial(Rule, "vLLM", "0.32.0")
 _sglang = partial(Rule, "SGLang", "0.5.23")
 _flashinfer = partial(Rule, "FlashInfer", "0.6.18 (fb28d7242)")
 _llama = partial(Rule, LLAMA_CPP, "0c1e57098")
+CUT_BLOCKS = "cuts FP8 blocks of {block} with tensor parallelism over {cut_blocks} GPUs{whole_blocks}"
 
 RULES = (
+    Rule(
+        TRANSFORMERS,
+        "5.23",
+        "integrations/moe.py (grouped_mm)",
+        "fails",
+        "width",
+        ALL,
+        ALIGNED,
+        'runs experts of {width} neurons only with experts_implementation="eager", as their rows do not fill 16 bytes',
+        evidence="run",
+    ),
     _vllm(
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "wrong",
@@ -215,8 +251,16 @@ RULES = (
         "fails",
         "width",
         FP8_BLOCKS,
-        WIDTH_128,
-        "refuses experts of {width} neurons in FP8 blocks of 128",
+        BLOCKS,
+        "refuses experts of {width} neurons in FP8 blocks of {block}",
+    ),
+    _vllm(
+        "vllm/model_executor/layers/quantization/utils/fp8_utils.py (validate_fp8_block_shape)",
+        "fails",
+        "width",
+        FP8_BLOCKS,
+        WHOLE_BLOCKS,
+        CUT_BLOCKS,
     ),
     _vllm(
         "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
@@ -250,6 +294,15 @@ RULES = (
         ALL,
         DIVISIBLE,
         "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
+    ),
+    _sglang(
+        "python/sglang/srt/layers/quantization/fp8.py",
+        "fails",
+        "width",
+        FP8_BLOCKS,
+        WHOLE_BLOCKS,
+        CUT_BLOCKS,
+        evidence="reported",
     ),
     _sglang(
         "python/sglang/srt/models/qwen3_moe.py and others",
@@ -365,7 +418,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 GROUPED = (LLAMA_CPP,)
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
-SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
+SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES if rule.server != TRANSFORMERS))
 
 
 def loaders(scheme: str, by_row: bool) -> list[str]:
@@ -432,9 +485,10 @@ def servers_in_words(advice: Advice) -> str:
     known = set[str]()
     for effect, words in IN_WORDS.items():
         servers = dict.fromkeys(breach.server for breach in advice.breaches if breach.effect == effect)
-        worst = [server for server in servers if server not in known]
+        worst = [server for server in servers if server not in known and server in SERVERS]
         known |= servers.keys()
         if worst:
             parts.append(f"{words} in {', '.join(worst)}")
+    parts += [f"{TRANSFORMERS} {breach.says}" for breach in advice.breaches if breach.server == TRANSFORMERS]
     near = f"nearest number for all: {advice.nearest}; " if advice.nearest not in (None, advice.experts) else ""
     return "; ".join(parts) + (f" ({near}see moe-compress inspect)" if known else "")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
 from compressor.model.remote_code import load_stock
+from compressor.records import read_object
 
 THINKING_END = "</think>"
 THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates
@@ -30,6 +31,7 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
     try:
         tokenizer = load_stock("AutoTokenizer", folder)
         tokenizer.name_or_path = str(folder)
+        tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(folder)
     except Exception as error:  # tokenizer classes raise anything
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}") from error
     files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
@@ -46,6 +48,15 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
         reason = "its vocabulary holds nothing but special tokens"
         raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     return tokenizer
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """Return the chat template in a processor's own files, where tokenizers don't look; None without one."""
+    for name in ("chat_template.json", "processor_config.json"):
+        content = read_object(folder / name) if (folder / name).is_file() else {}
+        if isinstance(content.get("chat_template"), str):
+            return str(content["chat_template"])
+    return None
 
 
 def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:

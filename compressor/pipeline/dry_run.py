@@ -8,7 +8,6 @@ from typing import Any, Self
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
-from compressor.extras import require
 from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
@@ -103,7 +102,7 @@ class DryRun:
 
 def dry_run(recipe: Recipe) -> DryRun:
     """Return what a recipe will do; raises every `CompressionError` that a run raises before it reads text."""
-    require(*recipe.packages)
+    recipe.check_installed()
     formats_of(recipe)
     shown = None
     if recipe.gate is not None:

@@ -9,14 +9,11 @@ from typing import Any
 from compressor.errors import CompressionError, reason_of
 from compressor.files import lock_output, new_folder
 from compressor.progress import Progress
-from compressor.recipe.recipe import Recipe
+from compressor.recipe.recipe import MONE, SAFETENSORS, Recipe
 from compressor.recipe.registry import exporter_options, load_exporter
 from compressor.recipe.step import CONSTANTS
 from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
 from compressor.steps.workdir import check_target
-
-SAFETENSORS = "safetensors"  # what a run writes, and what every exporter reads
-MONE = "mone"  # the same with constants in the place of experts
 
 
 def find_exporter(name: str) -> Any:

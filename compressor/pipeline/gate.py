@@ -12,7 +12,7 @@ from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import LONE_HALVES, file_digest
-from compressor.pipeline.formats import SAFETENSORS, formats_of
+from compressor.pipeline.formats import formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
 from compressor.quality_gate.report import gate_json
@@ -26,7 +26,7 @@ from compressor.quality_gate.run import (
     run_gate,
 )
 from compressor.quality_gate.verdict import GateResult, gate_content
-from compressor.recipe.recipe import Recipe
+from compressor.recipe.recipe import SAFETENSORS, Recipe
 from compressor.recipe.step import CONSTANTS
 from compressor.run_record import request_key, write_cached
 

@@ -19,7 +19,7 @@ from compressor.formatting import human_bytes, human_count, share
 from compressor.model.architecture import discover, load_config
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
-from compressor.model.serving import Advice
+from compressor.model.serving import TRANSFORMERS, Advice
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
@@ -94,6 +94,7 @@ class Outcome:
     peak_memory: int  # bytes of anonymous memory at the highest; 0: not known
     left_out: tuple[str, ...] = ()  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...] = ()  # config fields that announced them
+    config_fields: Mapping[str, Any] = field(default_factory=dict)  # that have another value than in the source
     servers: Advice | None = field(default=None, repr=False)
     packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
@@ -138,13 +139,19 @@ class Outcome:
         entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.decision is not None]
         return entries[-1] if entries and self.packed else None
 
+    @property
+    def needs_loop(self) -> bool:
+        """True if stock transformers runs the experts only in its plain loop."""
+        return self.servers is not None and any(breach.server == TRANSFORMERS for breach in self.servers.breaches)
+
     def sizes(self) -> list[SizeRow]:
         """Return sizes before and after."""
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
     def before_and_after(self) -> dict[str, dict[str, int]]:
-        """Return the parameters and bytes, as JSON has them."""
+        """Return experts, parameters and bytes, as JSON has them."""
         return {
+            "experts": {"before": self.experts_before, "after": self.experts_after},
             "parameters": {"before": self.before.parameters, "after": self.after.parameters},
             "bytes": {"before": self.before.bytes, "after": self.after.bytes},
         }
@@ -155,7 +162,6 @@ class Outcome:
             "output": self.out,
             "source": {"model": self.plan.source.model, "revision": self.plan.source.revision},
             "strategy": self.strategy,
-            "experts": {"before": self.experts_before, "after": self.experts_after},
             "top_k": self.top_k,
             **self.before_and_after(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -163,6 +169,7 @@ class Outcome:
             "command": self.command,
             "left_out": list(self.left_out),
             "zeroed_fields": list(self.zeroed_fields),
+            "config_fields": dict(self.config_fields),
             "protected_experts": sum(map(len, self.expert_plan.protected.values())),
             "plan_digest": self.plan.digest(),
             "calibration": self.plan.calibration,
@@ -227,6 +234,8 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
             **outcome.before_and_after(),
             "left_out": list(outcome.left_out),
             "zeroed_fields": list(outcome.zeroed_fields),
+            "config_fields": dict(outcome.config_fields),
+            **({"experts_implementation": "eager"} if outcome.needs_loop else {}),
             "files": sorted(files),
             "plan_digest": outcome.plan.digest(),
             "plan": content,
@@ -283,23 +292,24 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     """
     content, plan = _recorded(folder)
     run = read_record(folder)
-    experts_before, experts_after = _experts_of(folder, plan)
     if isinstance(gate, Path):
         gate = read_gate(gate)
     try:
         parameters = content["parameters"]
         nbytes = content["bytes"]
+        experts = content.get("experts") or _experts_of(folder, plan)
         return Outcome(
             out=str(folder),
             plan=plan,
-            experts_before=experts_before,
-            experts_after=experts_after,
+            experts_before=int(experts["before"]),
+            experts_after=int(experts["after"]),
             before=Size(int(parameters["before"]), int(nbytes["before"])),
             after=Size(int(parameters["after"]), int(nbytes["after"])),
             seconds=run.seconds if run else {},
             peak_memory=run.peak_memory if run else 0,
             left_out=tuple(map(str, content.get("left_out") or ())),
             zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
+            config_fields=dict(content.get("config_fields") or {}),
             packed=is_packed(folder),
             loader_fault=fault_of(folder),
             acceptance=run.acceptance if run else {},
@@ -313,10 +323,10 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
 
-def _experts_of(folder: Path, plan: Plan) -> tuple[int, int]:
-    """Return the experts of a layer before and after; where no step has chosen any, those of the output itself."""
+def _experts_of(folder: Path, plan: Plan) -> dict[str, int]:
+    """Return the experts of a layer before and after, for a record of old, which has them in its plan alone."""
     decided = plan.expert_plan
     if decided.layers:
-        return max(layer.experts for layer in decided.layers), decided.experts
+        return {"before": max(layer.experts for layer in decided.layers), "after": decided.experts}
     after = discover(load_config(folder)).experts
-    return after // parts_of(plan.split), after
+    return {"before": after // parts_of(plan.split), "after": after}

@@ -23,14 +23,14 @@ from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import GOLDEN, clear, lock_output, work_folder
 from compressor.formatting import joined
-from compressor.golden.answers import GoldenAnswers, write_golden
+from compressor.golden.answers import GoldenAnswers, golden_json
 from compressor.golden.measure import make_golden
 from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike, open_model
 from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.model.verification import check_carried
-from compressor.pipeline.formats import SAFETENSORS, formats_of, write_formats
+from compressor.pipeline.formats import formats_of, write_formats
 from compressor.pipeline.gate import PreparedGate, judge
 from compressor.pipeline.outcome import (
     Attempt,
@@ -49,7 +49,7 @@ from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
-from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
+from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import FORMAT, DecoderLayer, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_object, spelled
@@ -62,6 +62,7 @@ from compressor.run_record import (
     report_in_place,
     request_key,
 )
+from compressor.steps.configuration import changed_fields
 from compressor.steps.constants.step import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
@@ -239,24 +240,24 @@ def _finish(
     model = resolved.model
     first = checkpoint.first
     experts = state.plan.expert_plan
-    size = Size.of(model.checkpoint.tensors.values())
     label = model.source.label
-    if resolved.earlier is not None:  # sizes and names are those of the first run's input
-        record = read_object(model.source.folder / COMPRESSION)
-        size = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
+    before = (experts.layers or model.architecture.layers)[0].experts
+    if resolved.earlier is not None:  # the plan is of the first run's input, sizes are of what was read
         label = resolved.earlier.source.label
+        before = model.architecture.experts
     left_out = {*left_out_of(first.source, first.plan), *left_out_of(checkpoint.source, checkpoint.plan)}
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
-        experts_before=(experts.layers or model.architecture.layers)[0].experts,
+        experts_before=before,
         experts_after=experts.experts or model.architecture.experts,
-        before=size,
+        before=Size.of(model.checkpoint.tensors.values()),
         after=Size.of(checkpoint.job.outputs),
         seconds={},
         peak_memory=0,
         left_out=tuple(sorted(left_out)),
         zeroed_fields=tuple(checkpoint.job.zeroed),
+        config_fields=changed_fields(model.checkpoint.raw_config, read_object(checkpoint.folder / CONFIG)),
         servers=servers_of(resolved.view, experts),
     )
     files = [name for name in checkpoint.job.files if name != "config.json"]
@@ -288,7 +289,7 @@ def _finish(
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
     is_model = (work.output / CONFIG).is_file()  # not what an exporter of another kind has made of it
     if golden is not None and is_model and ranks().is_first:
-        write_golden(work.output / GOLDEN, golden)
+        (work.output / GOLDEN).write_text(golden_json(golden), encoding="utf-8")
     if is_model:
         with state.clock.phase("write"):
             ranks().broadcast(lambda: write_digests(work.output))
@@ -330,12 +331,12 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
 
 def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> GoldenAnswers | None:
     """Return the output's golden answers; None where they are not wanted, or cannot be had, which ends no run."""
-    if not resolved.recipe.output.golden_answers or state.plan.expert_plan.has_constants:
+    if not resolved.recipe.output.golden_answers:
         return None
     source = ModelSource(str(folder), None, folder)
     try:
         with state.clock.phase("golden answers"):
-            return make_golden(source, str(state.base.partial.device))
+            return make_golden(source, str(state.base.partial.device), state.progress)
     except Exception as error:  # of models that take no plain text
         logger.warning("no golden answers are kept: %s", reason_of(error))
         return None

@@ -117,7 +117,10 @@ def verify_against_base(folder: Path, base: str, digests: OutputVerification | N
     else:
         experts = _found(model, output)
         found = {layer.module: tuple(layer.slots()) for layer in experts.layers}
-    through = stored_partial(model) if model.layout.quantized and not output.layout.quantized else None
+    fused = {name for name, role in model.layout.roles.items() if role.kind == "fused"}
+    is_renamed = not fused <= output.checkpoint.tensors.keys() and FORMAT not in comparison.may_change
+    is_plain = model.layout.quantized and not output.layout.quantized
+    through = stored_partial(model) if is_plain or is_renamed else None
     job = kept_job(model, experts) if experts.has_constants else make_job(model, experts, through=through)
     comparison.compare(job)
     comparison.compare_dequantized(model, experts)
@@ -221,7 +224,7 @@ class _Comparison:
                 if info is not None and (info.dtype, info.shape) == (wanted.dtype, wanted.shape):
                     self.compared.add(name)
                     self._record(name, relative_change(pieces, self.output.checkpoint.read(name)), self._kind(name))
-                elif is_other_format:
+                elif is_other_format and not (info is not None and info.is_plain):
                     self.unmatched[decoder_layer] = None
                 else:
                     what = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
@@ -239,6 +242,7 @@ class _Comparison:
         packed = make_job(self.output, untouched(self.output), through=dequantized)
         job = make_job(model, experts, through=plain)
         dtypes = {output.name: TORCH_DTYPES[output.dtype] for output in packed.outputs}
+        wanted = {output.name: TORCH_DTYPES[output.dtype] for output in job.outputs}
         for decoder_layer in self.unmatched:
             values = {}
             for name, pieces in packed.produce(decoder_layer):
@@ -246,7 +250,7 @@ class _Comparison:
                     values[name] = _joined(pieces, dtypes[name])
             for name, pieces in job.produce(decoder_layer):
                 if name in values:
-                    self._record(name, relative_change(pieces, values[name]), FORMAT)
+                    self._record(name, relative_change(pieces, values[name].to(wanted[name])), FORMAT)
 
     def _record(self, name: str, change: float | None, kind: str) -> None:
         if change == 0:

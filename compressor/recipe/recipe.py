@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from compressor.data.sources import GIVEN, SourceSpec, has_text_suffix, local_name, without_folders
-from compressor.entry_points import STEPS, load
+from compressor.data.sources import GIVEN, SourceSpec, absent_text, local_name, refuse_absent_texts, without_folders
+from compressor.entry_points import EXPORTERS, STEPS, find, load
 from compressor.errors import CompressionError
-from compressor.extras import ONNX, TASKS
+from compressor.extras import ONNX, TASKS, require
+from compressor.files import refuse_absent
 from compressor.model.loaded import LoadedModel
 from compressor.options import Options, separated, validated
 from compressor.plain_yaml import read_yaml, yaml_text
@@ -26,6 +27,9 @@ from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 
 RECIPE = "recipe.yaml"
+SAFETENSORS = "safetensors"  # the format that a run writes, and that every exporter reads
+MONE = "mone"  # the same with constants in the place of experts
+BUILT_IN = (SAFETENSORS, MONE)
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
 ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")  # of steps that options add
 UNEVEN_OPTIONS = ("budget", "experts_total")
@@ -107,17 +111,31 @@ class Recipe(ModelOptions):
     gate: GateOptions | None = None
     output: OutputOptions = OutputOptions()
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """Optional packages that a run of it imports, so that a missing one is named before anything is read."""
-        packages = [package for step in self.steps for package in step.packages]
+    def check_installed(self) -> None:
+        """Refuse a package, plugin or text that a run of it takes and that is not here, without loading any."""
+        packages = list[str]()
+        for step in self.steps:
+            step.check_installed()
         if self.gate is not None and (self.gate.tasks or self.gate.baseline):
             packages += TASKS
         if "onnx" in self.output.formats:
             packages += ONNX
         if self.output.push_to_hub is not None:
             packages.append("matplotlib")  # for the card's pictures
-        return tuple(packages)
+        require(*packages)
+        for name in self.output.formats:
+            if name not in BUILT_IN:
+                find(EXPORTERS, name)
+        for step in self.steps:
+            # a strategy of another name, and a correction that it decides on, may read no text
+            reads = getattr(step, "strategy", None) == "auto" or getattr(step, "method", None) in ("ridge", "tune")
+            text = step.calibration or (self.calibration if reads else None)
+            refuse_absent_texts((text and text.data) or ())
+        if self.gate is not None:
+            refuse_absent_texts(self.gate.prompts, "prompts")
+            refuse_absent_texts(self.gate.text, "text")
+        for model in (self.model, self.base):
+            refuse_absent(model)
 
     @field_validator("steps", mode="plain")
     @classmethod
@@ -277,11 +295,16 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
         if isinstance(name, str) and revision is None and "/" not in name and not os.path.exists(name):
             hint = f"add --set {what}=FOLDER"
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {hint}")
-    for source in map(str, recipe.calibration.data or ()):
-        names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
-        texts = [name for name in names if has_text_suffix(name)]
-        if texts and not any(map(os.path.exists, names)):
-            raise CompressionError(f"{path} names the text {texts[0]}, which is not here; name it with --calibration")
+    text = absent_text(recipe.calibration.data or ())
+    if text is not None:
+        raise CompressionError(f"{path} names the text {text}, which is not here; name it with --calibration")
+
+
+def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
+    """Return a step with a text of its own, so that the plan of its output goes on with earlier ones."""
+    if text.data is not None or text.emphasis is not None:
+        options = {**options, "calibration": text}
+    return make_step(name, options)
 
 
 def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:

@@ -15,14 +15,17 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
+    ValidationError,
     field_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
 from compressor.data.sources import GivenTexts
 from compressor.data.sources import TextPart as TextPart
+from compressor.errors import CompressionError
+from compressor.extras import require
 from compressor.model.moe_layer import MoeLayer
-from compressor.options import Options, pairs
+from compressor.options import Options, fault_of, pairs, refuse_unknown
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
@@ -152,8 +155,14 @@ class StepOptions(Options):
 
     def __init__(self, *values: Any, **named: Any) -> None:
         """Take options by name, or in the order of the fields (`Correct("tune")`)."""
-        names = [name for name in type(self).model_fields if name != "calibration"]
-        super().__init__(**dict(zip(names, values, strict=False)), **named)
+        kind = type(self)
+        names = [name for name in kind.model_fields if name != "calibration"]
+        given = {**dict(zip(names, values, strict=False)), **named}
+        refuse_unknown(kind, given, f"{kind.__name__} has no option")
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise CompressionError(f"{kind.__name__}: {fault_of(error)}") from error
 
     @property
     def changes(self) -> frozenset[str]:
@@ -164,6 +173,10 @@ class StepOptions(Options):
     def packages(self) -> tuple[str, ...]:
         """Optional packages that it imports; a command refuses to start without them."""
         return ()
+
+    def check_installed(self) -> None:
+        """Refuse a package or plugin that is not installed, without loading any."""
+        require(*self.packages)
 
     def step(self) -> "Step[Any]":
         """Return the step with these options."""

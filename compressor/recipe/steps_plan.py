@@ -7,13 +7,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.files import json_object, lock_output, replacing
+from compressor.files import json_object, write_file
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, LayerPlan, Source, check_split
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
@@ -325,7 +325,6 @@ def check_file(path: Path, overwrite: bool) -> None:
         raise CompressionError(f"{path.parent} does not exist; create it or name another file")
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: Plan, overwrite: bool = False) -> None:
     """Write a plan to a file atomically."""
-    with lock_output(path) as work, replacing(path, work / path.name) as fresh:
-        fresh.write_text(plan.to_json(), encoding="utf-8")
+    write_file(path, plan.to_json(), partial(check_file, path, overwrite))

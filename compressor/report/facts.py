@@ -11,6 +11,7 @@ from compressor.model.serving import servers_in_words
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import first_of, step_line
 from compressor.recipe.plan import describe_split
+from compressor.run_record import versions
 
 # views
 TERMINAL = ("terminal",)
@@ -82,7 +83,11 @@ def _facts(outcome: Outcome) -> Iterator[Fact]:
         yield Fact("Set to zero in the config", zeroed, EVERYWHERE)
     if outcome.servers is not None:
         yield Fact("Servers", servers_in_words(outcome.servers), TERMINAL)
-    yield Fact("Stock loading", outcome.loader_fault or "", NOT_CARD)
+    loading = outcome.loader_fault or ""
+    if outcome.quantized and not loading:
+        stock = f"transformers {versions()['transformers']}"
+        loading = f"{stock} finds a place for every tensor, by its own report on their names and shapes"
+    yield Fact("Stock loading", loading, NOT_CARD)
     yield Fact("Versions", setting(outcome.versions))
     yield Fact("Plan, SHA-256", Code(plan.digest()))
 

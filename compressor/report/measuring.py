@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.source import ModelSource, is_local, locate
+from compressor.checkpoint.source import ModelSource, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text
 from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
+from compressor.files import is_local
 from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model

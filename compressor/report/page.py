@@ -5,6 +5,7 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from compressor.document import html
@@ -27,7 +28,7 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.files import check_folder, check_parent, is_page, lock_output, replacing, write_files
+from compressor.files import check_folder, check_parent, is_page, write_file, write_files
 from compressor.formatting import counted, human_bytes, joined, listed, percent, setting, share, short
 from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
@@ -329,11 +330,11 @@ def write_page(
     text: str, drawn: Sequence[Figure], names: Collection[str], page_file: Path, folder: Path | None, overwrite: bool
 ) -> list[Path]:
     """Write a page, and into a new folder its figures, of which there may be `names`; returns the figures' files."""
-    check_report(page_file, folder, overwrite, names)  # measuring takes a while
+    # Measuring takes a while.
+    check_report(page_file, folder, overwrite, names)
     written = []
     if folder is not None:
         contents = {f"{figure.name}.png": png(figure.title, figure.drawings) for figure in drawn}
         written = write_files(folder, contents, files_of(names), overwrite)
-    with lock_output(page_file) as work, replacing(page_file, work / page_file.name) as fresh:
-        fresh.write_text(text, "utf-8", "backslashreplace")
+    write_file(page_file, text, partial(check_report, page_file, None, overwrite))
     return written

@@ -48,7 +48,7 @@ from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import output_size, stored_partial
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of
-from compressor.steps.quantize.matrices import Matrix, expert_matrices
+from compressor.steps.quantize.matrices import EXPERTS, Matrix, expert_matrices, find_matrices
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
 from compressor.steps.split.view import partitioned
@@ -152,10 +152,9 @@ class PlannedShare:
         scheme = scheme_for(name, None, {matrix.columns for matrix in chain.from_iterable(self.matrices.values())})
         for server in servers:
             if server == TRANSFORMERS:  # the one that is installed
-                roles = self.model.layout.roles.values()
-                singly = any(role.kind == "expert" and not role.is_router for role in roles)
-                family = None if singly else self.model.architecture.family
-                fault = loader_fault(scheme.config([]), family=family)
+                fault = loader_fault(scheme.config([]))
+                if fault is None and not find_matrices(self.model, EXPERTS).singly:
+                    fault = f"transformers loads no single experts of {self.model.architecture.family}"
                 if fault:
                     raise CompressionError(fault)
             elif NAMES[server] not in loaders(name, scheme.group_size == ROW):

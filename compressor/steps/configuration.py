@@ -10,9 +10,9 @@ from itertools import accumulate
 from operator import attrgetter, getitem
 from typing import Any
 
-from compressor.checkpoint.reader import MODELOPT, WEIGHTS
+from compressor.checkpoint.reader import MODELOPT, WEIGHTS, packs_nothing
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
+from compressor.model.architecture import PER_LAYER, Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.model.remote_code import without_code
 from compressor.recipe.plan import ExpertPlan
@@ -22,6 +22,11 @@ LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj",
 WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
+COUNTS = {  # names that configs have for the number of routed experts in a layer
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts"),
+    *("num_moe_experts", "n_experts", "moe_n_experts"),
+}
+TEXTS = ("text_config", "llm_config", "language_config")  # where the language model's fields may stand
 
 Renames = Mapping[str, str | None]  # new names of experts; None for a dropped one
 Fields = Mapping[str, Any]  # of a config, or values at dotted paths
@@ -49,6 +54,16 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
             node[alias] = [value if item == before else item for item in stored]
         else:
             node[alias] = value
+
+
+def _second_counts(raw: Fields, config: Any, path: str) -> Iterator[tuple[str, ...]]:
+    """Yield the keys to other fields that count what the one at `path` does, as converters write."""
+    *_, name = path.split(".")
+    for parents in ((), *((key,) for key in TEXTS if isinstance(raw.get(key), dict))):
+        node = reduce(getitem, parents, raw)
+        for other in sorted(COUNTS & node.keys() if name in COUNTS else ()):
+            if node[other] == attrgetter(path)(config):
+                yield (*parents, other)
 
 
 def announces_head(field: str) -> bool:
@@ -167,9 +182,35 @@ def renumbered_quantization(node: Any, renames: Renames) -> Any:
 def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
     """Return a copy of the JSON of the config `known` with other values at dotted paths."""
     config = copy.deepcopy(dict(raw))
+    if any(path.rpartition(".")[2] in COUNTS for path in fields):
+        for node in (config, *(config[key] for key in TEXTS if isinstance(config.get(key), dict))):
+            _drop_counts_of_layers(node)
     for path, value in fields.items():
+        for *parents, name in _second_counts(raw, known, path):
+            reduce(getitem, parents, config)[name] = value
         _set_field(config, known, path, value)
     return config
+
+
+def _drop_counts_of_layers(node: dict[str, Any]) -> None:
+    """Drop the counts of single layers, which the fields to set have anew where layers differ."""
+    layers = node.pop(PER_LAYER, None)
+    for number, entries in layers.items() if isinstance(layers, dict) else ():
+        kept = {name: value for name, value in entries.items() if name not in COUNTS}
+        if kept:
+            node.setdefault(PER_LAYER, {})[number] = kept
+
+
+def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str, Any]:
+    """Return the fields, by dotted path, that have another value than in a config before; quantisation aside."""
+    changed = dict[str, Any]()
+    for key, value in after.items():
+        known = before.get(key)
+        if isinstance(value, dict) and key not in ("quantization_config", PER_LAYER):
+            changed |= changed_fields(known if isinstance(known, dict) else {}, value, f"{prefix}{key}.")
+        elif value != known and not isinstance(value, dict):
+            changed[f"{prefix}{key}"] = value
+    return changed
 
 
 def config_with(
@@ -183,6 +224,12 @@ def config_with(
     config.pop(WEIGHTS, None)  # the output's have the usual names
     for node, field in kernel_fields(config):  # ignored here, it would fetch code elsewhere
         del node[field]
+    for node in (config, *(value for value in config.values() if isinstance(value, dict))):
+        quantization = node.get("quantization_config")
+        if isinstance(quantization, dict):
+            quantization.pop("moe_sparsity_config", None)  # the base's list of counts
+            if packs_nothing(quantization):
+                del node["quantization_config"]
     return _with_heads(config, architecture.config, heads)
 
 

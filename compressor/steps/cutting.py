@@ -10,7 +10,7 @@ another order computes the same, a mean over unlike orders does not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from compressor.checkpoint.quantized import wanted_dtype
-from compressor.checkpoint.reader import refuse_nan
+from compressor.checkpoint.reader import TORCH_DTYPES, is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
@@ -40,6 +40,7 @@ from compressor.steps.tensors import (
     tensor_bytes_view,
     tensor_output,
     weighted_members,
+    widest,
 )
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
@@ -230,16 +231,24 @@ def _checked_bytes(name: str, tensor: Tensor) -> Iterator[Piece]:
     yield tensor_bytes_view(tensor)
 
 
+def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = value.to(dtype)
+    return refuse_overflow(name, rounded) if rounded is not value and is_finite(value) else rounded
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Output made by loading `partial` decoder layer by decoder layer; "" is the rest of the model.
 
-    Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`.
+    Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`. Those in `own`
+    have the dtype that base and plan give, which is not the partial model's.
     """
 
     partial: PartialModel
     architecture: Architecture
     small: Any
+    own: Mapping[str, OutputTensor] = field(default_factory=dict)
+    computing: torch.dtype = torch.float32  # in which `cut` computed
 
     def _keys_of(self, decoder_layer: str) -> list[str]:
         others = () if decoder_layer else tuple(f"{other}." for other in self.architecture.decoder_layers)
@@ -252,9 +261,28 @@ class Conversion:
         outputs = []
         for decoder_layer in decoder_layers:
             keys = [key for key in self._keys_of(decoder_layer) if key in state]
-            tensors = {key: state[key].to(wanted_dtype(self.small, key)) for key in keys}
-            outputs += [tensor_output(name, tensor, decoder_layer) for name, tensor in saved_names(self.small, tensors)]
+            tensors = {key: state[key].to(self._dtype(key)) for key in keys}
+            for name, tensor in saved_names(self.small, tensors):
+                output = tensor_output(name, tensor, decoder_layer)
+                outputs.append(replace(output, dtype=self.own.get(name, output).dtype))
         return outputs
+
+    def _dtype(self, key: str) -> torch.dtype:
+        """Return the dtype in which an entry is written: the widest of its stored tensors, if they are plain."""
+        stored = self.partial.stored_as(key)
+        if stored and all(info.is_plain for info in stored):
+            return TORCH_DTYPES[widest(stored)]
+        return wanted_dtype(self.small, key)
+
+    def _as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor in its own dtype: with all digits where nothing but a rounding has changed it."""
+        own = self.own[name]
+        dtype = TORCH_DTYPES[own.dtype]
+        if own.content is not None and own.shape == tuple(tensor.shape):
+            stored = torch.frombuffer(bytearray().join(own.content()), dtype=dtype).view(own.shape)
+            if torch.equal(stored.to(self.computing).to(tensor.dtype), tensor.cpu()):
+                return stored
+        return _rounded(name, tensor, dtype)
 
     def read(self, path: Path, keys: Iterable[str]) -> Parameters:
         """Return tensors by state-dict key from a file that `produce` has filled."""
@@ -284,7 +312,8 @@ class Conversion:
         if change is not None and decoder_layer:
             for key, value in change(decoder_layer, tensors).items():
                 tensors[key] = refuse_overflow(key, value.to(state[key].dtype))
+        tensors = {key: _rounded(key, value, self._dtype(key)) for key, value in tensors.items()}
         for name, tensor in saved_names(self.small, tensors):
-            yield name, _checked_bytes(name, tensor)
+            yield name, _checked_bytes(name, self._as_stored(name, tensor) if name in self.own else tensor)
         for key in fresh:
             self.partial.release(key.rpartition(".")[0])

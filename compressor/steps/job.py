@@ -5,6 +5,7 @@ The layers of multi-token-prediction heads are cut like the others; what stands 
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial as bind
@@ -18,9 +19,11 @@ from torch import Tensor
 from compressor.checkpoint.reader import DTYPE_NAMES, MODELOPT, TORCH_DTYPES, Size, modelopt_file, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, SUMS, TEMPLATES
+from compressor.files import TEMPLATES
+from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
+from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import LayerCounts
 from compressor.model.mtp import Head, find_heads, kept_heads
@@ -37,21 +40,23 @@ from compressor.steps.tensors import (
     Named,
     OutputJob,
     OutputTensor,
+    expert_slots,
     plan_outputs,
     stored_decoder_layer,
     tensor_bytes_view,
+    widest,
 )
 
 Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it is to be stored
 
 logger = logging.getLogger(__name__)
 
-NOT_CARRIED = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json"),
-    # records of how another model was made and evaluated, or files made anew; params.json is of consolidated weights
-    *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
-    f"/{SUMS}",
-    f"/{GOLDEN}",
+CARRIED = re.compile(  # what loaders read, and licences: other files speak of how another model was made
+    r"((generation|(audio_)?tokenizer|hf_quant|feature_extractor|(\w+_)?(pre)?processor)_config|configuration)\.json"
+    r"|(tokenizer|tekken|vocab|merges|encoder|added_tokens|special_tokens_map|normalizer)([.-].+)?\.(json|txt)"
+    r"|vocab|.+\.(jinja|tiktoken|spm|bpe|codes|vocab)|.+\.model(\.v\d\w*)?|dict\.txt|chat_template\.json"
+    r"|(system_prompt|licen[cs]e|notice|copying)([._-](?!(md|py)$).*)?",
+    re.IGNORECASE,
 )
 
 
@@ -62,8 +67,7 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     out of the folder.
     """
     refuse_links(folder)
-    carried = (path for path in _visible(folder) if not f"/{path.name}".endswith(NOT_CARRIED))
-    files: dict[str, bytes | Path] = {path.name: path for path in carried}
+    files: dict[str, bytes | Path] = {path.name: path for path in _visible(folder) if CARRIED.fullmatch(path.name)}
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))
@@ -83,7 +87,16 @@ def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes |
 
 def stored_partial(model: OpenModel) -> PartialModel:
     """Return the model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
-    return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
+    return model.partial.computing_in(stored_dtype(model), torch.device("cpu"))
+
+
+def stored_dtype(model: OpenModel) -> torch.dtype:
+    """Return the checkpoint's own dtype; the widest of its experts' where it is not quantised."""
+    dtype = pick_dtype("auto", model.config, model.checkpoint)
+    for name, role in {} if model.layout.quantized else model.layout.roles.items():
+        if role.kind in ("expert", "fused") and not role.is_router:
+            dtype = torch.promote_types(dtype, TORCH_DTYPES[model.checkpoint.tensors[name].dtype])
+    return dtype
 
 
 def output_size(model: OpenModel, experts: int, changed: bool = False, through: bool = False) -> Size:
@@ -152,7 +165,8 @@ def _cut(
     architecture = model.architecture
     if partial is None:
         return plan_outputs(model.checkpoint, model.layout.roles, plan, architecture.decoder_layers), {}
-    conversion = conversion_of(model, partial, plan.counts)
+    own = own_outputs(model, partial, plan, model.layout.roles)
+    conversion = replace(conversion_of(model, partial, plan.counts), own=own)
     produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files), change)
     all_layers = ("", *architecture.decoder_layers)
     return conversion.outputs(all_layers), {decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers}
@@ -161,7 +175,25 @@ def _cut(
 def conversion_of(model: OpenModel, partial: PartialModel, counts: LayerCounts) -> Conversion:
     """Return how output with these numbers of experts is made through a model."""
     small = build_meta(model.architecture.with_experts(counts), partial.dtype)
-    return Conversion(partial, model.architecture, small)
+    return Conversion(partial, model.architecture, small, computing=model.partial.dtype)
+
+
+def own_outputs(
+    model: OpenModel, partial: PartialModel, plan: ExpertPlan, roles: Mapping[str, Role]
+) -> dict[str, OutputTensor]:
+    """Return a plan's tensors, as base and plan alone give them, whose dtype is not that of the `partial` model."""
+    parts = model.architecture.layers[0].parts
+    is_quantized = model.layout.quantized
+    tensors = model.checkpoint.tensors
+    whole = {}
+    for name, role in roles.items():
+        if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized)):
+            whole[name] = role
+    outputs = plan_outputs(model.checkpoint, whole, plan, model.architecture.decoder_layers)
+    for name, role, _, stored in expert_slots(roles, plan.by_module, parts) if parts > 1 and not is_quantized else ():
+        infos = [tensors[member] for member, _ in stored]
+        outputs.append(OutputTensor(name, widest(infos), infos[0].shape, role.decoder_layer))
+    return {output.name: output for output in outputs if output.dtype != DTYPE_NAMES[partial.dtype]}
 
 
 def _cut_head(
@@ -238,15 +270,13 @@ def make_job(
         is_changed = model.is_split or change is not None
         if through is None and (is_changed or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
-            if model.stored_parts:
-                logger.warning("parts are merged, so quantised experts are written in a plain dtype")
         outputs, conversions = _cut(model, partial, plan, cut, change)
     heads = _kept_heads(model, plan)
     head_outputs = dict[str, OutputTensor]()
     head_renames: dict[str, str | None] = {}
     for number, head in enumerate(heads):
         files = None if cut is None else cut.of_head(number)
-        tensors, converted, renames = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
+        tensors, converted, renames = _cut_head(head, plan, files, stored_dtype(model))
         head_outputs |= {output.name: output for output in tensors}
         for name in head.names.parts.values():  # what heads share is copied with the first
             head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.decoder_layer))
@@ -266,6 +296,10 @@ def make_job(
     if quantization is not None and dequantized is None:
         moved = all_renames(architecture, layout, plan, head_renames)
         files_beside[MODELOPT] = json_bytes(renumbered_quantization(modelopt_file(stored.folder), moved))
+    if dequantized is not None and through is None:
+        sizes = Size.of(all_outputs).bytes, Size.of(stored.tensors.values()).bytes
+        message = "changed experts cannot stay quantised, so all weights are written in %s: %s, the source has %s"
+        logger.warning(message, dequantized, *map(human_bytes, sizes))
     return OutputJob(
         outputs=all_outputs,
         decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),

@@ -1,6 +1,7 @@
 """The files of a stage's decoder layers, each written once and in its final form while the layer is loaded."""
 
 import shutil
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import EXPERTS, Step
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.steps.cutting import Conversion, CutFiles, Tensors, cut_keys, cut_or_kept, through_model
-from compressor.steps.job import conversion_of, stored_partial
+from compressor.steps.job import conversion_of, own_outputs, stored_partial
 from compressor.steps.state import State
 from compressor.steps.tensors import plan_outputs, stored_decoder_layer
 from compressor.steps.workdir import LayerWriter, made_by
@@ -118,7 +119,8 @@ class StageFiles(CutFiles, LayerVisitor):
             shutil.rmtree(self.stage, ignore_errors=True)
             return
         if self.through:
-            conversion = self._conversion(plan.experts)
+            own = own_outputs(self.model, self.partial, plan, roles)
+            conversion = replace(self._conversion(plan.experts), own=own)
             outputs = conversion.outputs([decoder_layer])
             cut = partial(cut_or_kept, self.partial, plan, self if self.refitted else None)
             named = conversion.produce(cut, None, decoder_layer)

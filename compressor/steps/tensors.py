@@ -9,14 +9,22 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
+from compressor.checkpoint.reader import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    Checkpoint,
+    TensorInfo,
+    is_finite,
+    refuse_nan,
+    tensor_bytes,
+)
 from compressor.errors import CompressionError
 from compressor.model.layout import Role
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
@@ -102,12 +110,12 @@ def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
 
 
 def mixed(name: str, members: Weighted) -> Tensor:
-    """Return one row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
+    """Return one row: the sum of (member, coefficient), cast once to the widest dtype; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
     if _is_picked(members):
         return members[0][0]
-    row = mix(members).to(members[0][0].dtype)
+    row = mix(members).to(reduce(torch.promote_types, [member.dtype for member, _ in members]))
     if not is_finite(row) and not all(is_finite(member) for member, _ in members):
         raise CompressionError(
             f"tensor {name!r} holds infinity for an expert that is to be merged, as a selection bias that switches it "
@@ -138,41 +146,74 @@ def plan_outputs(
 ) -> list[OutputTensor]:
     """Return the output's tensors with these roles in the order of the layers, stored as the base stores them."""
     plans = plan.by_module
-    families: dict[str, dict[int, str]] = {}
-    for name, role in roles.items():
-        if role.kind == "expert":
-            families.setdefault(role.family, {})[role.expert] = name
     outputs = []
     for name, role in roles.items():
         layer_plan = plans.get(role.layer)
         info = checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
             outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
-            continue
-        shape = info.shape
-        groups = layer_plan.groups
-        if role.kind == "table":
-            groups = ()  # of which none is mixed
+        elif role.kind == "table":
             content = partial(_remapped, checkpoint, info, layer_plan)
+            outputs.append(OutputTensor(name, info.dtype, info.shape, role.decoder_layer, content))
         elif role.kind == "fused":
-            before = shape[: role.dim]
-            after = shape[role.dim + 1 :]
-            shape = (*before, len(groups) + role.extra, *after)
+            for group in layer_plan.groups:
+                _refuse_mixing([info], weighted_members(group, role.is_router))
+            before = info.shape[: role.dim]
+            shape = (*before, len(layer_plan.groups) + role.extra, *info.shape[role.dim + 1 :])
             content = partial(_fused, checkpoint, info, role, layer_plan)
-        elif role.expert < len(groups):
-            groups = groups[role.expert : role.expert + 1]
-            members = weighted_members(groups[0], role.is_router)
-            names = families[role.family]
-            content = partial(_mixed, checkpoint, name, [(names[expert], share) for expert, share in members])
-        else:
-            continue
-        is_mixed = not all(_is_picked(weighted_members(group, role.is_router)) for group in groups)
-        if is_mixed and not info.is_plain:
-            raise CompressionError(
-                f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
-            )
-        outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density))
+            outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density))
+    for name, role, _, stored in expert_slots(roles, plans):
+        infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
+        _refuse_mixing(infos, stored)
+        content = partial(_mixed, checkpoint, name, stored)
+        dtype = widest(infos)
+        outputs.append(OutputTensor(name, dtype, infos[0].shape, role.decoder_layer, content, infos[0].density))
     return in_order_of(layer_names, outputs)
+
+
+def expert_slots(
+    roles: Mapping[str, Role], plans: Mapping[str, LayerPlan], parts: int = 1
+) -> Iterator[tuple[str, Role, Group, list[tuple[str, float]]]]:
+    """Yield the tensors of experts that are stored by themselves: name, role, group and stored members with shares.
+
+    Members are the `parts` of stored experts. A group has no tensor, such as a scale, that none of its members has.
+    """
+    families: dict[str, dict[int, str]] = {}
+    for name, role in roles.items():
+        if role.kind == "expert" and role.layer in plans:
+            families.setdefault(role.family, {})[role.expert] = name
+    for names in families.values():
+        role = roles[next(iter(names.values()))]
+        for slot, group in enumerate(plans[role.layer].groups):
+            members = [(member // parts, share) for member, share in weighted_members(group, role.is_router)]
+            stored = [(names[expert], share) for expert, share in members if expert in names]
+            if stored or not members:
+                yield names.get(slot) or _renumbered(stored[0][0], members[0][0], slot), role, group, stored
+
+
+def _renumbered(name: str, expert: int, slot: int) -> str:
+    """Return the name that an expert's tensor gets with another number."""
+    parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.isdecimal() and int(part) == expert]
+    parts[places[-1]] = str(slot)
+    return ".".join(parts)
+
+
+def _refuse_mixing(infos: Iterable[TensorInfo], members: Sequence[tuple[object, float]]) -> None:
+    """Refuse to average stored tensors that are not plain numbers."""
+    for info in infos:
+        if not (info.is_plain or _is_picked(members)):
+            raise CompressionError(
+                f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
+            )
+
+
+def widest(infos: Iterable[TensorInfo]) -> str:
+    """Return the dtype that holds every number of these stored tensors: their own if they are alike."""
+    names = {info.dtype for info in infos}
+    if len(names) == 1:
+        return names.pop()
+    return DTYPE_NAMES[reduce(torch.promote_types, [TORCH_DTYPES[name] for name in names])]
 
 
 def _is_picked(members: Sequence[tuple[object, float]]) -> bool:

@@ -184,9 +184,12 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
                     **{argument: cache},
                 )
         except Exception as error:  # models raise what they like
-            raise CompressionError(
-                f"{type(model).__name__} does not run with a cache ({reason_of(error, 160)}); export it with --no-past"
-            ) from error
+            fault = _rotation_fault(model, error)
+            reason = f"cannot be exported: {fault}"
+            if fault is None:
+                cause = reason_of(error, 160)
+                reason = f"does not run with a cache ({cause}); export it with --no-past"
+            raise CompressionError(f"{type(model).__name__} {reason}") from error
         caches.append(cache)
         samples.append(model_inputs(model, tokens[:, length:], length))
     one, two = (get_leaf_tensors({argument: cache}) for cache in caches)
@@ -198,6 +201,9 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
         for name, value in vars(layer).items():
             filled = tree_map_only(FakeTensor, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype), value)
             setattr(layer, name, filled)
+    for module in model.modules():  # rotary embeddings for long texts keep what they compute
+        for name in [name for name, value in vars(module).items() if isinstance(value, FakeTensor)]:
+            delattr(module, name)
     return TraceInputs({**samples[0], argument: caches[0]}, tensors)
 
 
@@ -231,6 +237,23 @@ def _symbolic_minimum(model: Any) -> Iterator[None]:
         yield
 
 
+def _rotation_fault(model: Any, error: BaseException) -> str | None:
+    """Return why a trace failed if rotary embeddings that depend on the text's length are why."""
+    kinds = set[str]()
+    for module in model.modules():
+        named = getattr(module, "rope_type", "")
+        kinds |= {*named.values()} if isinstance(named, dict) else {named}
+    rotations = sorted(kind for kind in kinds if kind == "longrope" or "dynamic" in kind)
+    is_branch = "data-dependent" in str(error) or "_local_scalar_dense" in str(error)
+    if not rotations or not is_branch:
+        return None
+    return (
+        f"its rotary embeddings ({', '.join(rotations)}) take another branch for longer texts, and a "
+        "graph has only one; set rope_type to default in a copy's config.json for texts that need no "
+        "scaling"
+    )
+
+
 def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     """The onnx_ir model of a stock model, with clean names and axes; raises `CompressionError` with the reason."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -248,9 +271,9 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:  # the innermost says what is wrong
             cause = cause.__cause__
-        raise CompressionError(
-            f"{type(model).__name__} cannot be traced as one ONNX graph: {reason_of(cause)}"
-        ) from error
+        reason = _rotation_fault(model, cause) or reason_of(cause)
+        message = f"{type(model).__name__} cannot be traced as one ONNX graph: {reason}"
+        raise CompressionError(message) from error
     divide_by_roots(program)
     _rename(program, inputs)
     return program

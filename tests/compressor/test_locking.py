@@ -128,6 +128,7 @@ COMMANDS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
     ),
     "apply": lambda home: ("apply", home / "plan"),
     "export": lambda home: ("export", home / "model"),
+    "check": lambda home: ("check", "--write", home / "model"),
     "plan": lambda home: ("plan", home / "model", "--experts", 4, "--strategy", "model-centric"),
     "report": lambda home: ("report", home / "compress", "--no-measure"),
     "attribute": lambda home: ("attribute", home / "model", "--calibration", home / "calibration.txt", *DATA),

@@ -21,6 +21,7 @@ import torch
 
 from compressor.checkpoint.digests import HEADING
 from compressor.files import file_digest
+from compressor.golden.answers import BANDS, FORMAT
 from compressor.recipe.plan import LayerPlan, Source
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.support import small
@@ -129,9 +130,9 @@ BASELINE = {
 }  # fmt: skip
 TOP = {"tokens": [3, 4, 5], "logs": [-0.5, -1.5, -2.0]}
 GOLDEN = {
-    "format": 2, "vocabulary": small.VOCABULARY, "parameters": 1, "dtype": "float32",
+    "format": FORMAT, "vocabulary": small.VOCABULARY, "parameters": 1, "dtype": "float32", "rounds_inputs": False,
     "prompts": [{"ids": [1, 2], "positions": [1], "top": [TOP]}],
-    "bands": {"bfloat16": [0.0], "8-bit": [0.0], "4-bit": [0.0]}, "texts": {}, "is_chat": False, "config": {},
+    "bands": {name: [0.0] for name in BANDS}, "texts": {}, "is_chat": False, "config": {},
     "fingerprints": {},
 }  # fmt: skip
 LISTS = {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}

@@ -42,7 +42,7 @@ def _announced(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> Iterator[None]:
     _listen()
     _listeners.append(listener)
     try:
@@ -53,11 +53,15 @@ def _listening(listener: Listener) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Moment:
-    """The nth time that an operation is about to be done with a path in which the pattern is found."""
+    """The nth time that an operation is about to be done with a path in which the pattern is found.
+
+    Or just after it: when the next operation of any kind is about to be done.
+    """
 
     event: str = "os.rename"
     pattern: str = ""
     nth: int = 1
+    is_after: bool = False
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
@@ -70,15 +74,21 @@ def _path(event: str, arguments: tuple[Any, ...]) -> str:
 def happening(moment: Moment, action: Callable[[], object]) -> Iterator[None]:
     """Do something once at a moment, such as raise what Ctrl-C raises."""
     count = 0
+    is_next = False
 
     def listener(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
+        nonlocal count, is_next
+        if is_next:
+            is_next = False
+            action()
         if event == moment.event and re.search(moment.pattern, _path(event, arguments)):
             count += 1
             if count == moment.nth:
-                action()
+                is_next = moment.is_after
+                if not moment.is_after:
+                    action()
 
-    with _listening(listener):
+    with listening(listener):
         yield
 
 
@@ -91,7 +101,7 @@ def paths_of(event: str, pattern: str = "") -> Iterator[list[Path]]:
         if heard == event and re.search(pattern, _path(event, arguments)):
             paths.append(Path(_path(event, arguments)))
 
-    with _listening(listener):
+    with listening(listener):
         yield paths
 
 
@@ -103,7 +113,7 @@ def at_every(event: str, action: Callable[[], object]) -> Iterator[None]:
         if heard == event:
             action()
 
-    with _listening(listener):
+    with listening(listener):
         yield
 
 

@@ -1,11 +1,12 @@
 """An OpenAI-compatible server of a small stock model on this machine's loopback; test support."""
 
 import gzip
+import itertools
 import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,8 @@ class Served:
     forms: tuple[type, ...] = (list, str)  # of prompts that get log-probabilities: token ids, text
     most: int = 20  # log-probabilities of an answer that it gives
     forgets: bool = False  # the prompt, once it decodes
+    mute: range = range(0)  # numbers of the answers that have no log-probabilities, whatever is asked
+    scored: int = 0  # answers with log-probabilities that were asked for
     like_llama: bool = False  # log-probabilities have the form and the ids of llama-server's
     answers: int = 10**9  # of this many requests; then it is silent until it is told to go on
     key: str | None = None
@@ -89,6 +92,10 @@ class Served:
                 logs = [{name: value for name, _, value in tops} for tops in steps]
                 names, values = [""] * len(steps), [0.0] * len(steps)
                 choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": logs}
+        if payload.get("logprobs"):
+            self.scored += 1
+            if self.scored in self.mute:
+                choice["logprobs"] = None
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 
@@ -139,10 +146,37 @@ class Served:
         return 200, made
 
 
+def rounded_by_token(value: torch.Tensor) -> torch.Tensor:
+    """[..., I] in e4m3 with a scale for each token, as vLLM rounds what fp8 weights are multiplied by."""
+    scale = value.float().abs().amax(-1, keepdim=True) / 448
+    return ((value.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(value.dtype)
+
+
+def compute_as_vllm(model: Any, linear: Collection[str], experts: Collection[Any]) -> None:
+    """Have linear modules of these names, and gated experts, round their inputs, as vLLM does for fp8 weights."""
+    for name in linear:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, inputs: (rounded_by_token(inputs[0]),))
+    for module in experts:
+
+        def forward(hidden: Any, index: Any, weights: Any, module: Any = module) -> Any:
+            total = torch.zeros_like(hidden)
+            inputs = rounded_by_token(hidden)
+            for token, slot in itertools.product(range(len(hidden)), range(index.shape[1])):
+                expert = int(index[token, slot])
+                gate, up = (module.gate_up_proj[expert] @ inputs[token]).chunk(2)
+                inner = rounded_by_token(torch.nn.functional.silu(gate) * up)
+                total[token] += weights[token, slot] * (module.down_proj[expert] @ inner)
+            return total
+
+        module.forward = forward
+
+
 @contextmanager
-def serving(folder: Path, **how: Any) -> Iterator[Served]:
-    """A server of the model in a folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def serving(folder: Path, model: Any = None, **how: Any) -> Iterator[Served]:
+    """A server of the model in a folder, or of another model with its tokenizer."""
+    if model is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     served = Served(model, transformers.AutoTokenizer.from_pretrained(folder), **how)
 
     class Handler(BaseHTTPRequestHandler):
@@ -195,7 +229,8 @@ class Behaviour:
     name: str
     path: str  # of the request that it happens to
     sent: bytes = b""
-    how: str = "whole"  # or: silent, reset
+    how: str = "whole"  # or: silent, reset, slow, endless
+    rest: bytes = b""  # of a slow answer, sent again and again with pauses; of an endless one without
     taken: bool = False  # as an answer, in one way or another
 
     def __str__(self) -> str:
@@ -210,6 +245,7 @@ GOOD: Mapping[str, Any] = {
     CHAT: {"choices": [{"index": 0, "message": {"content": "So it is."}, "finish_reason": "stop"}]},
 }
 ELSEWHERE = "taken from elsewhere"
+OUTLASTING, PAUSE = 3_000, 0.02  # parts of an answer, and seconds between two: a minute
 
 
 def response(content: Any, status: int = 200, headers: str = "") -> bytes:
@@ -302,6 +338,27 @@ def behaviours(elsewhere: str) -> list[Behaviour]:
     return found
 
 
+def unending(path: str) -> list[Behaviour]:
+    """Eleven ways never to end an answer."""
+    head = b"HTTP/1.1 200 OK\r\n"
+    long = head + b"Content-Length: 999999999999\r\n\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    large = b" " * 2**20
+    return [
+        Behaviour("silent", path, how="silent"),
+        Behaviour("silent after the head", path, long, "slow"),
+        Behaviour("a status in bits", path, b"HTTP/1.1 200 ", "slow", rest=b"O"),
+        Behaviour("a header in bits", path, head + b"X: ", "slow", rest=b"x"),
+        Behaviour("header after header", path, head, "slow", rest=b"X: y\r\n"),
+        Behaviour("go on, go on", path, b"", "slow", rest=b"HTTP/1.1 100 Continue\r\n\r\n"),
+        Behaviour("a body in bits", path, long, "slow", rest=b" "),
+        Behaviour("a body without length, in bits", path, head + b"\r\n", "slow", rest=b" "),
+        Behaviour("chunks in bits", path, chunked, "slow", rest=b"1\r\n \r\n"),
+        Behaviour("an endless body", path, long, "endless", rest=large),
+        Behaviour("endless chunks", path, chunked, "endless", rest=b"100000\r\n" + large + b"\r\n"),
+    ]
+
+
 @dataclass
 class Stub:
     """A server without a model, which answers well but for one behaviour."""
@@ -312,6 +369,7 @@ class Stub:
     strays: int = 0  # requests that were led elsewhere
     address: str = ""
     elsewhere: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -337,6 +395,13 @@ def stubbed() -> Iterator[Stub]:
         def misbehave(self, behaviour: Behaviour) -> None:
             if behaviour.how == "whole":
                 self.wfile.write(behaviour.sent)
+            elif behaviour.how in ("slow", "endless"):
+                self.wfile.write(behaviour.sent)
+                for _ in range(OUTLASTING):
+                    self.wfile.write(behaviour.rest)
+                    stub.stop.wait(PAUSE if behaviour.how == "slow" else 0)
+                    if stub.stop.is_set():
+                        return
             elif behaviour.how == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
@@ -360,4 +425,5 @@ def stubbed() -> Iterator[Stub]:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             opened.callback(server.server_close)
             opened.callback(server.shutdown)
+        opened.callback(stub.stop.set)
         yield stub

@@ -80,6 +80,26 @@ def save_fp8(folder: Path, family: str = "qwen3_moe", seed: int = 0, sizes: dict
     _write(folder, config, stored, quantization)
 
 
+def save_autofp8(
+    folder: Path, family: str = "qwen3_moe", scales: str = "matrix", sizes: dict[str, Any] | None = None
+) -> None:
+    """AutoFP8: FP8 with `weight_scale`, one of the `matrix`, a `row` [O] or a `column` [O, 1] of them, and a static
+    `input_scale`; with scales in rows, the router, too."""
+    config, tensors = _random(family, 0, sizes)
+    stored = Tensors()
+    for name, tensor in tensors.items():
+        if not (_is_linear(name, tensor) or (scales == "row" and name.endswith("gate.weight"))):
+            stored[name] = tensor
+            continue
+        largest = tensor.float().abs()
+        scale = {"matrix": largest.max(), "row": largest.amax(1), "column": largest.amax(1, keepdim=True)}[scales]
+        scale = scale / FP8_MAX
+        stored[name] = (tensor.float() / (scale[:, None] if scales == "row" else scale)).to(torch.float8_e4m3fn)
+        stored |= {f"{name}_scale": scale, name.removesuffix("weight") + "input_scale": torch.rand(1)}
+    quantization = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    _write(folder, config, stored, quantization)
+
+
 def save_mxfp4(folder: Path, seed: int = 0, sizes: dict[str, Any] | None = None) -> None:
     """gpt_oss: experts as `*_blocks` [E, O, I / 32, 16] of uint8 and `*_scales` [E, O, I / 32] of uint8."""
     config, tensors = _random("gpt_oss", seed, sizes)
@@ -202,7 +222,7 @@ def dequantized(folder: Path) -> Tensors:
         elif part == "scale" and f"{name}_2" in stored:
             plain[base] = _from_nvfp4(stored[base], tensor.float() * stored[f"{name}_2"])
         elif part == "scale" and base in stored:
-            plain[base] = stored[base].float() * tensor.float()
+            plain[base] = stored[base].float() * (tensor[:, None] if tensor.dim() == 1 else tensor).float()
     return plain
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError
@@ -200,7 +200,7 @@ class ConstantsStep(Step[Constants]):
             of_layer = [output for output in copies if output.decoder_layer == decoder_layer]
             if files is not None:
                 changed = {output.name for output in of_layer if roles[output.name].layer in planned}
-                yield from _refitted(model, planned, files, decoder_layer, changed) if changed else ()
+                yield from _refitted(model, planned, files, decoder_layer, of_layer, changed) if changed else ()
                 of_layer = [output for output in of_layer if output.name not in changed]
             yield from stored_decoder_layer([*of_layer, *added], decoder_layer)
 
@@ -226,7 +226,7 @@ def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
         for name, role in model.layout.roles.items()
         if not is_replaced(role, replaced)
     ]
-    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
+    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.architecture.written)
     constants = {str(layer.layer): list(layer.constants) for layer in plan.layers}
     config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
     return OutputJob(
@@ -253,7 +253,12 @@ def _planned(state: State) -> ConstantsByLayer:
 
 
 def _refitted(
-    model: OpenModel, planned: ConstantsByLayer, files: CutFiles, decoder_layer: str, wanted: set[str]
+    model: OpenModel,
+    planned: ConstantsByLayer,
+    files: CutFiles,
+    decoder_layer: str,
+    copies: Sequence[OutputTensor],
+    wanted: set[str],
 ) -> Named:
     """Yield a decoder layer's refitted tensors by their stored names, experts back at their own numbers."""
     stored = stored_partial(model)
@@ -271,7 +276,9 @@ def _refitted(
             refuse_overflow(key, value.to(stored.dtype))
         return tensors
 
-    for name, content in Conversion(stored, model.architecture, stored.model).produce(change, None, decoder_layer):
+    own = {output.name: output for output in copies if output.dtype != DTYPE_NAMES[stored.dtype]}
+    conversion = Conversion(stored, model.architecture, stored.model, own, model.partial.dtype)
+    for name, content in conversion.produce(change, None, decoder_layer):
         if name in wanted:
             yield name, content
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from compressor.distributed import ranks
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
+from compressor.progress import SILENT, Progress
 from compressor.recipe.step import CONSTANTS
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.options import NONE, Correct
@@ -117,6 +118,7 @@ def correct_layer(
     seed: int = 0,
     writing: torch.dtype | None = None,
     constants: RefittedConstants | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Refit a layer of the smaller `model`, and its constants, in place toward the recorded outputs; returns figures.
 
@@ -145,7 +147,8 @@ def correct_layer(
             if name == "tune":
                 rate = min(correction.rate * guard.best, MOST_RATE)  # large steps only disturb a layer that is close
                 dtype = computing_dtype(correction.precision, recording.inputs.device)
-                tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed, dtype)
+                progress.start(f"tune {layer.name}", correction.steps)
+                tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed, dtype, progress)
             if name == "ridge":
                 refit_down(cut, fit, heldout)
             if name != "tune" and constants is not None:

@@ -89,6 +89,7 @@ class _InOrder(LayerVisitor):
     calibration: Calibration  # possibly without batches
     work: LayerWork
     files: CutFiles | None
+    progress: Progress
     base_stream: BaseStream | None = None
     base_batches: Sequence[int] = ()  # held-out ones that pass the base's own layers
     cut_batches: Sequence[int] = ()  # held-out ones that pass layers as they are cut, without correction
@@ -218,7 +219,14 @@ class _InOrder(LayerVisitor):
             slots = torch.tensor([*_kept(plan), *plan.constants], device=wide.device).argsort()
             constants = RefittedConstants(wide, wide.to(writing, copy=True), slots)
         figures = correct_layer(
-            self.smaller.model, layer, recording, self.work.correction, self.work.seed, writing, constants
+            self.smaller.model,
+            layer,
+            recording,
+            self.work.correction,
+            self.work.seed,
+            writing,
+            constants,
+            self.progress,
         )
         if self.base_stream is not None and self.base_stream.share:
             figures["toward"] = self.base_stream.share
@@ -290,7 +298,7 @@ def _compress_model(
     """Compress one model's layers; with an `mtp_stage` the batches go on to the model's output."""
     batches = calibration.batches
     evaluation = [] if probe is None else probe.batches
-    state = _InOrder(model, calibration, work, files)
+    state = _InOrder(model, calibration, work, files, progress)
     share = ranks().share(batches)
     budget = DEFAULT_ACTIVATION_BUDGET
     visitors: list[LayerVisitor] = [state]

@@ -18,6 +18,7 @@ from torch.linalg import vector_norm
 
 from compressor.distributed import ranks
 from compressor.model.experts import Parameters
+from compressor.progress import SILENT, Progress
 from compressor.steps.correct.cut_layer import CutLayer
 
 DECAY = -0.8  # of the running averages, as a power of the step
@@ -159,6 +160,7 @@ def tune(
     rate: float,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    progress: Progress = SILENT,
 ) -> None:
     """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens a step.
 
@@ -193,6 +195,7 @@ def tune(
         if number % every == 0:
             layer.rebalance()
         descend(layer, rows_now, chosen.shape[1], groups, step, dtype)
+        progress.advance("step")
     for value in router:
         value.requires_grad_(False)
 

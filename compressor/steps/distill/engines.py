@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -172,9 +173,8 @@ def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str,
             dtypes[key] = _plain_dtype(model, key, name, empty[key])
         others = [key for key in layer.keys if key not in direct]
         kinds = {_plain_dtype(model, others[0], name, value) for name, value in converted}
-        if len(kinds) > 1:
-            raise CompressionError(f"{others[0]} is stored in several dtypes, so it cannot be written back; convert it")
-        dtypes |= dict.fromkeys(others, *kinds)
+        if kinds:
+            dtypes |= dict.fromkeys(others, reduce(torch.promote_types, kinds))
     return dtypes
 
 
@@ -183,7 +183,9 @@ def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch
     rounded = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
     direct, converted = _stored(model, rounded)
     tensors = {name: rounded[key] for key, name in direct.items()}
-    tensors.update((name, value.contiguous()) for name, value in converted)
+    for name, value in converted:  # experts may be stored in several dtypes
+        dtype = TORCH_DTYPES[model.checkpoint.tensors[name].dtype]
+        tensors[name] = refuse_overflow(name, value.to(dtype).contiguous())
     return tensors
 
 

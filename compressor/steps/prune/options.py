@@ -125,3 +125,11 @@ class Prune(StepOptions):
     @property
     def packages(self) -> tuple[str, ...]:
         return protecting_packages(self.protect)
+
+    def check_installed(self) -> None:
+        super().check_installed()
+        entry_points.find(entry_points.STRATEGIES, self.strategy)
+        if self.options:  # which its module knows
+            from compressor.recipe.registry import load_strategy
+
+            load_strategy(self.strategy, self.options)

@@ -1,7 +1,7 @@
 """The weight matrices to quantise: the names under which they are stored, and how they lie in the model's tensors.
 
-Experts are stored one module each: by the names of their own tensors where transformers knows such, and otherwise, for
-families that store experts fused, as `<experts module>.<number>.gate_proj`, `.up_proj` and `.down_proj`.
+Experts are stored one module each: by the names that their family publishes where transformers knows such, also if this
+checkpoint stores them fused, and otherwise as `<experts module>.<number>.gate_proj`, `.up_proj` and `.down_proj`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,9 @@ class Matrices:
     every: tuple[Matrix, ...]
     replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
     ignored: tuple[str, ...]  # names of linear modules and routers that stay as they are
-    names: Mapping[str, str]  # stored names of tensors that stay as they are, by key
+    names: Mapping[str, str]  # stored names of tensors that are loaded as they are, by key
+    published: Mapping[str, str]  # by stored name, of tensors whose family publishes them under another one
+    singly: bool  # True if stock transformers knows experts that are stored one by one
     stored: bool  # True if they can be read from stored tensors, without loading the layer
 
     def of(self, decoder_layer: str) -> list[Matrix]:
@@ -85,28 +87,35 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     stored = by_itself and all(_as_it_lies(partial, key) for key in in_experts)
     shapes = {name: info.shape for name, info in model.checkpoint.tensors.items()}
     keys: KeyMap = partial.plain_keys
-    if not stored:
+    singles = _names_of_experts(partial, keys, in_experts)
+    if not (stored and singles):
         plain = build_meta(architecture.config, partial.dtype)
         shapes = {name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))}
         keys = map_keys(shapes, partial.model, partial.plain_conversions)
-    matrices = [*_of_experts(partial.model, in_experts, _names_of_experts(partial, keys, in_experts))]
+        singles = _names_of_experts(partial, keys, in_experts)
+    source = partial.plain_keys if stored else keys
+    names = {key: name for name, key in source.targets.items() if source.patterns[name] is None}
+    published = {names[key]: name for name, key in keys.targets.items() if keys.patterns[name] is None and key in names}
+    matrices = [*_of_experts(partial.model, in_experts, singles)]
     if targets == ALL:
         matrices += _dense(model, keys, shapes)
     order = {decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)}
     matrices.sort(key=lambda matrix: order[matrix.decoder_layer])
     quantized = {matrix.key for matrix in matrices}
-    names = {key: name for name, key in keys.targets.items()}
+    written = {key: name for name, key in keys.targets.items()}
     ignored = set()
     for name, module in partial.model.named_modules():
         # routers, too, which are no linear modules in transformers, but in servers
         is_matrix = getattr(getattr(module, "weight", None), "ndim", 0) == 2
         if is_matrix and not isinstance(module, nn.Embedding) and f"{name}.weight" not in quantized:
-            ignored |= {name, names.get(f"{name}.weight", name).removesuffix(".weight")}
+            ignored |= {name, written.get(f"{name}.weight", name).removesuffix(".weight")}
     return Matrices(
         every=tuple(matrices),
-        replaced=frozenset(name for name, key in keys.targets.items() if key in quantized),
+        replaced=frozenset(name for name, key in source.targets.items() if key in quantized),
         ignored=tuple(sorted(ignored)),
-        names={key: name for name, key in keys.targets.items() if keys.patterns[name] is None},
+        names=names,
+        published=published,
+        singly=bool(singles),
         stored=stored,
     )
 

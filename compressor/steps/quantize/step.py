@@ -69,7 +69,7 @@ class QuantizeStep(Step[Quantize]):
         return Writer(state.model, scheme, matrices, state.kept("quantized"))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe scheme, groups, effective bits, and which servers load it."""
+        """Describe scheme, groups, effective bits, and which servers read the format."""
         plan = entry.get("plan")
         options = self.options
         if not plan:
@@ -80,10 +80,10 @@ class QuantizeStep(Step[Quantize]):
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
         servers = loaders(options.scheme, is_by_row)
-        loaded = f"which {joined(servers)} load" if servers else "which no server is known to load"
+        read = f"a format that {joined(servers)} read" if servers else "a format that no server is known to read"
         return (
             Text(
                 f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "
-                f"stored as {plan['format']}, {loaded}."
+                f"stored as {plan['format']}, {read} (not tried here)."
             ),
         )

@@ -114,7 +114,10 @@ class Writer:
     def job(self, plan: ExpertPlan) -> OutputJob:
         layer_names = self.model.architecture.decoder_layers
         inner = make_job(self.model, plan, through=None if self.matrices.stored else self.partial)
-        outputs = [output for output in inner.outputs if output.name not in self.matrices.replaced]
+        outputs = []
+        for output in inner.outputs:
+            if output.name not in self.matrices.replaced:
+                outputs.append(replace(output, name=self.matrices.published.get(output.name, output.name)))
         # of multi-token-prediction heads
         heads = [output for output in outputs if output.decoder_layer not in ("", *layer_names)]
         dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
@@ -146,7 +149,7 @@ class Writer:
                 yield name, iter([tensor_bytes_view(value)])
         for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
-                yield name, pieces
+                yield self.matrices.published.get(name, name), pieces
 
     def _rounded(self, decoder_layer: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the stored tensors of a layer's matrices rounded to nearest, each after its name."""
@@ -200,7 +203,7 @@ class Writer:
             return matrix.of(self.partial.model)
         name = self._stored_name(matrix)
         value = self.model.checkpoint.read(name)
-        if name == f"{matrix.module}.weight":
+        if matrix.expert is None or name == f"{matrix.module}.weight":
             return value
         experts = self.partial.model.get_submodule(matrix.owner)
         return matrix_of(experts, matrix.key.rpartition(".")[2], value[matrix.expert], matrix.part)

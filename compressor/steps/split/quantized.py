@@ -25,7 +25,15 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.steps.configuration import renumbered_quantization
 from compressor.steps.cutting import cut_router
 from compressor.steps.split.tensors import Factors, SplitModel, split_beside
-from compressor.steps.tensors import OutputTensor, Piece, in_order_of, refuse_overflow, remap_table, tensor_bytes_view
+from compressor.steps.tensors import (
+    OutputTensor,
+    Piece,
+    expert_slots,
+    in_order_of,
+    refuse_overflow,
+    remap_table,
+    tensor_bytes_view,
+)
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
@@ -130,19 +138,12 @@ class StoredParts:
     def _of_single_experts(self, model: OpenModel, layer: MoeLayer, plan: LayerPlan) -> Iterator[OutputTensor]:
         """Yield the parts that stay of experts whose tensors are their own; a family has one of each expert."""
         roles = model.layout.roles
-        families = dict[str, dict[int, str]]()  # names by expert
-        for name, role in roles.items():
-            if role.layer == layer.name and role.kind == "expert":
-                families.setdefault(role.family, {})[role.expert] = name
-        prefix = expert_prefixes(model.layout, layer)[0]
-        for slot, group in enumerate(plan.groups):
-            member = group.members[0]
-            for names in families.values():
-                stored = model.checkpoint.tensors[names[member // self.factors.parts]]
-                renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
-                shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
-                content = partial(self._parts, model, roles[stored.name], [(stored.name, member)])
-                yield OutputTensor(renamed, stored.dtype, shape, layer.decoder_layer, content, stored.density)
+        own = {name: role for name, role in roles.items() if role.layer == layer.name}
+        for name, _, group, members in expert_slots(own, {layer.name: plan}, self.factors.parts):
+            stored = model.checkpoint.tensors[members[0][0]]
+            shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
+            content = partial(self._parts, model, roles[stored.name], [(stored.name, group.members[0])])
+            yield OutputTensor(name, stored.dtype, shape, layer.decoder_layer, content, stored.density)
 
     def _parts(self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]) -> Iterator[Piece]:
         """Yield the bytes of parts, each from a stored tensor by the part's number."""

@@ -29,7 +29,7 @@ from compressor.model.architecture import (
     experts_modules,
     with_fields,
 )
-from compressor.model.experts import width_of
+from compressor.model.experts import ALIGNMENT, width_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.steps.split.tensors import Factors, keys_beside, split_beside, split_experts
 
@@ -59,10 +59,13 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     model = build_meta(config)
     for name, width in widths(model).items():
         if width % parts:
-            divisors = [str(number) for number in range(2, min(width, 64) + 1) if width % number == 0]
+            row = ALIGNMENT // model.get_submodule(name).down_proj.itemsize
+            suitable = [str(number) for number in range(2, min(width, 64) + 1) if width % (number * row) == 0]
+            remedy = f"none leaves rows of a multiple of {ALIGNMENT} bytes, so leave the split out"
+            if suitable:
+                remedy = f"give one of {', '.join(suitable)}"
             raise CompressionError(
-                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; give one of "
-                f"{', '.join(divisors)}"
+                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; {remedy}"
             )
     fields = _width_fields(config, model, parts, architecture.family)
     width_field = next(iter(fields))

@@ -114,7 +114,8 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
     shape: SplitShape = model.cached[known]
     stored = copy.copy(model.checkpoint)
     stored.raw_config = fields_set(stored.raw_config, model.config, shape.fields)
-    written = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
+    written = {**model.architecture.written, **shape.fields}
+    written.pop(model.architecture.count_field)
     layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
     architecture = replace(shape.architecture, layers=layers, written=written)
     split = replace(

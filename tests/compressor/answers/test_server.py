@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -18,9 +19,22 @@ from compressor.errors import CompressionError
 from compressor.progress import Silent
 from tests.support import small
 from tests.support.audit import Moment
-from tests.support.command_line import Run, refused, run_killed, succeeded
+from tests.support.command_line import Run, captured, refused, run_killed, succeeded
 from tests.support.eval_tasks import ask, own_tasks, written_task
-from tests.support.model_server import CHAT, ELSEWHERE, TEXT, Behaviour, Stub, behaviours, response, serving, stubbed
+from tests.support.model_server import (
+    CHAT,
+    ELSEWHERE,
+    MODELS,
+    TEXT,
+    VERSION,
+    Behaviour,
+    Stub,
+    behaviours,
+    response,
+    serving,
+    stubbed,
+    unending,
+)
 
 pytestmark = pytest.mark.usefixtures("offline")
 PERPLEXITY = """
@@ -245,6 +259,53 @@ def test_no_behaviour_of_a_server_does_harm(number: int, traced: Any, tmp_path: 
     assert len(stub.asked) == len(set(stub.asked)) and not answered & set(stub.asked)
     assert len(answered) + len(stub.asked) == 6
     assert ELSEWHERE not in (tmp_path / "out.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("golden") / "golden.json"
+    succeeded(captured("check", "--write", model, "--output", file))
+    return file
+
+
+ASKING = ("check", "gate", "evaluate", "traces")
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "number"),
+    [
+        pytest.param(
+            command, path, number, marks=() if command == "check" and path == MODELS else pytest.mark.full
+        )
+        for command in ASKING
+        for path in (MODELS, VERSION, TEXT)
+        for number in range(len(unending("")))
+    ],
+)
+def test_no_answer_outlasts_its_timeout(
+    command: str,
+    path: str,
+    number: int,
+    model: Path,
+    golden: Path,
+    tasks: Path,
+    tmp_path: Path,
+    stub: Stub,
+    run: Run,
+) -> None:
+    stub.behaviour = unending(path)[number]
+    stub.trigger = ""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(PROMPTS[0]) + "\n")
+    settings = {
+        "check": ["--answers", golden],
+        "gate": ["--tasks", "sums", "--include-path", tasks, "--max-drop", 0.9],
+        "evaluate": ["--prompts", prompts],
+        "traces": ["--prompts", prompts, "-o", tmp_path / "out.jsonl"],
+    }
+    told = run(command, model, *settings[command], "--server", stub.address, "--timeout", 0.5)
+    assert told.status == 2 and told.err.count("Error: ") == 1, told
+    assert re.search(f"did not answer within 0.5 seconds|answers with over {2**25:,} bytes", told.err), told
 
 
 @pytest.mark.parametrize("event", ["os.rename", "os.remove"])

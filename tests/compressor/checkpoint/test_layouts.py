@@ -1,6 +1,7 @@
 """Checkpoints as they are found in the wild: other names, other files, extra tensors, sizes that collide."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -385,6 +386,59 @@ def test_an_adapter_beside_whole_weights_is_refused_as_stock_transformers_would_
     assert any("lora" in name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     with pytest.raises(CompressionError, match=r"has an adapter, which transformers would add .*; merge"):
         merge(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["inspect", "compress", "export"])
+def test_an_adapter_is_named_as_what_it_is(command: str, tmp_path: Path, run: Run) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(zoo.build("mixtral"), peft.LoraConfig(target_modules=["o_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    more = {"inspect": (), "compress": ("-o", tmp_path / "out", "--experts", 4), "export": ("-o", tmp_path / "out")}
+    refused(run(command, tmp_path / "adapter", *more[command]), "is an adapter, not a model .*; merge it into")
+
+
+# ---- numbers of experts, and tensors that are not there ----
+
+
+def renumbered(tensors: Tensors) -> Tensors:
+    """Experts 5, 6 and 7 under 6, 9 and 12, in the order of their numbers."""
+    numbers = {"5": "6", "6": "9", "7": "12"}
+    return {
+        re.sub(r"experts\.(\d+)", lambda found: f"experts.{numbers.get(found[1], found[1])}", name): value
+        for name, value in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_gaps_in_experts_numbers_are_refused_with_what_mends_them(name: str, tmp_path: Path) -> None:
+    stock = zoo.save(name, tmp_path / "in")
+    rewrite(tmp_path / "in", renumbered)
+    loaded = load(tmp_path / "in")
+    assert torch.equal(zoo.logits(loaded, zoo.tokens(stock)), zoo.logits(stock, zoo.tokens(stock)))
+    with pytest.raises(CompressionError, match=r"of expert 5; .*numbered with gaps.*save_pretrained"):
+        merge(tmp_path / "in", tmp_path / "out")
+    loaded.save_pretrained(tmp_path / "mended")
+    merge(tmp_path / "mended", tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["inspect", "compress"])
+@pytest.mark.parametrize("gone", [r"q_proj", r"experts\.\d\.up_proj", r"layers\.1\.mlp\.gate\.weight", "norm"])
+def test_weights_that_are_missing_are_named_at_once(gone: str, command: str, tmp_path: Path, run: Run) -> None:
+    zoo.save("qwen3_moe", tmp_path / "in")
+    small.tokenizer().save_pretrained(tmp_path / "in")
+    rewrite(tmp_path / "in", lambda tensors: {
+        key: value for key, value in tensors.items() if not re.search(gone, key)
+    })  # fmt: skip
+    more = {"inspect": (), "compress": ("-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")}
+    refused(run(command, tmp_path / "in", *more[command]), r"lacks \d+ tensors that Qwen3MoeForCausalLM needs.* again")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"])
+def test_empty_tensors_of_a_sharded_trainer_are_blamed_on_it(name: str, tmp_path: Path, run: Run) -> None:
+    zoo.save("qwen3_moe", tmp_path / "in")
+    rewrite(tmp_path / "in", lambda tensors: {**tensors, name: torch.empty(0)})
+    refused(run("inspect", tmp_path / "in"), "without a value, such as .* of shape .0., as a trainer writes .*; gather")
 
 
 # ---- names of other tools ----

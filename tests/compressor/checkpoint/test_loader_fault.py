@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, __version__
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, __version__
 
 import compressor
 from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint
 from tests.support import zoo
 from tests.support.per_expert_checkpoints import save_packed
-from tests.support.quantized import plain_model, save_compressed_tensors
+from tests.support.quantized import plain_model, save_autofp8, save_compressed_tensors
 
 STOCK = f"transformers {__version__}"
 NO_ZERO_POINTS = "does not load pack-quantized experts: Asymmetric quant requires zero-point values"
@@ -59,8 +59,19 @@ def test_experts_that_are_not_quantised_have_no_fault(tmp_path: Path) -> None:
 
 def test_packed_experts_one_by_one_are_named(tmp_path: Path) -> None:
     save_packed("gpt_oss", tmp_path)
-    wanted = f"{STOCK} does not load quantised experts of gpt_oss that are stored one by one"
-    assert compressor.inspect(str(tmp_path)).loader_fault == wanted
+    fault = compressor.inspect(str(tmp_path)).loader_fault
+    assert fault is not None and fault.startswith(f"{STOCK} finds nothing stored for, and draws at random, 4 tensors")
+
+
+def test_scales_that_stock_transformers_does_not_read_beside_fp8_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    save_autofp8(tmp_path)
+    fault = compressor.inspect(str(tmp_path)).loader_fault
+    assert fault == f"{STOCK} does not read scales that are called weight_scale beside fp8 weights"
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True))
+    weights = plain_model(tmp_path, torch.bfloat16).state_dict()
+    key = "model.layers.0.mlp.experts.down_proj"
+    assert stock.state_dict()[key].float().abs().max() > 100 * weights[key].float().abs().max()
 
 
 def test_an_unknown_method_is_named() -> None:

@@ -54,6 +54,19 @@ def test_help_of_compress_fits_a_screen(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("command", ["gate", "compare"])
+def test_help_has_commands_in_four_groups_and_no_type_of_a_switch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("--help").out
+    groups = re.findall(r"^╭─ (\w+) ─", text, re.MULTILINE)
+    assert groups == ["Options", "Compress", "Test", "Publish", "Research"]
+    parts = dict(zip(groups, text.split("╭─ ")[1:], strict=True))
+    inside = {name: re.findall(r"^│ ([a-z-]+) ", part, re.MULTILINE) for name, part in parts.items()}
+    assert {"compress", "plan"} <= {*inside["Compress"]} and {"gate", "check"} <= {*inside["Test"]}
+    assert {"push", "report"} <= {*inside["Publish"]} and {"attribute", "comoe"} <= {*inside["Research"]}
+    for words in ("--help", "compress --help", "compress --help-all", "push --help", "comoe train --help"):
+        assert "bool" not in run(*words.split()).out, words
+
+
 def test_a_command_with_many_options_shows_those_that_matter_and_all_on_request(
     command: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 from compressor.checkpoint.reader import Size
 from compressor.cli.compress import show_outcome
+from compressor.cli.terminal import Bars
 from compressor.document.terminal import show
 from compressor.hub.push import PushedFile, PushSummary
 from compressor.model.inspection import Inspection, Part, SmallerSize
@@ -142,3 +144,18 @@ def test_a_push_tells_what_went_where(out: Any) -> None:
         assert said in text
     show(pushed(uploaded=()).blocks())
     assert out() == "Nothing has changed: main of org/smaller has these files already.\nhttps://a.org/[x]\n"
+
+
+def test_a_phase_within_another_has_a_bar_until_it_ends() -> None:
+    bars = Bars(Progress())
+    bars.start("correct", 2)
+    bars.start("tune layer 0", 2)
+    bars.advance("step")
+    assert [task.description for task in bars.bars.tasks] == ["correct", "tune layer 0"]
+    bars.advance("step")
+    bars.advance("layer 0")
+    assert [(task.description, task.completed) for task in bars.bars.tasks] == [("correct", 1)]
+    bars.advance("layer 1")
+    bars.advance("no more")
+    bars.start("correct", 5)
+    assert [(task.description, task.completed, task.total) for task in bars.bars.tasks] == [("correct", 0, 5)]

@@ -150,6 +150,11 @@ def test_a_text_file_is_split_as_a_whole_text_is(tmp_path: Path, content: str) -
             texts_of(str(path))
 
 
+def test_a_document_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompressionError, match="split it"):
+        run(write(tmp_path, "a" * (2**27 + 1)))
+
+
 def test_the_tokenizer_does_not_warn_of_long_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = small.tokenizer()
     tokenizer.model_max_length = 5

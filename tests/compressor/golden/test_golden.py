@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import compressor
+from compressor.checkpoint.source import locate
+from compressor.golden.measure import open_exactly
+from compressor.golden.rounding import own_rounding
 from exporters.onnx import export
-from tests.support import small, zoo
+from tests.support import quantized, small, zoo
+from tests.support.audit import Moment, happening
 from tests.support.command_line import Run, refused
-from tests.support.model_server import serving
+from tests.support.model_server import compute_as_vllm, serving
 
 pytestmark = pytest.mark.usefixtures("offline")
 FAMILIES = ("qwen3_moe", zoo.full("mixtral"), zoo.full("deepseek_v3"), "gpt_oss")
@@ -192,12 +198,147 @@ def test_fp8_and_templates(model: Path, run: Run, tmp_path: Path) -> None:
     steps.write_text(f"model: {model}\nsteps: [{{quantize: {{scheme: fp8}}}}]\n", encoding="utf-8")
     assert run("compress", steps, "-o", tmp_path / "fp8").status == 0
     result = run("check", tmp_path / "fp8", "--answers", model)
-    assert result.status == 0 and "as 8-bit weights would" in result.out
+    assert result.status == 0 and "as 8-bit weights" in result.out
     small.tokenizer(small.CHAT.replace("<", "[")).save_pretrained(tmp_path / "fp8")
     with serving(model) as served:
         served.tokenizer = small.tokenizer(small.CHAT.replace("<", "["))
         for result in (run("check", tmp_path / "fp8"), run("check", model, "--server", served.address)):
             assert result.status == 1 and "chat template" in result.out
+
+
+def served_as_fp8(folder: Path) -> Any:
+    """What vLLM computes of a checkpoint in fp8, in bfloat16: with activations of fp8 weights rounded, too."""
+    model = quantized.plain_model(folder, torch.bfloat16)
+    stored = {name.removesuffix("_scale") for name in small.tensors_of(folder) if name.endswith("weight_scale")}
+    linear = [name for name, _ in model.named_modules() if f"{name}.weight" in stored]
+    compute_as_vllm(model, linear, expert_modules(model))
+    return model
+
+
+@pytest.mark.parametrize("targets", ["experts", "all"])
+@pytest.mark.parametrize("model", ["qwen3_moe", zoo.full("mixtral")], indirect=True)
+def test_servers_round_activations_of_fp8_weights(model: Path, targets: str, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "fp8"
+    compressor.compress(str(model), out, [compressor.Quantize("fp8", targets=targets)])
+    sound = served_as_fp8(out)
+    assert bool(sound.get_submodule("model.layers.0.self_attn.q_proj")._forward_pre_hooks) == (targets == "all")
+    with serving(out, sound) as served:
+        result = run("check", out, "--server", served.address, "--json")
+    verdict = json.loads(result.out)
+    assert (result.status, verdict["widest"]) == (0, "fp8") and verdict["band"] in ("8-bit", "fp8")
+    assert 0.5 < verdict["distance"] / (verdict["allowed"] / 1.8) < 1.5  # as measured when they were written
+    for fault in ("experts permuted", "gate and up swapped", "top-k off by one", "router shifted"):
+        faulty = served_as_fp8(out)
+        with torch.no_grad():
+            FAULTS[fault](faulty)
+        if fault == "top-k off by one":
+            for module in faulty.modules():
+                vars(module).update({"top_k": module.top_k - 1} if hasattr(module, "top_k") else {})
+        with serving(out, faulty) as served:
+            assert run("check", out, "--server", served.address).status == 1, fault
+
+
+SCHEMES = {
+    "fp8 in blocks": zoo.full("fp8", quantized.save_fp8),
+    "modelopt": zoo.full("modelopt", partial(quantized.save_modelopt, algorithm="FP8")),
+    "int8": zoo.full("int8", partial(quantized.save_compressed_tensors, format="int-quantized")),
+    "nvfp4": zoo.full("nvfp4", partial(quantized.save_compressed_tensors, format="nvfp4-pack-quantized")),
+    "mxfp4": zoo.full("mxfp4", partial(quantized.save_compressed_tensors, format="mxfp4-pack-quantized")),
+    "int4": zoo.full("int4", quantized.save_compressed_tensors),
+}
+
+
+@pytest.mark.parametrize(("scheme", "save"), SCHEMES.values())
+def test_formats_that_round_activations_are_known(scheme: str, save: Callable[[Path], Any], tmp_path: Path) -> None:
+    save(tmp_path)
+    model = open_exactly(locate(str(tmp_path)), "cpu")
+    rounding = own_rounding(model)
+    names = {module for module, _ in model.partial.model.named_modules() if module.endswith(("experts", "q_proj"))}
+    assert names <= rounding.keys() if scheme != "int4" else not rounding
+    value = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    for change in {} if scheme == "int4" else {"q_proj": rounding["model.layers.0.self_attn.q_proj"]}.values():
+        error = (change(value) - value).norm() / value.norm()
+        assert {"int8": 0.004, "nvfp4": 0.07, "mxfp4": 0.08}.get(scheme, 0.02) < error
+        assert error < {"int8": 0.01, "nvfp4": 0.12, "mxfp4": 0.16}.get(scheme, 0.03)
+        rows = change(value.flatten(0, 1)).view_as(value)  # of experts, whose tokens are in one dimension
+        assert torch.equal(rows, change(value))
+
+
+@pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
+def test_what_stock_transformers_loads_otherwise_is_said(model: Path, run: Run, tmp_path: Path) -> None:
+    compressor.compress(str(model), tmp_path / "int8", [compressor.Quantize("int8")])
+    result = run("check", tmp_path / "int8", "--json")
+    assert json.loads(result.out)["verdict"] == "same" and "draws at random" in json.loads(result.out)["stock"]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_a_plain_model_may_be_served_in_fp8(model: Path, run: Run) -> None:
+    sound = zoo.reload("qwen3_moe", model)
+    names = [name for name, module in sound.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
+    compute_as_vllm(sound, names, expert_modules(sound))
+    with serving(model, sound) as served:
+        assert run("check", model, "--server", served.address).status == 1
+        result = run("check", model, "--server", served.address, "--bits", "8")
+    assert result.status == 0 and "(fp8)" in result.out
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("value", [torch.inf, 3e38])
+def test_answers_that_are_no_numbers_are_different(value: float, model: Path, run: Run) -> None:
+    changes: list[Callable[[Any], Any]] = [
+        lambda model: model.lm_head.weight[3].fill_(value),
+        lambda model: expert_modules(model)[-1].down_proj[1, 2].fill_(value),
+    ]
+    for change in changes:
+        copy = changed(model, change)
+        result = run("check", copy, "--answers", model, "--json")
+        verdict = json.loads(result.out)
+        assert (result.status, verdict["verdict"]) == (1, "different")
+        assert verdict["compared"] < verdict["asked"] and "no finite numbers" in verdict["cause"]
+        refused(run("check", "--write", copy), "not finite")
+        assert not (copy / GOLDEN).exists()
+    copy = changed(model, lambda model: model.lm_head.weight[3].fill_(torch.nan))
+    refused(run("check", copy, "--answers", model), "lm_head.weight.* holds NaN")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_an_export_that_answers_no_numbers_is_different(model: Path, run: Run, tmp_path: Path) -> None:
+    import onnx
+
+    export(model, tmp_path / "onnx")
+    graph = onnx.load(tmp_path / "onnx" / "model.onnx")
+    norm = next(value for value in graph.graph.initializer if "norm" in value.name and len(value.dims) == 1)
+    values = onnx.numpy_helper.to_array(norm).copy()
+    values[0] = torch.nan
+    norm.CopyFrom(onnx.numpy_helper.from_array(values, norm.name))
+    onnx.save(graph, tmp_path / "onnx" / "model.onnx")
+    result = run("check", tmp_path / "onnx", "--answers", model)
+    assert result.status == 1 and "no finite numbers" in result.out
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_what_was_not_answered_is_no_pass(model: Path, run: Run) -> None:
+    with serving(model) as served:
+        whole = json.loads(run("check", model, "--server", served.address, "--json").out)
+    assert whole["verdict"] == "same" and whole["compared"] == whole["asked"]
+    for mute in (range(7, 8), range(3, 10**6)):
+        for like_llama in (False, True):
+            with serving(model, mute=mute, like_llama=like_llama) as served:
+                result = run("check", model, "--server", served.address, "--json")
+            partial = json.loads(result.out)
+            assert (result.status, partial["verdict"]) == (1, "different")
+            assert partial["compared"] < partial["asked"]
+            assert f"({partial['compared']} of {partial['asked']} answers compared)" in partial["sentence"]
+            assert "out" in partial["cause"]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_a_file_that_appears_while_answers_are_made_stays(model: Path, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    with happening(Moment("open", r"mine\.json\.moe-compressor/mine\.json$"), lambda: out.write_text("mine")):
+        refused(run("check", "--write", model, "--output", out), "--overwrite")
+    assert out.read_text() == "mine" and not list(tmp_path.glob(".mine*"))
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)

@@ -303,7 +303,7 @@ def test_metadata_name_the_format_and_the_relation(copied: Path, tmp_path: Path)
     decided["dequantized"] = False
     step = {"name": "quantize", "options": Quantize(scheme="int4").model_dump(mode="json"), "plan": decided}
     pruned_only = card(lambda steps: steps)
-    packed = {"quant_method": "compressed-tensors"}
+    packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
     small.edit_json(copied / "config.json", lambda config: config.update(quantization_config=packed))
     both = card(lambda steps: [*steps, step])
     alone = card(lambda steps: [step])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.formatting import joined, label, one_line, ranges, without_paths
-from compressor.hub.card import base_metadata, card_text, languages, licence
+from compressor.hub.card import base_metadata, card_text, languages, licence, listed_licence
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
@@ -242,11 +242,38 @@ def test_a_name_that_the_hub_could_not_have_is_no_base(tmp_path: Path) -> None:
         ({"license": "other", "license_link": "LICENSE"}, {"license": "other", "license_link": "LICENSE"}),
         ({"license": "llama3.1", "license_link": LINK}, {"license": "llama3.1", "license_link": LINK}),
         ({"license": 7, "license_name": "x"}, {}),
+        ({"license": "Apache-2.0"}, {"license": "apache-2.0"}),
+        ({"license": ["MIT", "Apache License 2.0"]}, {"license": ["mit", "apache-2.0"]}),
+        ({"license": "tongyi-qianwen"}, {"license": "other", "license_name": "tongyi-qianwen"}),
+        ({"license": ["mit", "Our Terms"]}, {"license": ["mit", "other"], "license_name": "Our Terms"}),
+        ({"license": ["mit", 7]}, {}),
     ],
 )
 def test_licences_that_the_hub_takes_are_taken(base: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "LICENSE").write_text("terms")
     assert licence(base, tmp_path, BASE, COMMIT) == expected
+
+
+SPELLINGS = {  # SPDX's, and names written out
+    "apache-2.0": ("Apache-2.0", "Apache License 2.0", "Apache License, Version 2.0", "apache 2"),
+    "mit": ("MIT", "The MIT License", "MIT licence"),
+    "gpl-3.0": ("GPL-3.0-only", "GPL-3.0-or-later", "GPL-3.0+", "GPLv3", "GNU General Public License v3.0"),
+    "lgpl-2.1": ("LGPL-2.1-or-later", "GNU Lesser General Public License v2.1"),
+    "agpl-3.0": ("AGPL-3.0-only", "GNU Affero General Public License v3"),
+    "cc-by-nc-sa-4.0": ("CC-BY-NC-SA-4.0", "Creative Commons Attribution-NonCommercial-ShareAlike 4.0 International"),
+    "cc0-1.0": ("CC0-1.0", "CC0 1.0 Universal"),
+    "bsd-3-clause": ("BSD-3-Clause", "BSD 3-Clause License"),
+    "unlicense": ("Unlicense", "The Unlicense"),
+    "odbl": ("ODbL-1.0",),
+    "llama3.1": ("Llama 3.1 Community License",),
+}
+
+
+def test_every_spelling_becomes_the_hubs_own() -> None:
+    assert {name: listed_licence(name) for name in LICENCES} == {name: name for name in LICENCES}
+    for expected, spellings in SPELLINGS.items():
+        assert {listed_licence(spelling) for spelling in spellings} == {expected}
+    assert not any(map(listed_licence, ("Apache-1.1", "modified-mit", "GFDL-1.3-only", "Our Own Terms", "")))
 
 
 def test_languages_are_codes() -> None:

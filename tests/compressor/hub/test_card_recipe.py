@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor import Distill, Routers, StepOptions
-from compressor.api import on_text
 from compressor.hub.card import card_text, recipe_text
+from compressor.recipe.recipe import on_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
 from tests.support.command_line import captured, succeeded

@@ -49,6 +49,25 @@ def ask(model: Path, out: Path, *more: object) -> tuple[object, ...]:
     return ("compress", model, "-o", out, "--experts", 4, "--strategy", "model-centric", *more)
 
 
+def test_a_licence_that_the_hub_lacks_is_told_before_the_run(run: Run, model: Path, hub: Hub, tmp_path: Path) -> None:
+    out = tmp_path / "work" / "smaller"
+    (model / "README.md").write_text("---\nlicense: house-terms\n---\n")
+    told = succeeded(run(*ask(model, out, "--push-to-hub", REPOSITORY))).err
+    assert "lacks 'house-terms'" in told.partition("plan")[0].partition("write")[0]
+    card = hub.repositories[REPOSITORY].files()["README.md"].decode()
+    assert "license: other\nlicense_name: house-terms\n" in card
+
+
+def test_the_card_can_be_read_before_it_is_sent(run: Run, model: Path, hub: Hub, tmp_path: Path) -> None:
+    out, card = tmp_path / "work" / "smaller", tmp_path / "card.md"
+    succeeded(run(*ask(model, out)))
+    shown = succeeded(run("push", out, REPOSITORY, "--dry-run", "--card", card))
+    assert f"Written: {card}" in shown.out.replace("\n", " ") and REPOSITORY not in hub.repositories
+    refused(run("push", out, REPOSITORY, "--dry-run", "--card", card), "exists; .*--card")
+    succeeded(run("push", out, REPOSITORY))
+    assert hub.repositories[REPOSITORY].files()["README.md"] == card.read_bytes()
+
+
 def test_one_command_makes_and_publishes_what_comes_back(run: Run, model: Path, hub: Hub, tmp_path: Path) -> None:
     out = tmp_path / "work" / "smaller"
     result = run(*ask(model, out, "--push-to-hub", REPOSITORY, "--private", "--json"))

@@ -1,14 +1,20 @@
 """What one expert computes, against the stock experts module of every family."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+from compressor.checkpoint.source import locate
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import apply_expert, expert_parameters, parameter_names, projections
-from tests.support import zoo
+from compressor.model.opened import load_whole, open_model, served_model
+from compressor.model.serving import advise
+from compressor.model.streaming import Pass, ReversePass
+from tests.support import opened_models, zoo
 from tests.support.opened_models import one_expert
 
 EVERY = pytest.mark.parametrize("name", zoo.sweep())
@@ -68,3 +74,26 @@ def test_projections_are_views_in_canonical_layout(name: str) -> None:
         view.up.mul_(0.5)
         view.gate.mul_(-3)
         assert not torch.allclose(one_expert(experts, 1, x), -3 * before, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dtype", "width"), [
+    ("mixtral", torch.bfloat16, 28), ("qwen3_moe", torch.float32, 90), ("gpt_oss", torch.bfloat16, 92),
+])  # fmt: skip
+def test_rows_of_any_width_pass_as_in_the_stock_loop(
+    name: str, dtype: torch.dtype, width: int, tmp_path: Path
+) -> None:
+    field = "moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"
+    zoo.build(name, **{field: width}).to(dtype).save_pretrained(tmp_path)
+    stock: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    tokens = zoo.tokens(stock)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        zoo.logits(stock, tokens)
+    stock.set_experts_implementation("eager")
+    expected = zoo.logits(stock, tokens)
+    model = open_model(locate(str(tmp_path)), "auto", "cpu")
+    assert torch.equal(opened_models.logits(Pass(model, (tokens,), to_end=True))[0], expected)
+    assert torch.equal(zoo.logits(load_whole(tmp_path, dtype=dtype), tokens), expected)
+    named = [breach.server for breach in advise(served_model(model)).breaches if "eager" in breach.says]
+    assert named == ["transformers"]
+    loss = ReversePass(model, (tokens,)).run(lambda _, output: output.logits.float().logsumexp(-1).mean())
+    assert loss == pytest.approx([float(expected.float().logsumexp(-1).mean())], rel=1e-3)

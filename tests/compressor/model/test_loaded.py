@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor import CompressionError
-from compressor.api import on_text
 from compressor.model.tokenizer import load_tokenizer
+from compressor.recipe.recipe import on_text
 from compressor.recipe.step import TextOptions
 from tests.support import small
 from tests.support.small import tensors_of

@@ -1,6 +1,7 @@
 """Quantised checkpoints give, whole or one layer at a time, the weights that our own formulas give."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
+import compressor
 from compressor.answers.decoding import load_writing
 from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
 from compressor.checkpoint.source import locate
@@ -23,12 +25,23 @@ from compressor.errors import CompressionError
 from compressor.model.opened import load_whole, open_model
 from tests.support import small, zoo
 from tests.support.per_expert_checkpoints import FUSED, save_packed
-from tests.support.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
+from tests.support.quantized import (
+    MODELOPT,
+    plain_model,
+    save_autofp8,
+    save_compressed_tensors,
+    save_fp8,
+    save_modelopt,
+    save_mxfp4,
+)
 
 Save = Callable[[Path], None]
 
 HALF_A_BLOCK = {"qk_rope_head_dim": 8}  # 40 rows under 3 scales of 16 rows, as DeepSeek's 576 under 5 of 128
 HALF_A_BLOCK_EVEN = HALF_A_BLOCK | {"kv_lora_rank": 16}  # 24 rows under 2 scales, which 2 divides
+
+KEYS = {"head_dim": 8, "num_key_value_heads": 1}  # 8 rows, whose zero points fill one row of words
+FEW = {"hidden_size": 64, "moe_intermediate_size": 16, **KEYS}
 
 FP8, COMPRESSED = FineGrainedFP8Config, CompressedTensorsConfig
 READ_BY_STOCK: dict[str, tuple[Save, type]] = {
@@ -41,6 +54,9 @@ READ_BY_STOCK: dict[str, tuple[Save, type]] = {
     "packed-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral"), COMPRESSED),
 }
 ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | {
+    "autofp8-matrix": (save_autofp8, FP8),
+    "autofp8-row": (lambda folder: save_autofp8(folder, "mixtral", "row"), FP8),
+    "autofp8-column": (lambda folder: save_autofp8(folder, "deepseek_v3", "column"), FP8),
     "fp8-ragged": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK), FP8),
     "int8-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "int-quantized"), COMPRESSED),
     "naive-int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "naive-quantized"), COMPRESSED),
@@ -52,6 +68,8 @@ ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | {
     "modelopt-fp8": (lambda folder: save_modelopt(folder, algorithm="FP8"), COMPRESSED),
     "modelopt-mixed": (lambda folder: save_modelopt(folder, algorithm="MIXED_PRECISION"), COMPRESSED),
     "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, symmetric=False), COMPRESSED),
+    "packed-few-rows": (partial(save_compressed_tensors, symmetric=False, sizes=FEW), COMPRESSED),
+    "packed-few-keys": (partial(save_compressed_tensors, family="mixtral", symmetric=False, sizes=KEYS), COMPRESSED),
     "fp8-ragged-even": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN), FP8),
 }
 
@@ -136,23 +154,88 @@ def test_what_cannot_be_dequantised_is_refused(method: str, options: dict[str, A
 
 
 def test_a_scale_that_would_not_be_read_is_refused() -> None:
-    quantizer = dequantizer(configured(quant_method="fp8"))
-    assert quantizer is not None
-    weight = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(CompressionError, match="gate_up_proj_scale_inv: transformers would load"):
-        refuse_unread_scales(quantizer, {weight: weight, f"{weight}_scale_inv": None})
-    modelopt = dequantizer(configured(quant_method="modelopt", quant_algo="FP8"))
-    assert modelopt is not None
-    with pytest.raises(CompressionError, match="gate_up_proj_weight_scale: transformers would load"):
-        refuse_unread_scales(modelopt, {weight: weight, f"{weight}_weight_scale": None})
-    refuse_unread_scales(quantizer, {"model.layers.61.eh_proj.weight": None})
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    linear = "model.layers.0.self_attn.q_proj.weight"
+    for weight, scale in ((experts, "scale_inv"), (experts, "weight_scale"), (linear, "scale"), (linear, "g_idx")):
+        with pytest.raises(CompressionError, match=f"{weight}_{scale}: transformers would load"):
+            refuse_unread_scales({weight: weight, f"{weight}_{scale}": None})
+    with pytest.raises(CompressionError, match=f"{linear}_g_idx: transformers would load"):
+        refuse_unread_scales({f"{linear}_packed": linear, f"{linear}_g_idx": None})
+    refuse_unread_scales({"model.layers.61.eh_proj.weight": None})
+    refuse_unread_scales({linear: linear, "model.layers.0.self_attn.q_proj.input_scale": None})
 
 
 def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "packed-qwen3_moe")
     small.edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.7.down_proj.weight_scale"))
-    with pytest.raises(CompressionError, match=r"holds 7 tensors like .*weight_scale' for 8 experts"):
+    with pytest.raises(CompressionError, match=r"experts\.7\.down_proj\.weight_packed' .*none of its scales is read"):
         load_layer(tmp_path, 1, torch.float32)
+
+
+@pytest.mark.parametrize("groups", [{}, None], ids=["empty", "absent"])
+def test_compressed_tensors_without_groups_is_plain_or_refused_and_keeps_no_counts(
+    groups: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    model = zoo.save("qwen3_moe", tmp_path / "in")
+    counts = {"method": "prune", "num_experts": [8] * model.config.num_hidden_layers}
+    quantization: dict[str, Any] = {"quant_method": "compressed-tensors", "moe_sparsity_config": counts}
+    quantization |= {} if groups is None else {"config_groups": groups}
+
+    def declare(config: dict[str, Any]) -> None:
+        config["quantization_config"] = quantization
+
+    small.edit_json(tmp_path / "in" / "config.json", declare)
+    for number, strategy in enumerate(("aimer", "model-centric")):
+        out = tmp_path / f"out{number}"
+        compressor.compress(str(tmp_path / "in"), out, strategy=strategy, experts=4)
+        assert "quantization_config" not in (out / "config.json").read_text()
+        assert AutoModelForCausalLM.from_pretrained(out).config.num_experts == 4
+    save(tmp_path / "packed", "packed-qwen3_moe")
+    small.edit_json(tmp_path / "packed" / "config.json", declare)
+    with pytest.raises(CompressionError, match=r"weight_packed' .*none of its scales is read; restore"):
+        load_layer(tmp_path / "packed", 1, torch.float32)
+
+
+def test_counts_of_the_base_do_not_outlive_a_drop_of_packed_experts(tmp_path: Path) -> None:
+    save(tmp_path / "in", "packed-qwen3_moe")
+    change_group(tmp_path / "in", {"moe_sparsity_config": {"method": "prune", "num_experts": [8, 8]}})
+    compressor.compress(str(tmp_path / "in"), tmp_path / "out", strategy="aimer", experts=4)
+    content = (tmp_path / "out" / "config.json").read_text()
+    assert "config_groups" in content and "moe_sparsity_config" not in content
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_an_order_of_columns_that_is_no_longer_read_is_refused(order: Any, tmp_path: Path) -> None:
+    save(tmp_path, "packed-qwen3_moe")
+    change_group(tmp_path, {}, actorder=order)
+    with pytest.raises(CompressionError, match=r"compressed-tensors checkpoint can't be read: .*actorder"):
+        load_layer(tmp_path, 1, torch.float32)
+
+
+@pytest.mark.parametrize("targets", [["re:.*self_attn.*"], [f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1)
+                                                            for p in "qkvo"]])  # fmt: skip
+def test_parameters_are_counted_by_each_tensors_own_group(targets: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    save(folder, "packed-qwen3_moe")
+    wanted = sum(parameter.numel() for parameter in plain_model(folder).parameters())
+    assert compressor.inspect(str(folder)).parameters == wanted
+
+    def widen(content: dict[str, Any]) -> None:
+        groups = content["quantization_config"]["config_groups"]
+        wide = groups["group_0"] | {"targets": targets, "weights": groups["group_0"]["weights"] | {"num_bits": 8}}
+        groups["group_1"] = wide
+
+    def twice_as_wide(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "self_attn" in name and name.endswith("_packed")]:
+            tensors[name] = tensors[name].repeat(1, 2)
+
+    small.edit_json(folder / "config.json", widen)
+    small.edit_tensors(folder, twice_as_wide)
+    report = compressor.inspect(str(folder))
+    assert report.parameters == wanted
+    halved = compressor.compress(str(folder), tmp_path / "out", strategy="aimer", experts=4)
+    assert halved.before.parameters == wanted
+    assert {outcome.experts: outcome.parameters for outcome in report.outcomes}[4] == halved.after.parameters < wanted
 
 
 def change_group(folder: Path, declared: dict[str, Any], **weights: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,14 @@ def test_known_examples() -> None:
     oss = Served("gpt_oss", 28, 4, 2880, quantization="mxfp4")
     left_out = "leaves the last of 28 experts out with expert parallelism over 8 GPUs (over 2 and 4 it can)"
     assert left_out in against(oss)["vLLM"] and left_out not in against(replace(oss, quantization="")).get("vLLM", [])
+    eighths = against(replace(DEEPSEEK, width=1536))
+    cut = "cuts FP8 blocks of 128 with tensor parallelism over 8 GPUs (over 2 and 4 it can)"
+    assert cut in eighths["vLLM"] and cut in eighths["SGLang"]
+    assert against(replace(DEEPSEEK, width=192, block=32))["vLLM"] == [cut.replace("128", "32").replace(
+        "8 GPUs (over 2 and 4", "4 and 8 GPUs (over 2"
+    )]  # fmt: skip
+    assert "refuses experts of 192 neurons in FP8 blocks of 128" in against(replace(DEEPSEEK, width=192))["vLLM"]
+    assert "vLLM" not in against(replace(DEEPSEEK, width=192, block=0))  # a scale for each matrix or row
     assert against(replace(WIDE, family="olmoe", tied=True)).keys() == {"vLLM", "llama.cpp"}
     assert against(replace(WIDE, family="qwen3_moe", tied=True)) == {}
     assert against(replace(WIDE, experts=2048))["llama.cpp"][0] == "loads no more than 1,024 experts a layer"
@@ -138,3 +147,18 @@ def test_a_split_is_judged_by_its_own_numbers(run: Run, tmp_path: Path) -> None:
     done = run("split", model, "-o", tmp_path / "out", "--parts", 4)
     assert done.status == 0 and "WARNING" not in done.err
     assert "Servers: at full speed in FlashInfer, aiter" in done.out
+
+
+@pytest.mark.usefixtures("hasty")
+def test_rows_that_the_default_does_not_take_are_named_with_what_runs(run: Run, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    zoo.build("mixtral", vocab_size=small.VOCABULARY, intermediate_size=56).to(torch.bfloat16).save_pretrained(model)
+    small.tokenizer().save_pretrained(model)
+    refused = run("split", model, "-o", tmp_path / "out", "--parts", 3)
+    assert refused.status == 2 and refused.err.rstrip().endswith("equal parts; give one of 7")
+    text = small.text_file(tmp_path)
+    done = run("compress", model, "-o", tmp_path / "out", "--split", 2, "--ratio", 0.25, "--calibration", text)
+    assert done.status == 0 and 'experts_implementation="eager"' in " ".join(done.out.split()), done
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert record["experts_implementation"] == "eager"
+    assert record["config_fields"] == {"num_local_experts": 12, "intermediate_size": 28, "num_experts_per_tok": 4}

@@ -122,6 +122,21 @@ def test_a_prompt_is_encoded_as_transformers_does_it() -> None:
     assert has_chat_template(small.tokenizer(CHATML)) and not has_chat_template(small.tokenizer())
 
 
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_a_template_of_the_processor_is_the_tokenizers_and_travels(name: str, tmp_path: Path) -> None:
+    folder, out = small.save(tmp_path / "model"), tmp_path / "out"
+    assert not has_chat_template(load_tokenizer(folder))
+    (folder / name).write_text(json.dumps({"chat_template": CHATML}), encoding="utf-8")
+    compressor.compress(str(folder), out, experts=4, strategy="model-centric", evaluate=False)
+    expected = tokens_of(Prompt.of("hi"), small.tokenizer(CHATML), chat=True)
+    for place in (folder, out):
+        tokenizer = load_tokenizer(place)
+        assert tokens_of(Prompt.of("hi"), tokenizer, chat=True) == expected
+        assert render_chat(tokenizer, TALK) == render_chat(small.tokenizer(CHATML), TALK)
+    (folder / "chat_template.jinja").write_text(small.CHAT, encoding="utf-8")
+    assert load_tokenizer(folder).chat_template == small.CHAT
+
+
 def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = write(tmp_path, '\n{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl")
     message = r"line 2: the chat template cannot take its messages \(Roles must alternate: assistant\)"

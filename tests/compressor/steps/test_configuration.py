@@ -1,6 +1,8 @@
 """The output's config.json: every name of the count, nested and listed counts, extra heads, quantisation tables."""
 
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +10,14 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import compressor
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, Role
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.steps.configuration import output_config
+from tests.support import small, zoo
 
 BLOCK = "model.layers.{}.mlp"
 KEPT = (0, 2, 5, 7)
@@ -134,7 +138,7 @@ def test_a_field_that_the_stock_model_is_built_by_stays(monkeypatch: pytest.Monk
 
 
 def quantized(entries: Any, plan: ExpertPlan | None = None, key: str = "ignore") -> Any:
-    raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "compressed-tensors", key: entries}}
+    raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "fp8", key: entries}}
     before = repr(raw)
     changed = rewrite(raw, plan, stored=layout(quantized=True))["quantization_config"][key]
     assert repr(raw) == before, "the base's config was changed"
@@ -191,3 +195,49 @@ def test_patterns_that_name_single_experts_are_refused_where_these_are_renumbere
     assert quantized([entry], a_plan(everyone, everyone)) == [entry]
     first = r"re:.*experts\.0\..*"
     assert quantized([first], a_plan((0, 1, 2, 3), (0, 1, 2, 3))) == [first]
+
+
+SECOND = {  # another name of the count beside the family's own, at the top or with the text's fields
+    "qwen3_moe": ("n_routed_experts", ""), "deepseek_v3": ("num_experts", ""), "mixtral": ("moe_num_experts", ""),
+    "glm4_moe": ("num_local_experts", ""), "ernie4_5_vl_moe": ("num_experts", "text_config"),
+    "qwen3_vl_moe": ("n_routed_experts", ""), "qwen3_omni_moe": ("num_local_experts", "text_config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", zoo.sweep(SECOND))
+def test_every_field_that_counts_experts_is_set_and_recorded(name: str, tmp_path: Path) -> None:
+    other, inside = SECOND[name]
+    stock = zoo.save(name, tmp_path / "model")
+
+    def second(config: dict[str, Any]) -> None:
+        (config[inside] if inside else config).update({other: 8, "num_experts_per_tok_of_another": 8})
+
+    small.edit_json(tmp_path / "model" / "config.json", second)
+    asked: dict[str, Any] = {"strategy": "model-centric", "experts": 4, "correct": "none", "evaluate": False}
+    compressor.compress(str(tmp_path / "model"), tmp_path / "out", **asked)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    node = config[inside] if inside else config
+    assert (node[other], node["num_experts_per_tok_of_another"]) == (4, 8)
+    field = zoo.family(name).count_field
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())["config_fields"]
+    assert record[f"{inside}.{other}".removeprefix(".")] == 4 and record.keys() <= {
+        f"{inside}.{other}".removeprefix("."), field
+    }  # fmt: skip
+    smaller = zoo.reload(name, tmp_path / "out")
+    assert {int(experts.num_experts) for experts in zoo.experts(smaller).values()} == {4}  # type: ignore[arg-type]
+    assert zoo.logits(smaller, zoo.tokens(stock)).isfinite().all()
+
+
+@pytest.mark.parametrize("stale", [
+    ("mixtral", {"0": {"num_local_experts": 8}, "1": {"num_local_experts": 8}}), ("mixtral", {"0": {"num_experts": 8}}),
+    ("deepseek_v3", {"1": {"n_routed_experts": 8}}), ("qwen3_moe", {}),
+])  # fmt: skip
+def test_counts_of_single_layers_that_are_out_of_date_stay_behind(stale: tuple[str, Any], tmp_path: Path) -> None:
+    name, layers = stale
+    stock = zoo.save(name, tmp_path / "model")
+    small.edit_json(tmp_path / "model" / "config.json", lambda config: config.update(per_layer_config=layers))
+    zoo.reload(name, tmp_path / "model")
+    asked: dict[str, Any] = {"strategy": "model-centric", "experts": 4, "correct": "none", "evaluate": False}
+    compressor.compress(str(tmp_path / "model"), tmp_path / "out", **asked)
+    assert "per_layer_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert zoo.logits(zoo.reload(name, tmp_path / "out"), zoo.tokens(stock)).isfinite().all()

@@ -57,7 +57,17 @@ def test_a_file_that_cannot_be_read_does_not_count(tmp_path: Path) -> None:
     assert files.plan(layer) == plans[layer.name] and torch.equal(files.tensors(layer)["a"], torch.zeros(3))
 
 
-TRAVEL = ("generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "spiece.model", "vocab.txt")
+TRAVEL = (
+    "generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "spiece.model", "vocab.txt",
+    "chat_template.json", "video_preprocessor_config.json", "processor_config.json", "tekken.json", "tokenizer.fr.json",
+    "tokenizer.model.v3", "hf_quant_config.json", "added_tokens.json", "NOTICE.txt", "LICENSE-MODEL", "qwen.tiktoken",
+)  # fmt: skip
+TRAINERS = (
+    "trainer_state.json", "all_results.json", "train_results.json", "latest", "training_args.bin", "ds_config.json",
+    "events.out.tfevents.17.host", "__0_0.distcp", ".metadata", "trainer_config.yaml", "zero_to_fp32.txt",
+    "rng_state.json", "training_log.jsonl", "mergekit_config.yml", "params.json", "samples.csv", "loss.png",
+    "tokenizer_training.log",
+)  # fmt: skip
 STAY = (
     "config.json", "compression.json", "gate.json", "onnx_export.json", "README.md", "modeling_own.py",
     ".gitattributes", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.onnx",
@@ -67,7 +77,7 @@ STAY = (
 def test_what_a_loader_needs_travels_and_what_speaks_of_the_source_stays(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "onnx").mkdir()
-    for name in (*TRAVEL, *STAY, "additional_chat_templates/rag.jinja", "onnx/model.onnx"):
+    for name in (*TRAVEL, *STAY, *TRAINERS, "additional_chat_templates/rag.jinja", "onnx/model.onnx"):
         (tmp_path / name).write_text(name)
     found = carried_files(tmp_path)
     assert set(found) == {*TRAVEL, "additional_chat_templates/rag.jinja"}

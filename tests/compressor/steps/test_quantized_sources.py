@@ -17,13 +17,23 @@ from compressor.steps.quantize.options import Quantize
 from tests.support import surgery_reference, zoo
 from tests.support.per_expert_checkpoints import FUSED, save_packed
 from tests.support.plans import Decided, by_hand, disposition
-from tests.support.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
+from tests.support.quantized import (
+    MODELOPT,
+    plain_model,
+    save_autofp8,
+    save_compressed_tensors,
+    save_fp8,
+    save_modelopt,
+    save_mxfp4,
+)
 
 KEPT = (1, 2, 5, 7)
 CASES: dict[str, Callable[[Path], None]] = {
     "fp8-qwen3_moe": save_fp8,
     "fp8-deepseek_v3": lambda folder: save_fp8(folder, "deepseek_v3"),
     "fp8-minimax_m2": lambda folder: save_fp8(folder, "minimax_m2"),
+    "autofp8-matrix": save_autofp8,
+    "autofp8-row": lambda folder: save_autofp8(folder, "mixtral", "row"),
     "mxfp4-gpt_oss": save_mxfp4,
     "packed-qwen3_moe": save_compressed_tensors,
     "packed-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral"),

@@ -19,6 +19,7 @@ from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.step import logits_with, read_constants
 from tests.support import quantized, small, zoo
 from tests.support.command_line import Run, refused
+from tests.support.model_server import serving
 from tests.support.plans import Decided, plan_of
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -228,3 +229,27 @@ def test_uneven_layers_are_refused_where_no_format_holds_them(run: Run, tmp_path
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model: {source}\nsteps:\n- prune: {{ratio: 0.25, budget: uneven}}\n")
     refused(run("compress", recipe, "-o", tmp_path / "out"), message)
+
+
+@pytest.mark.parametrize("name", ["mixtral", zoo.full("deepseek_v3")])
+def test_check_tells_servers_that_know_constants_from_others(name: str, run: Run, tmp_path: Path) -> None:
+    source, out = small.save(tmp_path / "source", name), tmp_path / "out"
+    text = ("--calibration", small.text_file(tmp_path), "--samples", 16, "--sequence-length", 32)
+    made = run("compress", source, "-o", out, "--format", "mone", "--experts", 5, *text)
+    for said in (made.out, card_text(out, "org/smaller").text):
+        assert "served by vLLM from 0.33 on" in " ".join(said.split())
+    assert run("check", out).status == 0
+    with serving(out, plain_model(out, source, tmp_path / "plain")) as served:
+        result = run("check", out, "--server", served.address, "--json")
+        assert (result.status, json.loads(result.out)["verdict"]) == (0, "same")
+    # of vLLM before 0.33, which has nothing in place of the experts
+    tensors = load_file(out / "model.safetensors")
+    for key in [key for key in tensors if key.endswith(SUFFIX)]:
+        tensors[key].zero_()
+    older = tmp_path / "older"
+    older.mkdir()
+    (older / "config.json").write_bytes((out / "config.json").read_bytes())
+    save_file(tensors, older / "model.safetensors", {"format": "pt"})
+    with serving(out, plain_model(older, source, tmp_path / "ignoring")) as served:
+        result = run("check", out, "--server", served.address)
+    assert result.status == 1 and "vLLM before 0.33" in result.out

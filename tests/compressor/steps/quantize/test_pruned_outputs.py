@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from compressor import Outcome, Quantize, compress
 from compressor.checkpoint.reader import Checkpoint, Size
 from compressor.document.blocks import Text, plain_words
+from compressor.formatting import human_bytes
 from compressor.hub.card import card_text
+from compressor.pipeline.outcome import read_outcome
 from compressor.report.terminal import outcome_blocks
 from tests.support import quantized, small
 
@@ -60,11 +62,25 @@ def test_experts_are_dropped_as_they_are_stored(scheme: str, tmp_path: Path) -> 
             assert torch.equal(value.view(torch.uint8), before[".".join(parts)].view(torch.uint8))
     assert outcome.after.parameters == parameters(tmp_path / "none") < outcome.before.parameters
     assert outcome.before.parameters == parameters(tmp_path / "model")
+    assert outcome.before.bytes == sum(value.nbytes for value in before.values())  # of what was read, not of its base
     assert outcome.quantized is not None and {"compressed-tensors", scheme} <= tags(tmp_path / "none")
 
 
-def test_what_is_refitted_is_not_called_quantised(tmp_path: Path) -> None:
-    outcome = pruned(quantised(tmp_path, "int4"), "ridge")
+def test_sizes_before_are_those_of_the_folder_that_was_read(tmp_path: Path) -> None:
+    source = quantised(tmp_path, "int4")
+    pruned(source, "none")
+    again = compress(str(tmp_path / "none"), tmp_path / "again", experts=2, strategy="aimer")
+    read = load_file(tmp_path / "none" / "model.safetensors")
+    for outcome in (again, read_outcome(tmp_path / "again")):
+        assert (outcome.experts_before, outcome.experts_after) == (KEPT, 2)
+        assert outcome.before == Size(parameters(tmp_path / "none"), sum(value.nbytes for value in read.values()))
+
+
+def test_what_is_refitted_is_not_called_quantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = quantised(tmp_path, "int4")
+    outcome = pruned(source, "ridge")
+    sizes = [human_bytes(size.bytes) for size in (outcome.after, outcome.before)]
+    assert f"all weights are written in bfloat16: {sizes[0]}, the source has {sizes[1]}" in caplog.text
     told = " ".join(plain_words(block.words) for block in outcome_blocks(outcome) if isinstance(block, Text))
     assert outcome.quantized is None and "Quantised" not in told
     assert "compressed-tensors" not in tags(tmp_path / "ridge")
