@@ -7,6 +7,7 @@ A new reader is a function in `READERS` that returns the arguments of a command 
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -18,11 +19,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from compressor.checkpoint.digests import HEADING
+from compressor.checkpoint.digests import HEADING, write_digests
+from compressor.errors import CompressionError
 from compressor.files import file_digest
 from compressor.golden.answers import BANDS, FORMAT
+from compressor.pipeline.verify import verify_digests
+from compressor.plain_yaml import read_yaml, yaml_text
 from compressor.recipe.plan import LayerPlan, Source
+from compressor.records import number
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.support import small
 from tests.support.audit import paths_of
@@ -516,3 +523,43 @@ def test_malformed_files_are_refused_in_one_sentence(
     assert len(last) < 1_500, len(last)
     assert sorted(folder.rglob("*")) == before
     assert not opened and not (outside / "imported").exists()
+
+
+@pytest.mark.parametrize("name", [b"a\xff.jinja", b"a\nb.jinja", "a\u2028b.jinja".encode()])
+def test_odd_names_of_a_base_are_refused_at_the_start(name: bytes, run: Run, tmp_path: Path) -> None:
+    folder = small.save(tmp_path / "model", "qwen3_moe")
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (Path(os.fsdecode(os.fsencode(templates) + b"/" + name))).write_text("{{ messages }}")
+    asked = ("--experts", 4, "--strategy", "aimer", "--correct", "none", "--no-evaluate")
+    result = run("compress", folder, "-o", tmp_path / "out", *asked)
+    assert result.status == 2 and "line break or is no UTF-8; rename" in result.err, result
+    assert not (tmp_path / "out").exists()
+
+
+def test_yaml_says_numbers_as_people_write_them_and_text_comes_back(tmp_path: Path) -> None:
+    content = {"a": "5e-2", "b": 5e-2, "c": "12e45", "d": "2026-01-01", "e": [1e-30, "1_000", "yes", None]}
+    (tmp_path / "a.yaml").write_text(yaml_text(content))
+    assert read_yaml(tmp_path / "a.yaml", "a.yaml") == content
+    (tmp_path / "b.yaml").write_bytes(b"\xef\xbb\xbfa: 5e-2\nb: 1.5E3\nc: -2e+1\n")
+    assert read_yaml(tmp_path / "b.yaml", "b.yaml") == {"a": 0.05, "b": 1500.0, "c": -20.0}
+
+
+@given(st.floats(), st.floats(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text()))
+def test_a_number_is_finite_and_within_its_bounds(least: float, most: float, value: Any) -> None:
+    is_number = type(value) in (int, float) and math.isfinite(value if abs(value) < 10**300 else math.inf)
+    if is_number and least <= value <= most:
+        assert number(value, "a", least, most) == value
+    else:
+        with pytest.raises(CompressionError, match="^a should be a number"):
+            number(value, "a", least, most)
+
+
+def test_files_without_a_digest_are_named_and_those_that_loaders_read_are_faults(tmp_path: Path) -> None:
+    folder = small.save(tmp_path / "model", "qwen3_moe")
+    write_digests(folder)
+    (folder / "notes.txt").write_text("seen")
+    result = verify_digests(folder)
+    assert result.passed and result.unlisted == ("notes.txt",)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert verify_digests(folder).faults == ("chat_template.jinja is not listed in SHA256SUMS",)
