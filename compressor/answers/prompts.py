@@ -111,7 +111,7 @@ def _lines(rows: Iterable[Row]) -> Iterator[Row]:
     documents = list(rows)
     if len(documents) == 1 and isinstance(documents[0][1], str):
         where, text = documents[0]
-        return ((f"{where}, line {number}", line) for number, line in enumerate(text.splitlines(), 1))
+        return ((f"{where}, line {number}", line) for number, line in enumerate(text.removesuffix("\n").split("\n"), 1))
     return iter(documents)
 
 

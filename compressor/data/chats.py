@@ -74,8 +74,8 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
     try:
         conversation = _conversation(row, column, where, choices)
         check_chat(conversation.messages, conversation.tools)
-    except (TypeError, ValueError) as error:
-        raise ItemError(f"{where}: {error}; mend or remove it") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ItemError(f"{where}: {reason_of(error)}; mend or remove it") from error
     return conversation
 
 

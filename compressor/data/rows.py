@@ -33,6 +33,7 @@ Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items
 Row = tuple[str, Any]  # the place of a row, for error messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by their first bytes
+MOST_UNPACKED = 2**30  # bytes
 PARQUET = b"PAR1"  # the first bytes of such a file
 C4 = "allenai/c4"  # without a config of that name, "en" is read
 WINDOW = 10_000  # rows of a streamed data set that are shuffled together
@@ -127,7 +128,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     import pyarrow
 
     with pyarrow.input_stream(str(path), compression=compressions[0]) as stream:
-        content = stream.read()
+        content = stream.read(MOST_UNPACKED + 1)
+    if len(content) > MOST_UNPACKED:
+        raise CompressionError(f"{path} unpacks to more than {MOST_UNPACKED:,} bytes; split it up")
     yield BytesIO(content)
 
 
@@ -152,7 +155,7 @@ def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = ItemError(f"{where} is not valid JSON ({error}); mend or remove it")
+                row = ItemError(f"{where} is not valid JSON ({reason_of(error)}); mend or remove it")
             yield where, row
 
 

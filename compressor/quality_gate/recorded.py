@@ -225,6 +225,8 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
     names = [part or UNNAMED]
     while names[-1] in parents:
         names.append(parents[names[-1]])
+        if names[-1] in names[:-1]:
+            raise CompressionError(f"{file}: the group {names[-1]} is a part of itself in group_subtasks; mend that")
     task = next((name for name in names if name in wanted), names[-1])
 
     def of_part(section: str, default: Any = None) -> Any:

@@ -93,7 +93,7 @@ def test_of_too_few_sequences_the_heaviest_sources_have_all(
     [
         ("", "is no list of sources; give it a list of sources with weights, as in .*blend.yaml"),
         ("[a.txt]", "is no list of sources"),
-        ("[{source: a.txt, weight: 1", "cannot be read .*; give it a list"),
+        ("[{source: a.txt, weight: 1", "is not valid YAML .*line 1.*; give it a list"),
         ("[{source: a.txt}]", "weight"),
         ("[{source: a.txt, weight: 0}]", "'a.txt' has weight 0.0; give a positive number"),
         ("[{source: a.txt, wait: 1}]", "'wait'.*weight"),
