@@ -42,6 +42,7 @@ from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
 from compressor.model.tokenizer import has_chat_template, load_tokenizer, templates_of
 from compressor.progress import Progress, Silent
+from compressor.prompt_date import dated_template
 from compressor.run_record import request_key
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
@@ -175,6 +176,7 @@ def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, 
     name = options.apply_chat_template
     # lm-eval itself takes a template's name and renders the default one
     chosen = {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
+    chosen |= dated_template(templates, str(name) if chosen else "default")
     return {
         "enable_thinking": options.enable_thinking,
         "think_end_token": options.think_end_token,

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
+
+from compressor.records import LARGEST, Finite, Share
 
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
 HASH_DIGITS = 8  # of an item's hashes, which are compared but never searched for
@@ -15,11 +17,11 @@ class AnsweredItem:
     """An item of a task as one model has answered it."""
 
     id: str  # unique in its task
-    score: float  # greater is better; of a likelihood task the log-likelihood in nats
-    weight: float = 1.0  # words or bytes of an item of a likelihood task
+    score: Finite  # greater is better; of a likelihood task the log-likelihood in nats
+    weight: Annotated[float, (1e-9, LARGEST)] = 1.0  # words or bytes of an item of a likelihood task
     content: str = ""  # first digits of a hash of the item, and of the prompt made of it; empty where unknown
     prompt: str = ""
-    cut: float | None = None  # share of its answers that reached the token limit; None where unknown
+    cut: Share | None = None  # share of its answers that reached the token limit; None where unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class ItemScores:
     kind: Kind
     items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
-    chance: float | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
+    chance: Share | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
     seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
 
     @property

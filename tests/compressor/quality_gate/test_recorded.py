@@ -4,6 +4,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from scipy.stats import beta, binom
 
+from compressor.answers.forms import TaskForm
 from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.answers.tasks import quiet_lm_eval
+from compressor.errors import CompressionError
 from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.recorded import gate_results
@@ -172,13 +175,17 @@ def test_a_baseline_of_ten_thousand_items_is_small(tmp_path: Path) -> None:
     bytes_of = np.random.default_rng(3).bytes
     names = [f"mmlu_high_school_european_history/{number}" for number in range(10_000)]
     items = [AnsweredItem(name, float(bytes_of(1)[0] % 2), 1.0, bytes_of(4).hex(), bytes_of(4).hex()) for name in names]
-    baseline = Baseline(
-        "org/model", {"commit": "c"}, {}, {}, {}, (ItemScores("mmlu", "acc", "1", "score", tuple(items)),), {}
-    )
+    form = TaskForm(None, None, (0,), False, None, None, None, None, None, 1)
+    scores = ItemScores("mmlu", "acc", "1", "score", tuple(items))
+    baseline = Baseline("org/model", {"commit": "c"}, {}, {}, {}, (scores,), {"mmlu": form})
     for file in (tmp_path / "base.json", tmp_path / "base.json.gz"):
         baseline.write(file)
         assert Baseline.read(file) == baseline
     assert file.stat().st_size < 300_000
+    broken = replace(scores, items=(replace(items[0], score=float("nan")), *items[1:]))
+    with pytest.raises(CompressionError, match=r"score on mmlu, item .*/0, should be a number, it is nan"):
+        replace(baseline, tasks=(broken,)).write(tmp_path / "broken.json")
+    assert not (tmp_path / "broken.json").exists()
 
 
 Cells = dict[str, float | None]  # scores of items; None for an item without an answer
