@@ -68,7 +68,9 @@ class LeftOut:
             logger.warning("%d of %d %s are left out: %s%s", self.faults, total, self.what, named, more)
         if self.unread:
             names = ", ".join(sorted(self.unread))
-            logger.warning("%s have columns of text that are not read: %s (SOURCE#column reads one)", self.what, names)
+            why = "a chat goes first where the model has a template; " if "text" in self.unread else ""
+            message = "%s have columns of text that are not read: %s (%sSOURCE#column reads one)"
+            logger.warning(message, self.what, names, why)
 
 
 def plain(text: str) -> str:
@@ -87,6 +89,11 @@ def is_panic(error: BaseException) -> bool:
 def reason_of(error: BaseException, most: int = 300) -> str:
     """Return the message of another library's exception, on one line and not too long."""
     text = " ".join(without_tokens(str(error)).split()) or type(error).__name__
+    if isinstance(error, RecursionError):
+        text = "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        text = f"byte {error.start:,} is no UTF-8"
+    text = text.partition(" for integer string conversion")[0]  # before Python's advice to programmers
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
@@ -106,7 +113,17 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY):
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
         hint = "check its files" if isinstance(error, OSError) else otherwise
-        raise CompressionError(f"{what}: {reason_of(error)}; {hint}") from error
+        reason = "it is not built as expected" if _is_of_content(error) else reason_of(error)
+        raise CompressionError(f"{what}: {reason}; {hint}") from error
+
+
+def _is_of_content(error: BaseException) -> bool:
+    """Return True if this package's own code met a value of another kind than it reads, as Python words it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    is_ours = frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
+    return is_ours and isinstance(error, AttributeError | TypeError | LookupError)
 
 
 def without_tokens(text: str) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
+from compressor.records import WHOLE
 
 Model = TypeVar("Model", bound=BaseModel)
 OPTIONS = "Options:"
@@ -20,10 +21,14 @@ def _without_options(schema: dict[str, Any]) -> None:
 
 
 class Options(BaseModel):
-    """Frozen options, unknown ones refused; a switch is no number. The text below a field is its help."""
+    """Frozen options, unknown ones refused; a switch is no number, nor is infinity. The text below one is its help."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_without_options
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        json_schema_extra=_without_options,
     )
 
     @classmethod
@@ -43,6 +48,8 @@ class Options(BaseModel):
         kinds = {*(get_args(annotation) or (annotation,))}
         if isinstance(value, bool) and {int, float} & kinds and bool not in kinds:
             raise ValueError(f"{info.field_name} is {value}, it should be a number")
+        if isinstance(value, int) and abs(value) > WHOLE:
+            raise ValueError(f"{info.field_name} has too many digits")
         return value
 
 

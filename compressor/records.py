@@ -1,36 +1,57 @@
 """JSON files, and dataclasses as JSON there and back: an error names the field that does not fit."""
 
+import gzip
 import json
 import math
+import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 RESTORE = "restore the file from its source"
+LARGEST = sys.float_info.max
+WHOLE = 2**63 - 1  # the largest whole number that 64 bits hold
+MOST_BYTES = 2**27  # of a file that is read as a whole, unpacked
 
 Record = TypeVar("Record")
-_hints = lru_cache(get_type_hints)
+Finite = Annotated[float, (-LARGEST, LARGEST)]  # a field of a record, with its bounds
+Share = Annotated[float, (0, 1)]
+Count = Annotated[int, (0, WHOLE)]
+_hints = lru_cache(partial(get_type_hints, include_extras=True))
 
 
-def read_json(path: Path, hint: str, unreadable: str | None = None) -> Any:
+def read_data(path: Path | Traversable, most: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a file, unpacked if it is named .gz; raises `CompressionError` for more than `most`."""
+    is_packed = path.name.endswith(".gz")
+    with path.open("rb") as raw:
+        stream = gzip.GzipFile(fileobj=raw) if is_packed else raw
+        data: bytes = stream.read(most + 1)
+    if len(data) > most:
+        raise CompressionError(f"{path} holds more than {most:,} bytes, too many for what it should be; name another")
+    return data
+
+
+def read_json(path: Path, hint: str, unreadable: str | None = None, most: int = MOST_BYTES) -> Any:
     """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a remedy is given."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_data(path, most).decode("utf-8-sig"))
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CompressionError(f"{path} is not valid JSON ({reason_of(error)}); {hint}") from error
     except OSError as error:
         if unreadable is None:
             raise
         raise CompressionError(f"{path} cannot be read ({error.strerror}); {unreadable}") from error
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid JSON ({error}); {hint}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -68,10 +89,25 @@ def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
+def number(value: Any, where: str, least: float = -LARGEST, most: float = LARGEST, whole: bool = False) -> Any:
+    """Return a finite number from `least` to `most`, or a whole one; raises `CompressionError` for anything else.
+
+    Text is no number, nor is true; `where` names the value.
+    """
+    kind = int if whole else float
+    if type(value) not in (int, kind) or not least <= value <= most:
+        bounds = ""
+        if type(value) in (int, kind) and least > -WHOLE:
+            bounds = f" from {least:g} to {most:g}" if most < WHOLE else f" of at least {least:g}"
+        raise _misfit(value, NAMES[kind] + bounds, where)
+    return value
+
+
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
     """Return a dataclass from a JSON object with its fields; those with a default may be missing.
 
-    Further fields are left aside, or refused where the object is `closed`. Raises `CompressionError` naming the first
+    Further fields are left aside, or refused where the object is `closed`; `where` is the object's name, or a file's
+    with ": ". Raises `CompressionError` naming the first
     field that is missing, unknown or of another type; true is no whole number.
     """
     hints = _hints(kind)  # type: ignore[arg-type]
@@ -80,11 +116,12 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
         raise _misfit(content, f"an object with {known}" if closed else "an object", where)
     unknown = sorted(set(content) - set(hints))
     if closed and unknown:
-        subject = f"{where} has an " if where else ""
+        subject = f"{where.removesuffix(': ')} has an " if where else ""
         raise CompressionError(f"{subject}unknown field {unknown[0]!r}; known are {known}")
     values = {}
+    prefix = where if not where or where.endswith(" ") else f"{where}."
     for entry in fields(kind):  # type: ignore[arg-type]
-        name = f"{where}.{entry.name}" if where else entry.name
+        name = prefix + entry.name
         if entry.name in content:
             values[entry.name] = value_as(content[entry.name], hints[entry.name], name, closed)
         elif entry.default is MISSING and entry.default_factory is MISSING:
@@ -131,15 +168,22 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
         if not isinstance(value, dict):
             raise _misfit(value, "an object", where)
         return {name: value_as(entry, inner[1], f"{where}.{name}", closed) for name, entry in value.items()}
-    if hint is float and (type(value) is int or value in NOT_FINITE):
-        return float(value)
+    if origin is Annotated:
+        if not isinstance(inner[1], tuple):
+            return value_as(value, inner[0], where, closed)
+        least, most = inner[1]
+        return inner[0](number(value, where, least, most, whole=inner[0] is int))
+    if hint is float:
+        return float(value if value in NOT_FINITE else number(value, where))
+    if hint is int:
+        return number(value, where, -WHOLE, WHOLE, whole=True)
     if type(value) is not hint:
         raise _misfit(value, NAMES[hint], where)
     return value
 
 
 def _misfit(value: Any, wanted: str, where: str) -> CompressionError:
-    shown = repr(value)
+    shown = "null" if value is None else repr(value)
     if len(shown) >= 80:
         shown = f"{shown[:80]} ..."
     return CompressionError(f"{where} should be {wanted}, it is {shown}")

@@ -4,7 +4,7 @@ g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens 
 expert, and an expert that no token reached counts 0. Scores are [E] in float64.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -312,6 +312,14 @@ class Listed:
         order: Mapping[str, str] = field(
             default_factory=dict, metadata={"help": "experts of each decoder layer by its number, the best first"}
         )
+
+    @staticmethod
+    def check(layers: Sequence[int], options: Options) -> None:
+        """Refuse a list for a decoder layer that has no experts."""
+        unknown = [layer for layer in options.order if layer not in map(str, layers)]
+        if unknown:
+            known = f"layers {min(layers)} to {max(layers)}"
+            raise CompressionError(f"the list has decoder layer {unknown[0]}, but experts are in {known}; take it out")
 
     @staticmethod
     def plan(

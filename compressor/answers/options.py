@@ -11,7 +11,7 @@ from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import TASKS, require
 from compressor.options import Options, one_or_several, separated
-from compressor.records import check_fields
+from compressor.records import check_fields, number
 
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as lm-eval reads them
@@ -76,27 +76,14 @@ class AnswerOptions(Options):
         return GenerationOptions(limit, self.temperature, self.top_p, chat=self.chat)
 
 
-class TaskOptions(Options):
-    """Tasks of lm-eval, and how models answer them."""
+class AskedOptions(Options):
+    """How tasks are asked: all that files of others, suites and baselines, may set. None trusts a file, none judges."""
 
     tasks: tuple[str, ...] = ()
     """lm-eval tasks to pass, comma-separated."""
-    suite: str | None = Field(None, exclude=True)  # whose options stand in its place once it is read
-    """Tasks with their settings: base, chat, code, math, or a YAML file, also of vLLM's form. Other options override
-    it."""
     settings: dict[str, TaskSettings] = Field(default_factory=dict)  # of tasks by name, from a suite
     limit: int | None = Field(None, ge=1)
     """Items of each task, the first ones (default: all)."""
-    include_path: Path | None = None
-    """A folder with lm-eval task files of your own."""
-    batch_size: int | Literal["auto"] = "auto"
-    """Batch size of the evaluation: auto or a number."""
-    stream: bool | None = None
-    """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
-    fit into memory)."""
-    confirm_run_unsafe_code: bool = False
-    """Run tasks that execute the code which a model writes."""
-
     apply_chat_template: bool | str | None = None
     """Ask in the tokenizer's chat template, or in its template of this name. --no-apply-chat-template asks plainly.
     Tasks that are generated use the template by default, where there is one."""
@@ -114,19 +101,14 @@ class TaskOptions(Options):
     """How answers are generated, over what a task says: temperature=0.6,top_p=0.95 or JSON."""
     max_gen_toks: int | None = Field(None, ge=1)
     """Tokens of a generated answer, at most (default: as each task says, or 256)."""
+    cut_counts_as_wrong: bool = False
+    """Count a generated answer that reaches the token limit as wrong, whatever it says."""
     seed: int | None = Field(None, ge=0, lt=2**32)
     """Seed of examples, shuffles and sampling (default: lm-eval's own, 0,1234,1234,1234)."""
     repeats: int = Field(1, ge=1)
     """Samples of each generated answer, with seeds that follow each other. An item's score is their mean."""
 
     _split_tasks = field_validator("tasks", mode="before")(separated)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_suite(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("suite") is None:
-            return values
-        return with_suite(values, cls, TaskOptions.model_fields)
 
     @field_validator("apply_chat_template", mode="before")
     @classmethod
@@ -151,8 +133,7 @@ class TaskOptions(Options):
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
-        if not isinstance(self.generation_settings.get("temperature", 0.0), int | float):
-            raise CompressionError("the temperature of --gen-kwargs should be a number, such as temperature=0.6")
+        number(self.generation_settings.get("temperature", 0.0), "the temperature of --gen-kwargs", 0)
         limits = [name for name in self.gen_kwargs or () if name in TOKEN_LIMITS]
         if self.max_gen_toks is not None and limits:
             raise CompressionError(f"--max-gen-toks and --gen-kwargs {limits[0]} say the same; give one of the two")
@@ -168,6 +149,30 @@ class TaskOptions(Options):
     def random_seeds(self) -> dict[str, int]:
         """Seeds of Python, NumPy, PyTorch and few-shot examples, as arguments of lm-eval."""
         return {name: usual if self.seed is None else self.seed for name, usual in SEEDS.items()}
+
+
+class TaskOptions(AskedOptions):
+    """Tasks of lm-eval, and how models answer them."""
+
+    suite: str | None = Field(None, exclude=True)  # whose options stand in its place once it is read
+    """Tasks with their settings: base, chat, code, math, or a YAML file, also of vLLM's form. Other options override
+    it."""
+    include_path: Path | None = None
+    """A folder with lm-eval task files of your own."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Batch size of the evaluation: auto or a number."""
+    stream: bool | None = None
+    """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
+    fit into memory)."""
+    confirm_run_unsafe_code: bool = False
+    """Run tasks that execute the code which a model writes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_suite(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("suite") is None:
+            return values
+        return with_suite(values, cls, AskedOptions)
 
     @field_validator("batch_size", mode="before")
     @classmethod

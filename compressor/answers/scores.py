@@ -1,8 +1,10 @@
 """One model's results on tasks, item by item, wherever they were recorded. Importing this loads no torch."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Annotated, Literal
+
+from compressor.records import LARGEST, Finite, Share
 
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
 HASH_DIGITS = 8  # of an item's hashes, which are compared but never searched for
@@ -15,10 +17,11 @@ class AnsweredItem:
     """An item of a task as one model has answered it."""
 
     id: str  # unique in its task
-    score: float  # greater is better; of a likelihood task the log-likelihood in nats
-    weight: float = 1.0  # words or bytes of an item of a likelihood task
+    score: Finite  # greater is better; of a likelihood task the log-likelihood in nats
+    weight: Annotated[float, (1e-9, LARGEST)] = 1.0  # words or bytes of an item of a likelihood task
     content: str = ""  # first digits of a hash of the item, and of the prompt made of it; empty where unknown
     prompt: str = ""
+    cut: Share | None = None  # share of its answers that reached the token limit; None where unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class ItemScores:
     kind: Kind
     items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
-    chance: float | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
+    chance: Share | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
     seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
 
     @property
@@ -39,9 +42,11 @@ class ItemScores:
         """The scores of the items."""
         return tuple(item.score for item in self.items)
 
-    def only(self, ids: Collection[str]) -> "ItemScores":
-        """Return the results on some of the items."""
-        return replace(self, items=tuple(item for item in self.items if item.id in ids))
+    @property
+    def cut(self) -> float | None:
+        """Share of the answers that reached the token limit; None where that is unknown."""
+        shares = [item.cut for item in self.items if item.cut is not None]
+        return fmean(shares) if shares else None
 
     def differing(self, other: "ItemScores", hashed: Literal["content", "prompt"]) -> int:
         """Count the items of both that are known to differ in their content or prompt."""

@@ -4,22 +4,29 @@ import logging
 from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
-from pydantic import Field, FiniteFloat
+from pydantic import Field
 
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError
 from compressor.formatting import joined, known_names
 from compressor.options import Options, separated, validated
+from compressor.plain_yaml import read_yaml
+from compressor.records import number
 
 logger = logging.getLogger(__name__)
 
-NOT_IN_SUITES = ("tasks", "suite", "settings", "include_path", "confirm_run_unsafe_code")  # options of tasks
+SAMPLING = (  # settings of a generated answer that a file may name; stock transformers has some that load code
+    *("do_sample", "early_stopping", "frequency_penalty", "length_penalty", "max_completion_tokens", "max_gen_toks"),
+    *("max_new_tokens", "max_tokens", "min_p", "no_repeat_ngram_size", "num_beams", "presence_penalty"),
+    *("repetition_penalty", "stop", "temperature", "top_k", "top_p", "typical_p", "until"),
+)
 VLLM_FIELD = "model_name"  # of vLLM's task files alone
 VLLM_FORM = {"apply_chat_template": False, "fewshot_as_multiturn": False}  # where vLLM's files name none
 RUNS_CODE = "runs code that the model writes; pass --confirm-run-unsafe-code where that is safe, as in a container"
 VLLM_TOLERANCE = 0.08  # of vLLM's own check, relative
+
+Asked = TypeVar("Asked", bound=Options)
 
 
 class TaskSettings(Options):
@@ -34,7 +41,7 @@ class SuiteMetric(Options):
     """A metric of a task, and the base's score."""
 
     name: str
-    value: FiniteFloat | None = None
+    value: float | None = None
 
 
 class SuiteTask(TaskSettings):
@@ -44,16 +51,28 @@ class SuiteTask(TaskSettings):
     metrics: tuple[SuiteMetric, ...] = ()
 
 
-def with_suite(values: Mapping[str, Any], kind: type[Options], fields: Collection[str]) -> dict[str, Any]:
-    """Return values of options with those of the suite that they name, which has `fields`; given ones override it."""
+def asked_by(kind: type[Asked], content: Mapping[str, Any], name: str) -> Asked:
+    """Return what a file of this name says of how tasks are asked; refuse anything else, also among gen_kwargs."""
+    try:
+        asked = validated(kind, content, name, f"{name} has no setting")
+    except CompressionError as error:
+        raise CompressionError(str(error) if name in str(error) else f"{name}: {error}") from error
+    for setting in getattr(asked, "gen_kwargs", None) or ():
+        if setting not in SAMPLING:
+            raise CompressionError(f"{name}: gen_kwargs has {setting!r}; {known_names(setting, SAMPLING)}")
+    return asked
+
+
+def with_suite(values: Mapping[str, Any], kind: type[Options], asked: type[Options]) -> dict[str, Any]:
+    """Return values of options with those of the suite that they name, as `asked` has them; given ones override it."""
     name = str(values["suite"])
     content = _content(name)
     if content.pop("unsafe_code", False) and not values.get("confirm_run_unsafe_code"):
         raise CompressionError(f"the suite {name} {RUNS_CODE}")
-    suite = _options(name, content, [key for key in fields if key not in NOT_IN_SUITES])
-    if "expect" not in kind.model_fields:
-        del suite["expect"]
-    validated(kind, suite, name)
+    expect, suite = _options(name, content, [key for key in asked.model_fields if key not in ("tasks", "settings")])
+    asked_by(asked, suite, name)
+    if "expect" in kind.model_fields:
+        suite["expect"] = expect
     given = {}
     if "settings" not in values:  # else all are given, by a recipe whose suite is changed
         for key, value in values.items():
@@ -77,35 +96,34 @@ def _content(name: str) -> dict[str, Any]:
     if not source.is_file():
         known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
         raise CompressionError(f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own")
-    try:
-        content = yaml.safe_load(source.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CompressionError(f"{name} is not valid YAML ({reason_of(error, 200)}); mend it") from error
+    content = read_yaml(source, name)
     tasks = content.get("tasks") if isinstance(content, dict) else None
     if not (isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)):
         raise CompressionError(f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'")
     return dict(content)
 
 
-def _options(name: str, content: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the options of a suite by name, with the settings and expectations of its tasks.
+def _options(name: str, content: dict[str, Any], known: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the expectations of a suite's tasks, and its options by name with the settings of its tasks.
 
     Unknown keys are noted in a file of vLLM's, which has some for its server, and refused in others.
     """
     is_vllm = content.pop(VLLM_FIELD, None) is not None
-    tolerance = content.pop("rtol", VLLM_TOLERANCE) if is_vllm else None
+    tolerance = number(content.pop("rtol", VLLM_TOLERANCE), f"{name}: rtol", 0, 1) if is_vllm else None
     tasks = {}
     expect = []
-    for number, entry in enumerate(content.pop("tasks")):
+    for position, entry in enumerate(content.pop("tasks")):
         row = {"name": entry} if isinstance(entry, str) else entry
-        task = validated(SuiteTask, row, f"{name}: tasks[{number}]", f"{name} has no key", f" in tasks[{number}]")
+        task = validated(SuiteTask, row, f"{name}: tasks[{position}]", f"{name} has no key", f" in tasks[{position}]")
+        if task.name in tasks:
+            raise CompressionError(f"{name} names the task {task.name} twice; name it once")
         tasks[task.name] = task.model_dump(exclude={"name", "metrics"}, exclude_none=True)
         for metric in task.metrics[:1]:
             tasks[task.name].setdefault("metric", metric.name)
             if metric.value is not None:
                 within = "" if tolerance is None else f"±{abs(tolerance * metric.value)}"
                 expect.append(f"{task.name}={metric.value}{within}")
-    options: dict[str, Any] = {"tasks": tuple(tasks), "settings": tasks, "expect": tuple(expect)}
+    options: dict[str, Any] = {"tasks": tuple(tasks), "settings": tasks}
     if is_vllm:
         options |= VLLM_FORM
     unknown = [str(key) for key in content if key not in known]
@@ -113,4 +131,4 @@ def _options(name: str, content: dict[str, Any], known: Collection[str]) -> dict
         raise CompressionError(f"{name} has no key {unknown[0]!r}; {known_names(unknown[0], ['tasks', *known])}")
     if unknown:
         logger.warning("%s: not used here: %s", name, ", ".join(unknown))
-    return options | {key: content[key] for key in known if key in content}
+    return expect, options | {key: content[key] for key in known if key in content}

@@ -5,20 +5,24 @@ Comments hold the digest of the lines themselves, and a CRC-32 of each tensor, w
 
 import hashlib
 import re
+import reprlib
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from mmap import ACCESS_READ, mmap
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from compressor.checkpoint.reader import read_header
+from compressor.checkpoint.reader import read_header, refuse_link
 from compressor.errors import CompressionError
-from compressor.files import SUMS, file_digest, wrap_full_disk
+from compressor.files import BESIDE, SUMS, TEMPLATES, WEIGHTS, file_digest, wrap_full_disk
 from compressor.formatting import counted
+from compressor.records import read_data
 
 HEADING = "# SHA-256 of the lines below: "
 OF_TENSORS = "# CRC-32 of its tensors: "
-LINES = re.compile(rf"([0-9a-f]{{64}})  (.+)\n(?:{OF_TENSORS}(.+)\n)?")
+LINES = re.compile(rf"([0-9a-f]{{64}})  ([^\n\r]+)\n(?:{OF_TENSORS}((?:[0-9a-f]{{8}})+)\n)?")
+MOST_BYTES = 2**23  # of the list
+LATER = ("readme", "gate.", "recipe.")  # files that other commands add
 
 
 def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
@@ -47,11 +51,12 @@ def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
 
 def write_digests(folder: Path) -> None:
     """Write the digests of all files in a finished folder."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    names = files_in(folder)
     lines = []
     with ThreadPoolExecutor() as pool:
-        for path, (sha256, tensors) in zip(paths, pool.map(digest_of, paths), strict=True):
-            lines.append(f"{sha256}  {path.relative_to(folder).as_posix()}\n")
+        digests = pool.map(lambda name: digest_of(folder / name), names)
+        for name, (sha256, tensors) in zip(names, digests, strict=True):
+            lines.append(f"{sha256}  {name}\n")
             if tensors:
                 lines.append(f"{OF_TENSORS}{''.join(crc for _, crc in tensors)}\n")
     body = "".join(lines)
@@ -59,26 +64,63 @@ def write_digests(folder: Path) -> None:
         (folder / SUMS).write_text(f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}", encoding="utf-8")
 
 
-def damaged_files(folder: Path) -> list[str] | None:
-    """Return a sentence for each file, or tensor, that is not what was written; None where no digests are recorded.
+def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
+    """Return a sentence for each file, or tensor, that is not what was written, and the names of files not listed.
 
-    A folder of the Hub's cache may lack files that no loader needs.
+    None where no digests are recorded. A file that loaders read has to be listed. A folder of the Hub's cache may lack
+    files that no loader needs.
     """
     if not (folder / SUMS).is_file():
         return None
-    heading, _, body = (folder / SUMS).read_bytes().partition(b"\n")
+    heading, _, body = read_data(folder / SUMS, MOST_BYTES).partition(b"\n")
     if heading != f"{HEADING}{hashlib.sha256(body).hexdigest()}".encode():
-        return [f"{SUMS} is not what was written: its first line is not the digest of the others"]
-    recorded = {name: (sha256, checksums) for sha256, name, checksums in LINES.findall(body.decode())}
+        return [f"{SUMS} is not what was written: its first line is not the digest of the others"], []
+    recorded, faults = _recorded(body.decode("utf-8", "replace"))
+    present = files_in(folder)
+    unlisted = [name for name in present if name not in recorded]
+    faults += [f"{name} is not listed in {SUMS}" for name in unlisted if _is_loaded(name)]
     if folder.parent.name == "snapshots":
-        recorded = {name: entry for name, entry in recorded.items() if (folder / name).is_file()}
+        recorded = {name: entry for name, entry in recorded.items() if name in present}
     with ThreadPoolExecutor() as pool:
-        faults = pool.map(lambda name: _fault(folder / name, name, *recorded[name]), recorded)
-        return [fault for fault in faults if fault]
+        found = pool.map(lambda name: _fault(folder, name, *recorded[name]), recorded)
+        return [*faults, *filter(None, found)], unlisted
 
 
-def _fault(path: Path, name: str, sha256: str, checksums: str) -> str:
+def files_in(folder: Path) -> list[str]:
+    """Return the relative names of a folder's files but the list's own; hidden ones are the Hub client's."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [name for name in names if name != SUMS and not name.startswith(".")]
+
+
+def _is_loaded(name: str) -> bool:
+    is_part = WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name.removeprefix(f"{TEMPLATES}/"))
+    is_inside = "/" in name and not name.startswith(f"{TEMPLATES}/")
+    return bool(is_part) and not is_inside and not name.lower().startswith(LATER) and not name.endswith(".gguf")
+
+
+def _recorded(body: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return digest and checksums by name, and a sentence for each line that lists no file of the folder, or none."""
+    recorded = dict[str, tuple[str, str]]()
+    faults = []
+    end = 0
+    for match in LINES.finditer(body):
+        sha256, name, checksums = match.groups(default="")
+        parts = PurePosixPath(name).parts
+        if match.start() != end or name in recorded or name.startswith("/") or ".." in parts:
+            shown = reprlib.repr(name)
+            faults.append(f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form")
+        else:
+            recorded[name] = sha256, checksums
+        end = match.end()
+    if end != len(body) or not recorded:
+        faults.append(f"{SUMS} should have a line for each file, and no others")
+    return recorded, faults
+
+
+def _fault(folder: Path, name: str, sha256: str, checksums: str) -> str:
     """Return a sentence on a file that is missing or not what was written; empty if it is whole."""
+    path = folder / name
+    refuse_link(path, folder)
     if not path.is_file():
         return f"{name} is missing"
     if file_digest(path) == sha256:

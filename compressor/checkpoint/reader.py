@@ -34,11 +34,14 @@ warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarnin
 def refuse_links(folder: Path) -> None:
     """Raise `CompressionError` naming the first visible file of the folder, or of its templates, that leads elsewhere.
 
-    A link to another folder is not a file of the checkpoint and is ignored.
+    A link to another folder is not a file of the checkpoint and is ignored. Names that no list of files holds are
+    refused, too.
     """
     for inner in (folder, folder / TEMPLATES):
         refuse_link(inner, folder)
         for path in sorted(inner.glob("[!.]*")):
+            if ODD.search(path.name):
+                raise CompressionError(f"the name of {path} has a line break or is no UTF-8; rename or remove the file")
             if path.is_symlink() and not os.path.isdir(path):
                 refuse_link(path, folder)
 
@@ -63,6 +66,7 @@ def refuse_link(path: Path, folder: Path) -> None:
 
 TORCH_DTYPES: dict[str, torch.dtype] = {**safetensors.torch._TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
+ODD = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # letters of names
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 PART = re.compile(r"(.+?)_(packed|blocks|scale|scale_inv|scale_2|scales|shape|zero_point|global_scale)")  # of a weight
 LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits without the sign; above it is NaN

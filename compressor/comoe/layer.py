@@ -305,7 +305,7 @@ def read_facts(folder: Path) -> AdapterFacts:
         raise CompressionError(
             f"{folder} holds no {FACTS} with {TENSORS}; name a folder that `moe-compress comoe train` has written"
         )
-    return read_as(AdapterFacts, read_json(folder / FACTS, RESTORE, RESTORE), str(folder / FACTS))
+    return read_as(AdapterFacts, read_json(folder / FACTS, RESTORE, RESTORE), f"{folder / FACTS}: ")
 
 
 def load_adapters(model: Model, folder: str | Path) -> Model:

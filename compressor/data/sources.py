@@ -11,11 +11,10 @@ from os.path import abspath, exists, isfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from compressor.errors import CompressionError, reason_of, without_tokens
+from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import distinct
 from compressor.options import Options, validated
+from compressor.plain_yaml import read_yaml
 
 DEFAULT_SOURCE = "blend"
 BLEND = Path(__file__).with_name("blend.yaml")
@@ -148,10 +147,7 @@ def read_blend(name: str = DEFAULT_SOURCE) -> list[BlendEntry]:
     """Return the sources of the default blend, or those in a YAML file like it."""
     path = BLEND if name == DEFAULT_SOURCE else Path(name)
     remedy = f"give it a list of sources with weights, as in {BLEND}"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CompressionError(f"the blend {name} cannot be read ({reason_of(error, 200)}); {remedy}") from error
+    content = read_yaml(path, f"the blend {name}", remedy)
     is_list = isinstance(content, list) and all(isinstance(entry, Mapping) for entry in content)
     if not content or not is_list:
         raise CompressionError(f"the blend {name} is no list of sources; {remedy}")

@@ -1,28 +1,34 @@
 """The file of golden answers: prompts as token ids, the most probable next tokens, and what rounding alone changes."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from compressor.errors import CompressionError
 from compressor.files import GOLDEN, SUMS, check_parent
-from compressor.records import RESTORE, plain_json, read_as, read_object, readable_json
+from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
 
 FORMAT = 3  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
 BANDS = ("bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding that are measured, the narrowest first
+MOST_BYTES = 2**24  # of a file
+MOST_TOKENS = 2**16  # of all prompts, which are asked as they stand
+TOO_PROBABLE = 0.01  # a log-probability, even of a rounded sum
 LEAST = -30.0  # below this a log-probability says nothing, and servers write anything
+
+Distance = Annotated[float, (0, 1e6)]  # in nats
 
 
 @dataclass(frozen=True, slots=True)
 class Top:
     """The most probable next tokens after a position, the most probable first."""
 
-    tokens: tuple[int, ...]
-    logs: tuple[float, ...]
+    tokens: tuple[Count, ...]
+    logs: tuple[Finite, ...]
 
     def distance(self, other: "Top") -> float:
         """Return the root of the mean square of the differences between log-probabilities, in nats.
@@ -45,14 +51,14 @@ class Top:
 class GoldenPrompt:
     """Token ids, and what comes next after some of them."""
 
-    ids: tuple[int, ...]
-    positions: tuple[int, ...]  # of the tokens after which `top` comes; the last token is the last of them
+    ids: tuple[Count, ...]
+    positions: tuple[Count, ...]  # of the tokens after which `top` comes; the last token is the last of them
     top: tuple[Top, ...]
     text: str | None = None  # that was tokenised, or a user's message; None for ids that were drawn
-    text_tokens: int = 0  # of the text alone
-    rendered_tokens: int = 0  # of the text in the chat template, where the ids may be the first of them
+    text_tokens: Count = 0  # of the text alone
+    rendered_tokens: Count = 0  # of the text in the chat template, where the ids may be the first of them
     tools: tuple[Any, ...] = ()
-    continued: int = 0  # ids at the end that the model itself chose greedily
+    continued: Count = 0  # ids at the end that the model itself chose greedily
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -65,16 +71,17 @@ class GoldenAnswers:
     """Answers of one model."""
 
     format: int
-    vocabulary: int
-    parameters: int
+    vocabulary: Annotated[int, (1, 2**31)]
+    parameters: Count
     dtype: str  # that the answers were computed in
     rounds_inputs: bool  # loaders of its number format round activations, too: that is its `fp8`
     prompts: tuple[GoldenPrompt, ...]
-    bands: Mapping[str, tuple[float, ...]]  # how far each kind of rounding moves each answer
+    bands: Mapping[str, tuple[Distance, ...]]  # how far each kind of rounding moves each answer
     texts: Mapping[str, str]  # of the tokens among the answers, by id
     is_chat: bool  # texts are messages of a user, in the chat template
     config: Mapping[str, Any]  # its numbers and switches
     fingerprints: Mapping[str, str]  # of its weights, by tensor
+    date: str | None = None  # in prompts whose template asks for it
 
     @property
     def top(self) -> tuple[Top, ...]:
@@ -109,20 +116,45 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 def read_golden(path: Path) -> GoldenAnswers:
     """Read golden answers; raises `CompressionError` for a file of another version, or that holds something else."""
-    content = read_object(path)
-    found = content.get("format")
+    content = read_json(path, RESTORE, RESTORE, MOST_BYTES)
+    found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        shown = json.dumps(found)
+        shown = reprlib.repr(found)
         raise CompressionError(
             f"{path} holds golden answers of format {shown}, and this version reads format {FORMAT}; write them anew "
             f"with `moe-compress check --write MODEL`, or use the version that wrote them"
         )
-    golden = read_as(GoldenAnswers, content, str(path))
+    golden = read_as(GoldenAnswers, content, f"{path}: ")
+    for message in _faults(golden):
+        raise CompressionError(f"{path}: {message}; {RESTORE}")
+    return golden
+
+
+def _faults(golden: GoldenAnswers) -> Iterator[str]:
     count = len(golden.places)
     sizes = {name: len(distances) for name, distances in golden.bands.items()}
     if not count or len(golden.top) != count or sizes != dict.fromkeys(BANDS, count):
-        raise CompressionError(f"{path} lacks answers to some prompts; {RESTORE}")
-    return golden
+        yield "it lacks answers to some prompts"
+    if sum(len(prompt.ids) for prompt in golden.prompts) > MOST_TOKENS:
+        yield f"its prompts have more than {MOST_TOKENS:,} tokens"
+    if not all(text.isdecimal() and len(text) < 12 for text in golden.texts):
+        yield "its texts should be named by numbers of tokens"
+    for number, prompt in enumerate(golden.prompts):
+        where = f"prompts[{number}]"
+        if len(prompt.top) != len(prompt.positions):
+            yield f"{where} lacks answers"
+        if prompt.continued >= max(len(prompt.ids), 1):
+            yield f"{where} has {len(prompt.ids)} tokens, {prompt.continued} of which are the model's own"
+        if max(prompt.positions, default=0) >= len(prompt.ids):
+            yield f"{where} has an answer after token {max(prompt.positions)} of {len(prompt.ids)}"
+        for top in prompt.top:
+            if not top.tokens or len(top.tokens) != len({*top.tokens}) or len(top.tokens) != len(top.logs):
+                yield f"{where} should have one log-probability for each of its tokens"
+            if max(top.logs, default=0) > TOO_PROBABLE:
+                yield f"{where} has the log-probability {max(top.logs)}"
+        known = max([*prompt.ids, *chain.from_iterable(top.tokens for top in prompt.top)], default=0)
+        if known >= golden.vocabulary:
+            yield f"{where} has the token {known}, but the vocabulary {golden.vocabulary}"
 
 
 def find_golden(places: Sequence[Path]) -> Path:

@@ -127,7 +127,7 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
     A file shall not choose what is downloaded, so the `embedding` is named by whoever reads it.
     """
     path = folder / NAMES[0]
-    facts = read_as(ReferenceFacts, read_json(path, REMEDY, REMEDY), str(path))
+    facts = read_as(ReferenceFacts, read_json(path, REMEDY, REMEDY), f"{path}: ")
     if facts.embedding != embedding:
         raise CompressionError(
             f"the prompts of the reference set are embedded by {facts.embedding!r}, not {embedding!r}; pass "

@@ -25,6 +25,7 @@ from compressor.model.opened import OpenModel, open_model, open_substituted
 from compressor.pipeline.outcome import read_plan
 from compressor.pipeline.run import decide
 from compressor.progress import Clock, Silent
+from compressor.recipe.document import first_of
 from compressor.recipe.plan import LAYER_FACTS, ExpertPlan, Group, LayerPlan
 from compressor.recipe.recipe import recipe_of_plan
 from compressor.recipe.step import FORMAT, ROUTERS, WEIGHTS
@@ -51,6 +52,7 @@ class OutputVerification:
     folder: str
     digests: bool  # the folder records them
     faults: tuple[str, ...]
+    unlisted: tuple[str, ...] = ()  # files of which no digest is recorded
     base: str | None = None
     same: int = 0  # tensors that hold the expected bytes
     changed: Mapping[str, float | None] = field(default_factory=dict)  # ||output - base|| / ||base|| by tensor
@@ -68,6 +70,8 @@ class OutputVerification:
         """Return faults, counts and the largest changes."""
         blocks: list[Block] = [Text(Toned(fault, "bad", "! ")) for fault in self.faults[:SHOWN]]
         facts = {"digests": "compared" if self.digests else "none are recorded", "faults": str(len(self.faults))}
+        if self.unlisted:
+            facts["files without a digest"] = first_of(self.unlisted)
         if self.base is not None:
             facts["tensors with the base's bytes"] = str(self.same)
             facts["tensors that steps changed"] = str(len(self.changed))
@@ -83,8 +87,9 @@ class OutputVerification:
 
 def verify_digests(folder: Path) -> OutputVerification:
     """Compare the files of a folder with their recorded digests."""
-    damaged = damaged_files(folder)
-    return OutputVerification(str(folder), damaged is not None, tuple(damaged or ()))
+    compared = damaged_files(folder)
+    faults, unlisted = compared or ([], [])
+    return OutputVerification(str(folder), compared is not None, tuple(faults), tuple(unlisted))
 
 
 def verify_against_base(folder: Path, base: str, digests: OutputVerification | None = None) -> OutputVerification:

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any, Self
 
 from compressor.answers.forms import TaskForm
-from compressor.answers.options import TaskOptions
+from compressor.answers.options import AskedOptions
 from compressor.answers.scores import ItemScores
+from compressor.answers.task_suites import asked_by
 from compressor.answers.tasks import EvaluationTask
-from compressor.errors import CompressionError, wrap_faults
+from compressor.errors import CompressionError
 from compressor.files import check_parent, write_whole
 from compressor.formatting import joined
 from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
-from compressor.records import plain_json, read_as
+from compressor.records import number, plain_json, read_as, read_json, value_as
 
 FORMAT = "moe-compressor-baseline/1"
 SUFFIXES = (".json", ".json.gz")
 COMPUTING = ("batch_size", "device", "dtype")  # facts in which the two models may differ
-SETTINGS = {*TaskOptions.model_fields} - {"include_path", "batch_size", "stream"}
+SETTINGS = {*AskedOptions.model_fields}
 ANEW = "or make the baseline anew with gate BASE --save-baseline"
 
 
@@ -41,19 +42,32 @@ class Baseline:
     def read(cls, path: Path) -> Self:
         """Read a baseline; raises `CompressionError` for any other file."""
         remedy = "name a file that moe-compress gate --save-baseline has written"
-        with wrap_faults(f"{path} is no baseline", remedy, remedy):
-            data = path.read_bytes()
-            content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-            if content["format"] != FORMAT:
-                raise CompressionError(f"{path} has the format {content['format']}, not {FORMAT}; {remedy}")
-            for task in content["tasks"]:
-                columns = task["items"]
-                rows = zip(*columns.values(), strict=True)
-                task["items"] = [dict(zip(columns, row, strict=True)) for row in rows]
-            return read_as(cls, content)
+        content = read_json(path, remedy, remedy)
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise CompressionError(f"{path} is no baseline in the format {FORMAT}; {remedy}")
+        where = f"{path}: tasks"
+        tasks = []
+        for task in value_as(content.get("tasks"), tuple[Mapping[str, Any], ...], where):
+            columns = value_as(task.get("items"), Mapping[str, tuple[Any, ...]], f"{where}: items")
+            if len({*map(len, columns.values())}) != 1:
+                raise CompressionError(f"{where}: the columns of items should be equally long; {remedy}")
+            rows = zip(*columns.values(), strict=True)
+            tasks.append({**task, "items": [dict(zip(columns, row, strict=True)) for row in rows]})
+        baseline = read_as(cls, {**content, "tasks": tasks}, f"{path}: ", closed=True)
+        asked_by(AskedOptions, baseline.settings, str(path))
+        names = [scores.task for scores in baseline.tasks]
+        if {*names} != baseline.asked.keys() or len(names) != len(baseline.asked):
+            raise CompressionError(f"{path} should say once how each of its tasks was asked; {remedy}")
+        for scores in baseline.tasks:
+            if len({item.id for item in scores.items}) != len(scores.items):
+                raise CompressionError(f"{path} has an item of {scores.task} twice; {remedy}")
+        return baseline
 
     def write(self, path: Path) -> None:
         """Write the file, compressed if it is named so; fields of items are columns."""
+        for scores in self.tasks:
+            for item in scores.items:
+                number(item.score, f"the base's score on {scores.task}, item {item.id},")
         content = {"format": FORMAT, **plain_json(self)}
         for task in content["tasks"]:
             rows = [item.values() for item in task["items"]]

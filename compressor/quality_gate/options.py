@@ -103,16 +103,16 @@ class GateOptions(BehaviourOptions, TaskOptions):
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
     """The same of answers that do not end by themselves (default: as of loops)."""
-    max_length_change: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_length_change: float | None = Field(None, gt=0)
     """Relative change of the mean length of answers that passes, up or down (default with prompts: 0.1, or the largest
     limit of loops and missed ends)."""
     max_flips: float | None = Field(None, gt=0, le=1)
     """Share of tokens with another argmax than the base's that passes, in each domain."""
-    max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_loss_rise: float | None = Field(None, gt=0)
     """Rise of the loss in nats per token that passes, in each domain of text."""
-    max_drop: float = Field(0.01, ge=0, allow_inf_nan=False)
+    max_drop: float = Field(0.01, ge=0)
     """Largest drop over all items that passes. Of a perplexity, its rise."""
-    max_task_drop: float | None = Field(None, ge=0, allow_inf_nan=False)
+    max_task_drop: float | None = Field(None, ge=0)
     """Largest drop of a single task (default: 3 x max_drop). A clear loss beyond it fails."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """Confidence of the verdict."""

@@ -4,16 +4,22 @@ RAZOR's kept_expert_indices.json maps main_LAYER to experts, the list that vllm-
 {"LAYER": [EXPERT, ...]} for each layer, and REAP's observations are a pickle of {LAYER: {"reap": saliencies [E], ...}}.
 """
 
-import json
 import re
-from collections.abc import Mapping
+import reprlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from compressor.errors import CompressionError, reason_of
+from compressor.data.sources import WeightedSource
+from compressor.errors import CompressionError, ItemError
+from compressor.recipe.steps_plan import MOST_EXPERTS
+from compressor.records import number, read_json, value_as
 
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
+Expert = Annotated[int, (0, MOST_EXPERTS - 1)]
 SUFFIXES = (".pt", ".pth")
 HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
 
@@ -40,20 +46,39 @@ def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lists(path: Path) -> dict[str, list[int]]:
     """Return the lists of a JSON file, or of one JSON object a line, by decoder layer."""
-    order = {}
-    try:
-        text = path.read_text(encoding="utf-8")
-        for content in map(json.loads, text.splitlines() if path.suffix == ".jsonl" else [text]):
-            for name, entry in content.items():
-                experts = entry["keep"] if isinstance(entry, dict) else entry
-                match = LAYER.fullmatch(name)
-                if match:  # other names are of multi-token-prediction heads
-                    order[str(int(match[1]))] = [int(expert) for expert in experts]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CompressionError(f"{path} is no list of experts ({reason_of(error)}); {HINT}") from error
+    if path.suffix == ".jsonl":
+        from compressor.data.rows import source_rows  # which loads transformers
+
+        contents = [_object(row, where) for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows]
+    else:
+        contents = [_object(read_json(path, HINT, HINT), str(path))]
+    order = dict[str, list[int]]()
+    for name, entry in chain.from_iterable(content.items() for content in contents):
+        match = LAYER.fullmatch(name)
+        if match:  # other names are of multi-token-prediction heads
+            listed = entry.get("keep") if isinstance(entry, dict) else entry
+            experts = value_as(listed, tuple[Expert, ...], f"{path}: {name}")
+            _add(order, path, match[1], experts)
     if not order:
         raise CompressionError(f"{path} lists no experts; {HINT}")
     return order
+
+
+def _object(row: Any, where: str) -> Mapping[str, Any]:
+    if isinstance(row, ItemError):
+        raise row
+    content: Mapping[str, Any] = value_as(row, Mapping[str, Any], where)
+    return content
+
+
+def _add(order: dict[str, list[int]], path: Path, layer: str, experts: Sequence[int]) -> None:
+    """Add the experts of a decoder layer; refuse a layer, or one of its experts, that is named twice."""
+    if len(layer) > 4 or str(int(layer)) in order:
+        raise CompressionError(f"{path} has layer {layer[:20]} twice, or no model has it; give each layer one list")
+    twice = [expert for expert, count in Counter(experts).items() if count > 1]
+    if twice:
+        raise CompressionError(f"{path} names expert {twice[0]} of layer {layer} twice; name it once")
+    order[str(int(layer))] = list(experts)
 
 
 def _saliencies(path: Path) -> dict[str, list[int]]:
@@ -62,7 +87,18 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        saliencies = {str(int(layer)): statistics[SALIENCY] for layer, statistics in content.items()}
-        return {layer: scores.argsort(descending=True, stable=True).tolist() for layer, scores in saliencies.items()}
     except Exception as error:  # pickles raise anything
-        raise CompressionError(f"{path} holds no observations of REAP ({reason_of(error)}); {HINT}") from error
+        raise CompressionError(f"{path} holds no observations of REAP, or more than tensors; {HINT}") from error
+    order = dict[str, list[int]]()
+    for layer, statistics in content.items() if isinstance(content, dict) else ():
+        scores = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
+        is_number = isinstance(layer, int) or (isinstance(layer, str) and layer.isdecimal())
+        if not (is_number and isinstance(scores, torch.Tensor) and scores.dim() == 1 and len(scores) <= MOST_EXPERTS):
+            shown = reprlib.repr(layer)
+            raise CompressionError(f"{path}: {shown} should be a layer's number with its {SALIENCY}; {HINT}")
+        for expert, score in enumerate(scores.tolist()):
+            number(score, f"{path}: the {SALIENCY} of layer {layer}, expert {expert},")
+        _add(order, path, str(layer), scores.argsort(descending=True, stable=True).tolist())
+    if not order:
+        raise CompressionError(f"{path} holds no observations of REAP; {HINT}")
+    return order

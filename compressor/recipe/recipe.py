@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from compressor.data.sources import GIVEN, SourceSpec, absent_text, local_name, refuse_absent_texts, without_folders
 from compressor.entry_points import EXPORTERS, STEPS, find, load
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError
 from compressor.extras import ONNX, TASKS, require
 from compressor.files import refuse_absent
 from compressor.model.loaded import LoadedModel
 from compressor.options import Options, separated, validated
+from compressor.plain_yaml import read_yaml, yaml_text
 from compressor.quality_gate.options import GateOptions
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
@@ -47,22 +47,6 @@ FIELDS = {  # options of `compress` that are fields of other steps than prune
     "distill": ("distill", "train"),
     "quantize": ("quantize", "scheme"),
 }
-
-
-class PlainLoader(yaml.SafeLoader):
-    """YAML in which each key stands once, and dates are text."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = set()
-        for key, _ in node.value:
-            if str(key.value) in names:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            names.add(str(key.value))
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", PlainLoader.construct_yaml_str)
 
 
 class OutputOptions(Options):
@@ -262,8 +246,7 @@ def recipe_yaml(recipe: Recipe) -> bytes:
     heading = ""
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):
         heading = "# Calibration text given in Python is named by a digest alone, so this file cannot repeat it.\n"
-    text: str = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
-    return (heading + text).encode(errors="backslashreplace")
+    return (heading + yaml_text(stated)).encode(errors="backslashreplace")
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -274,10 +257,7 @@ def read_recipe(path: Path) -> Recipe:
     """
     if not path.is_file():
         raise CompressionError(f"{path} is not a file; name a recipe.yaml")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=PlainLoader)
-    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
-        raise CompressionError(f"{path} is not valid YAML ({reason_of(error, 200)}); mend it") from error
+    content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a mapping of fields, such as 'experts: 4'")
     return Recipe.of(_found_again(path, content), str(path))

@@ -29,6 +29,7 @@ class Strategy:
     similarity: SimilarityFunction | None = None
     similarity_needs: frozenset[str] = frozenset()
     score: Callable[..., torch.Tensor] | None = None  # (statistics[, options]) -> [E], by which experts are kept
+    check: Callable[..., None] | None = None  # (numbers of decoder layers with experts, options) refuses options
     balances: bool = False  # True to keep them by maximin over the scores of each source of text
 
     def balancing(self, sources: str | None) -> Self:
@@ -93,7 +94,8 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     similarity = getattr(module, "similarity", None)
     score = getattr(module, "score", None)
-    return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs, score)
+    check = getattr(module, "check", None)
+    return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs, score, check)
 
 
 def working_strategies() -> Iterator[Strategy]:

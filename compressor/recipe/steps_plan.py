@@ -204,7 +204,7 @@ class Plan:
         except CompressionError as error:
             raise CompressionError(f"{where}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CompressionError(f"{where} is not built like a plan ({error!r}); restore it or plan again") from error
+            raise CompressionError(f"{where} is not built like a plan; restore it or plan again") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -266,8 +266,8 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     module = str(content.get("module", "layers"))
     if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
         raise CompressionError(f"{module}: {content['experts']} experts are more than any layer has; restore it")
-    dropped = content.pop("dropped", None) or ()
-    for group in content.get("groups") or ():
+    dropped = value_as(content.pop("dropped", None) or [], tuple[int, ...], f"{module}.dropped")
+    for group in value_as(content.get("groups"), tuple[Any, ...], f"{module}.groups"):
         if isinstance(group, dict):  # routers merge like weights by default
             group.setdefault("router_coefficients", group.get("coefficients"))
     try:

@@ -30,7 +30,7 @@ class Outer:
     rest: Any = None
 
 
-COUNTS = some.integers()
+COUNTS = some.integers(-(2**63) + 1, 2**63 - 1)
 INNER = some.builds(Inner, some.text(), some.floats(allow_nan=False), some.none() | some.tuples(COUNTS, some.text()))
 OUTER = some.builds(
     Outer,

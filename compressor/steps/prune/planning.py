@@ -18,7 +18,7 @@ from compressor.divergence.evaluator import HeldoutProbe
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
 from compressor.model.moe_layer import layer_counts
-from compressor.model.mtp import Head
+from compressor.model.mtp import Head, names_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress
@@ -245,6 +245,9 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
     strategy = load_strategy(prune.strategy, prune.options).balancing(prune.balance)
     layers = model.architecture.layers
+    if strategy.check is not None:
+        heads = [names.number for names in names_of(model)]
+        strategy.check([*(layer.index for layer in layers), *heads], strategy.options)
     experts = prune.count(layers, parts)
     by_layer = dict(zip((layer.name for layer in layers), prune.counts(layers, parts), strict=True))
     model.architecture.check_counts(layer_counts(by_layer))

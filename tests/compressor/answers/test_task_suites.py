@@ -79,7 +79,7 @@ def test_a_task_file_of_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ("tasks: [{limit: 1}]", r"tasks\[0\]: name is .*field required"),
         ("tasks: [{name: a, limit: 0}]", r"tasks\[0\]: limit is 0"),
         ("tasks: [a]\nlimit: many", "own.yaml: limit is 'many'"),
-        ("tasks: [a]\nconfirm_run_unsafe_code: true", "has no key 'confirm_run_unsafe_code'"),
+        ("tasks: [a]\nconfirm_run_unsafe_code: true", "has no key .confirm_run_unsafe_code'"),
     ],
 )
 def test_what_is_no_suite_is_refused(tmp_path: Path, text: str | None, message: str) -> None:

@@ -48,7 +48,7 @@ def test_the_experts_of_a_list_stay(write: Callable[[Path], None], name: str, ru
 def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", "qwen3_moe")
     bad = {
-        "text.json": (lambda path: path.write_text("{"), "text.json is no list of experts"),
+        "text.json": (lambda path: path.write_text("{"), "text.json is not valid JSON"),
         "none.json": (lambda path: path.write_text("{}"), "none.json lists no experts"),
         "uneven.json": (
             lambda path: path.write_text('{"0": [1, 2, 4], "1": [1, 6]}'),

@@ -142,7 +142,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "empty group": (group(members=[], coefficients=[], router_coefficients=[]), "must sum to 1|no members"),
     "sum above 1": (group(coefficients=[1.1]), r"coefficients that sum to 1\.1; they must"),
     "router sum": (group(router_coefficients=[0.5]), "router_coefficients that sum to 0.5"),
-    "coefficient NaN": (group(coefficients=[float("nan")]), "must sum to 1"),
+    "coefficient NaN": (group(coefficients=[float("nan")]), "should be a number, it is nan"),
     "coefficients too many": (group(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
     "scale zero": (group(scale=0), "scale 0.0; it must be a positive number"),
     "head no member": (group(head=3), r"group \[0\] has head 3, which is none of its"),
