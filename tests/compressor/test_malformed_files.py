@@ -551,7 +551,7 @@ def test_a_number_is_finite_and_within_its_bounds(least: float, most: float, val
     if is_number and least <= value <= most:
         assert number(value, "a", least, most) == value
     else:
-        with pytest.raises(CompressionError, match="^a should be a number"):
+        with pytest.raises(CompressionError, match=r"^a should be a number"):
             number(value, "a", least, most)
 
 
