@@ -30,6 +30,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.resolve import first_state, open_run, prepare
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
+from compressor.prompt_date import dated
 from compressor.quality_gate.baseline import SETTINGS, Baseline, check_path
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
@@ -396,21 +397,23 @@ def gate(
     for served in (base_server, server):
         if served is not None:
             refuse_tasks(served, tasks)
-    asked = asked_forms(base_source, compressed_source, tasks, request, server, base_server)
-    if announce is not None:
-        announce(replace(power, asked=asked))
-    return run_gate(
-        base_source,
-        compressed_source,
-        tasks,
-        request,
-        asked,
-        progress or Silent(),
-        server=server,
-        base_server=base_server,
-    )
+    with dated(request.date):
+        asked = asked_forms(base_source, compressed_source, tasks, request, server, base_server)
+        if announce is not None:
+            announce(replace(power, asked=asked))
+        return run_gate(
+            base_source,
+            compressed_source,
+            tasks,
+            request,
+            asked,
+            progress or Silent(),
+            server=server,
+            base_server=base_server,
+        )
 
 
+@dated()
 def save_baseline(
     base: str,
     out: Path,
@@ -450,6 +453,7 @@ def save_baseline(
     return baseline
 
 
+@dated()
 def evaluate(
     base: str,
     smaller: str | None,

@@ -68,7 +68,9 @@ class LeftOut:
             logger.warning("%d of %d %s are left out: %s%s", self.faults, total, self.what, named, more)
         if self.unread:
             names = ", ".join(sorted(self.unread))
-            logger.warning("%s have columns of text that are not read: %s (SOURCE#column reads one)", self.what, names)
+            why = "a chat goes first where the model has a template; " if "text" in self.unread else ""
+            message = "%s have columns of text that are not read: %s (%sSOURCE#column reads one)"
+            logger.warning(message, self.what, names, why)
 
 
 def plain(text: str) -> str:

@@ -15,6 +15,7 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "gguf": "gguf",
     "compressed_tensors": "quantized",
+    "backports.zstd": "inspect",
 }
 TASKS = ("lm_eval", "accelerate")  # for tasks of lm-eval
 ONNX = ("onnx", "onnxscript", "onnxruntime")  # to export
@@ -26,7 +27,7 @@ def require(*packages: str) -> None:
     A command calls it first, before it imports what computes.
     """
     for package in packages:
-        spec = find_spec(package)
+        spec = find_spec(package) if find_spec(package.split(".")[0]) else None
         if spec is None or spec.origin is None:  # a mere folder of that name has no origin
             missing = f"{package.replace('_', '-')} is missing"
             raise CompressionError(f"{missing}; pip install 'moe-compressor[{EXTRAS[package]}]'")

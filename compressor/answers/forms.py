@@ -12,6 +12,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.formatting import known_names, one_line
 from compressor.model.tokenizer import load_tokenizer, templates_of
+from compressor.prompt_date import date_facts, today
 
 SERVED = "the server's own"  # name of a chat template that only a server knows
 DEFAULT = "default"  # name of a tokenizer's only chat template
@@ -33,6 +34,7 @@ class TaskForm:
     gen_kwargs: Mapping[str, Any] | None  # None if nothing is generated
     seed: int | None
     repeats: int
+    date: str | None = None  # that the template writes; None if it writes none
 
 
 def task_forms(
@@ -48,16 +50,18 @@ def task_forms(
     forms = {}
     for task in tasks:
         uses_template = bool(templates) and task.generates if chosen is None else bool(chosen)
-        name = digest = None
+        name = digest = date = None
         if uses_template and server is not None and task.generates:
             if isinstance(chosen, str):
                 raise CompressionError(
                     f"{server.label} uses its own chat template; leave out {chosen!r} after --apply-chat-template"
                 )
             name = SERVED
+            date = today() if date_facts(templates) else None
         elif uses_template:
             name = chosen if isinstance(chosen, str) else DEFAULT
             digest = template_digest(source, templates, name)
+            date = date_facts(templates, name).get("date")
         settings = generation_settings(task, options)
         forms[task.name] = TaskForm(
             name,
@@ -70,6 +74,7 @@ def task_forms(
             settings,
             options.seed,
             options.repeats if samples(settings) else 1,
+            date,
         )
     needs_template = options.enable_thinking or options.fewshot_as_multiturn
     if tasks and needs_template and not any(form.chat_template for form in forms.values()):
@@ -112,6 +117,12 @@ def same_forms(
             raise CompressionError(
                 f"task {task!r} would be asked of {labels[0]} {_way(asdict(form))} and of {labels[1]} "
                 f"{_way(asdict(other))}; give both the same tokenizer files, or pass {PLAINLY}"
+            )
+        if form.date != other.date and ((form.date and other.date) or SERVED not in names):
+            dates = [each.date or "not known" for each in (form, other)]
+            raise CompressionError(
+                f"the chat template writes the date, which for task {task!r} is {dates[0]} in prompts of {labels[0]} "
+                f"and {dates[1]} in those of {labels[1]}; evaluate both on one day, or make the baseline anew"
             )
         facts[task] = asdict(form)
         if names[0] != names[1]:

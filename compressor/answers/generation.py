@@ -43,10 +43,12 @@ from compressor.errors import CompressionError, wrap_faults
 from compressor.model.tokenizer import (
     THINKING_END,
     load_tokenizer,
+    templates_of,
     thinking_end,
     with_json_arguments,
 )
 from compressor.progress import Progress, quiet_transformers
+from compressor.prompt_date import date_facts
 from compressor.run_record import request_key, versions
 
 logger = logging.getLogger(__name__)
@@ -378,9 +380,11 @@ def writer_of(source: ModelSource, server: Server | None, rows: int | None, devi
 
 
 def journal_of(writer: TextGenerator, options: GenerationOptions, folder: Path) -> Journal:
-    """Return the journal of a writer's answers in a folder: one for each model and options."""
+    """Return the journal of a writer's answers in a folder: one for each model, options, and date in prompts."""
     facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
-    return Journal(folder / f"answers-{request_key(writer.facts, facts)[:32]}.jsonl", TypeAdapter(Answer))
+    dates = date_facts(templates_of(load_tokenizer(writer.source.folder)))
+    name = "-".join(["answers", request_key(writer.facts, facts)[:32], *dates.values()])
+    return Journal(folder / f"{name}.jsonl", TypeAdapter(Answer))
 
 
 def answer_all(

@@ -10,7 +10,7 @@ kept as it comes, so that a run that a server's timeout ended goes on from what 
 
 import math
 import sys
-from collections import ChainMap, defaultdict
+from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
 from compressor.model.tokenizer import has_chat_template, load_tokenizer, templates_of
 from compressor.progress import Progress, Silent
+from compressor.prompt_date import dated_template
 from compressor.run_record import request_key
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
@@ -52,7 +53,8 @@ TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what is beyond goes to disk
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
 MOST_STOPS = 4  # that a chat may name
-LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
+# a digest, and the text, the text and whether it is cut, or the log-likelihood
+LINE = TypeAdapter(tuple[str, str | tuple[str, bool] | tuple[FiniteFloat, bool]])
 
 TokenPair = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
 Likelihood = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
@@ -69,6 +71,7 @@ class Watched(TemplateLM):
         self.label = label
         self.task = task
         self.answered = progress
+        self.cut = set[str]()  # contexts whose answers reached the token limit
         self.set_cache_hook(self)
 
     def start(self, total: int) -> None:
@@ -116,6 +119,7 @@ class WatchedModel(Watched, HFLM):
     """A causal language model of transformers."""
 
     batch_begin = 0  # first request of the batch in the making
+    reached: deque[bool]  # of a batch's answers to come: whether they reached the token limit
 
     # refuses a checkpoint that lacks weights: they would be random
     AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
@@ -144,9 +148,23 @@ class WatchedModel(Watched, HFLM):
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
-    def _model_generate(self, *arguments: Any, **named: Any) -> Any:
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **named: Any) -> Any:
+        """Return context and answers as tokens, [B, S]; an answer that has no end is as long as it may be."""
         with self.model.register_forward_hook(self.check_logits):
-            return super()._model_generate(*arguments, **named)
+            tokens = super()._model_generate(context, max_length, stop, **named)
+        ends = self.model.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends])}
+        self.reached = deque()
+        for row in tokens[:, context.shape[1] :].tolist():
+            text = self.tokenizer.decode(row)
+            has_end = not ends.isdisjoint(row) or any(words and words in text for words in stop)
+            self.reached.append(tokens.shape[1] >= max_length and not has_end)
+        return tokens
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        if kind == "generate_until" and self.reached.popleft():
+            self.cut.add(request[0])
+        super().add_partial(kind, request, answer)
 
 
 def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, Any]:
@@ -158,6 +176,7 @@ def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, 
     name = options.apply_chat_template
     # lm-eval itself takes a template's name and renders the default one
     chosen = {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
+    chosen |= dated_template(templates, str(name) if chosen else "default")
     return {
         "enable_thinking": options.enable_thinking,
         "think_end_token": options.think_end_token,
@@ -424,7 +443,13 @@ class ServedModel(Watched, LocalCompletionsAPI):
             if isinstance(context, ChatPrompt):
                 payload = self._chat_payload(payload, context.messages)
             questions.append(ServedQuestion(request_key(payload), payload, read))
-        return self._answers(questions)
+        answers = []
+        for request, answer in zip(requests, self._answers(questions), strict=True):
+            text, is_cut = (answer, False) if isinstance(answer, str) else answer
+            answers.append(text)
+            if is_cut:
+                self.cut.add(request.args[0])
+        return answers
 
     def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> ChatPrompt:
         """Return the messages, and their text by the tokenizer's template if it has one."""
@@ -445,14 +470,14 @@ class ServedModel(Watched, LocalCompletionsAPI):
             chat |= {"add_generation_prompt": False, "continue_final_message": True}
         return chat
 
-    def _text(self, stops: Sequence[str], response: Completion | Chat) -> str:
-        """Return an answer without thinking, cut like an answer of lm-eval's own model."""
+    def _text(self, stops: Sequence[str], response: Completion | Chat) -> tuple[str, bool]:
+        """Return an answer without thinking, ended like one of lm-eval's own model, and True if it has no end."""
         choice = response.choices[0]
         text = choice.text if isinstance(choice, TextChoice) else choice.message.text
         end = self.options.think_end_token
         if str(end).isdigit():
             end = self.tokenizer.decode([int(str(end))])
-        return str(postprocess_generated_text(text, list(stops), end))
+        return str(postprocess_generated_text(text, list(stops), end)), choice.finish_reason == "length"
 
     def _prompt(self, prompt: Any) -> Any:
         """Return token ids unchanged if the server takes them, else their text."""

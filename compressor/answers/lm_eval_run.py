@@ -46,8 +46,11 @@ Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats as the other perplexities are
 
 
-def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
-    """Return the results of one model on a task, or on all parts of a group under one metric."""
+def item_scores(task: EvaluationTask, samples: Mapping[str, Rows], cut_is_wrong: bool = False) -> ItemScores:
+    """Return the results of one model on a task, or on all parts of a group under one metric.
+
+    With `cut_is_wrong` an answer that reached the token limit scores 0.
+    """
     named, _, filter_named = (task.settings.metric or "").partition(",")
     rows = {}
     for part in task.parts:
@@ -57,6 +60,11 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
     metric, kind = choose_metric(task, rows, named)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
+    if negated and cut_is_wrong:
+        raise CompressionError(
+            f"task {task.name!r} scores by {metric}, of which less is better, so no score is that of a wrong answer; "
+            "leave out --cut-counts-as-wrong"
+        )
     items = []
     for part in task.parts:
         for row in rows[part]:
@@ -69,9 +77,12 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
                 )
             name = f"{part}/{number}" if task.grouped else str(number)
             score = -float(value) if negated else float(value)
+            cut = row.get("cut")
+            if cut and cut_is_wrong:
+                score = 0.0
             content = str(row.get("doc_hash", ""))[:HASH_DIGITS]
             prompt = str(row.get("prompt_hash", ""))[:HASH_DIGITS]
-            items.append(AnsweredItem(name, score, float(weight), content, prompt))
+            items.append(AnsweredItem(name, score, float(weight), content, prompt, cut))
     return ItemScores(
         task=task.name,
         metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
@@ -96,7 +107,8 @@ def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
     items = []
     for answers in zip(*(scores.items for scores in repeats), strict=True):
         mean = math.fsum(answer.score for answer in answers) / len(answers)
-        items.append(replace(answers[0], score=mean))
+        cut = None if answers[0].cut is None else fmean(answer.cut for answer in answers)
+        items.append(replace(answers[0], score=mean, cut=cut))
     return replace(repeats[0], items=tuple(items))
 
 
@@ -191,7 +203,8 @@ class TaskEvaluation:
                         repeats = [_evaluated(model, together, options, form, at) for at in range(form.repeats)]
                         seconds = (time.perf_counter() - begin) / sum(task.items(options.limit) for task in together)
                         for task in together:
-                            scores = mean_scores([item_scores(task, samples) for samples in repeats])
+                            wrong = options.cut_counts_as_wrong and task.generates
+                            scores = mean_scores([item_scores(task, samples, wrong) for samples in repeats])
                             took = seconds * len(scores.items)
                             results[task.name] = replace(scores, streamed=self.streamed, seconds=took)
                             self._store(results[task.name])
@@ -235,7 +248,10 @@ def _evaluated(
         gen_kwargs=options.generation_settings or None,
         **seeds,
     )
-    samples: Mapping[str, Rows] = evaluated["samples"]
+    samples: dict[str, list[dict[str, Any]]] = evaluated["samples"]
+    for task in tasks:
+        for row in chain.from_iterable(samples[part] for part in task.parts if task.generates):
+            row["cut"] = float(row["arguments"][0][0] in model.cut)
     return samples
 
 

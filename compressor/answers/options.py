@@ -101,6 +101,8 @@ class AskedOptions(Options):
     """How answers are generated, over what a task says: temperature=0.6,top_p=0.95 or JSON."""
     max_gen_toks: int | None = Field(None, ge=1)
     """Tokens of a generated answer, at most (default: as each task says, or 256)."""
+    cut_counts_as_wrong: bool = False
+    """Count a generated answer that reaches the token limit as wrong, whatever it says."""
     seed: int | None = Field(None, ge=0, lt=2**32)
     """Seed of examples, shuffles and sampling (default: lm-eval's own, 0,1234,1234,1234)."""
     repeats: int = Field(1, ge=1)

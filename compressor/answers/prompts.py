@@ -7,16 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compressor.data.chats import PAIRS, note_columns, read_row, require_template, untaken
+from compressor.data.chats import ANSWERING, ASKING, CHATS, CHOSEN, note_columns, read_row, require_template, untaken
 from compressor.data.rows import Row, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
 from compressor.model.tokenizer import first_part, has_chat_template, no_token, render_chat, says_something
 from compressor.progress import quiet_transformers
 
-ASKING = ("prompt", "instruction", "query", "question")  # columns of a user's message
-ANSWERS = tuple(answer for _, answer in PAIRS)  # columns that nobody is asked with
-COLUMNS = tuple(zip(("prompt", "messages", "conversations", "text", *ASKING[1:]), strict=True))
+COLUMNS = tuple(zip((ASKING[0], *CHATS, CHOSEN, "text", *ASKING[1:]), strict=True))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 
@@ -120,7 +118,7 @@ def _lines(rows: Iterable[Row]) -> Iterator[Row]:
 def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: LeftOut) -> Prompt:
     conversation = read_row(row, column, where, COLUMNS)
     if column is None:
-        note_columns(row, conversation, left_out, ANSWERS)
+        note_columns(row, conversation, left_out, ANSWERING)
     name = conversation.columns[0]
     text = conversation.text
     if text is not None and not text.strip():

@@ -1,7 +1,7 @@
 """One model's results on tasks, item by item, wherever they were recorded. Importing this loads no torch."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Annotated, Literal
 
 from compressor.records import LARGEST, Finite, Share
@@ -21,6 +21,7 @@ class AnsweredItem:
     weight: Annotated[float, (1e-9, LARGEST)] = 1.0  # words or bytes of an item of a likelihood task
     content: str = ""  # first digits of a hash of the item, and of the prompt made of it; empty where unknown
     prompt: str = ""
+    cut: Share | None = None  # share of its answers that reached the token limit; None where unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,11 @@ class ItemScores:
         """The scores of the items."""
         return tuple(item.score for item in self.items)
 
-    def only(self, ids: Collection[str]) -> "ItemScores":
-        """Return the results on some of the items."""
-        return replace(self, items=tuple(item for item in self.items if item.id in ids))
+    @property
+    def cut(self) -> float | None:
+        """Share of the answers that reached the token limit; None where that is unknown."""
+        shares = [item.cut for item in self.items if item.cut is not None]
+        return fmean(shares) if shares else None
 
     def differing(self, other: "ItemScores", hashed: Literal["content", "prompt"]) -> int:
         """Count the items of both that are known to differ in their content or prompt."""

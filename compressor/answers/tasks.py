@@ -64,7 +64,8 @@ class EvaluationOptions(TaskOptions):
         Nor does streaming, which changes nothing but the order of sums.
         """
         names = ("limit", "batch_size", "device", "dtype", "num_fewshot", "seed")
-        return {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
+        facts = {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
+        return facts | ({"cut_counts_as_wrong": True} if self.cut_counts_as_wrong else {})
 
 
 class _Relay(logging.Handler):
@@ -190,6 +191,8 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
                     )
                 owners |= dict.fromkeys(task.parts, task.name)
                 tasks.append(task)
+    if options.cut_counts_as_wrong and not any(task.generates for task in tasks):
+        raise CompressionError("--cut-counts-as-wrong is of written answers, and no task has any; leave it out")
     return tuple(tasks)
 
 

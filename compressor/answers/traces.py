@@ -20,6 +20,7 @@ from compressor.files import file_digest, json_object, lock_output, replacing
 from compressor.formatting import counted
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
+from compressor.prompt_date import dated
 from compressor.records import plain_json, read_as, readable_json
 from compressor.run_record import report_in_place, request_key, versions
 
@@ -50,14 +51,15 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
     if out.suffix != SUFFIX:
         raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
     manifest = out.with_suffix(".manifest.json")
-    with lock_output(out) as folder:
+    earlier = json_object(manifest)
+    known = None if overwrite else earlier.get("date")
+    with lock_output(out) as folder, dated(known or _date_kept(folder)) as date:
         tokenizer, facts = writer.opened()
         prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)
         requests = prompts.requests
         named = [(prompt.id, prompt.domain, seed) for prompt, seed in requests]
         request = request_key(journal.path.name, named)
-        earlier = json_object(manifest)
         is_same = earlier.get("request") == request
         if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
             report_in_place(out)
@@ -103,6 +105,8 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "versions": versions(),
         }
+        if date.is_used:
+            content["date"] = str(date)
         del content["file"], content["manifest"]
         if out.exists() or not is_same:
             _check_files(out, manifest, overwrite)
@@ -112,6 +116,12 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
                 fresh.write_text(written, encoding="utf-8")
         journal.path.unlink(missing_ok=True)
     return traces
+
+
+def _date_kept(folder: Path) -> str | None:
+    """Return the date in the prompts that a killed run has had answered; None without one."""
+    dates = [path.stem[-len("2000-01-01") :] for path in folder.glob("answers-*-*-*-*.jsonl")]
+    return max(dates, default=None)
 
 
 def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:

@@ -1,6 +1,7 @@
 """Faults of the installed transformers with experts of a quantisation, found by loading two random matrices."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import CompressedTensorsConfig
 from transformers.core_model_loading import MergeModulelist, WeightConverter
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
 from compressor.checkpoint.quantized import scheme_of
+from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import reason_of
 from compressor.extras import require
 
@@ -90,3 +93,27 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         stored |= {f"experts.{expert}.down_proj.{part}": value for part, value in packed.items()}
         plain.append(compressor.decompress(packed, scheme)["weight"])
     return stored, torch.stack(plain).bfloat16()
+
+
+def block_fault(checkpoint: Checkpoint) -> str | None:
+    """Return a sentence on the first FP8 weight whose blocks the stock loader mistakes; None if there is none."""
+    block = checkpoint.quantization.get("weight_block_size") or ()
+    for name, info in checkpoint.tensors.items():
+        if f"{name}_scale_inv" in checkpoint.tensors and info.dtype.startswith("F8"):
+            fault = next(filter(None, map(_side_fault, info.shape, block)), None)
+            if fault:
+                stock = f"transformers {transformers.__version__}"
+                return f"{stock} {fault} {name}, {info.shape} in FP8 blocks of {block}"
+    return None
+
+
+@cache
+def _side_fault(side: int, length: int) -> str | None:
+    """Return what the stock loader does wrong with a side in blocks of a length; None if nothing."""
+    scales = torch.arange(-(-side // length)).float()[:, None]
+    wanted = scales.repeat_interleave(length, 0)[:side]
+    try:
+        loaded = Fp8Dequantize(None)._dequantize_one(torch.ones(side, 1), scales)
+    except ValueError:
+        return "cannot dequantise"
+    return None if torch.equal(loaded, wanted) else "wrongly scales"

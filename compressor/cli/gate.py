@@ -200,8 +200,10 @@ def _end(
     result: GateResult, options: GateOptions, output: Path | None, running: Running, written: Sequence[Path] = ()
 ) -> NoReturn:
     """Write and print the result, and exit with the status of its verdict."""
-    from compressor.quality_gate.report import full_content, gate_blocks, write_gate
+    from compressor.quality_gate.report import full_content, gate_blocks, keep_result, write_gate
 
+    if ranks().is_first:
+        keep_result(result)
     if output is not None and ranks().is_first:
         written = [*written, *write_gate(result, output, running.overwrite)]
     summarise(result, running.as_json)

@@ -143,7 +143,7 @@ def report(
     sequence_length: Annotated[int | None, flag("Tokens in each, of a text named here.")] = None,
     hubs: Annotated[Path | None, flag("A hubs.json made by `moe-compress attribute`.")] = None,
     gate: Annotated[
-        Path | None, flag("The gate's result (default: gate.json in the folder).", metavar="GATE.JSON")
+        Path | None, flag("The gate's result (default: the newest one of these files).", metavar="GATE.JSON")
     ] = None,
     speed: Annotated[
         bool, flag("Time both models side by side with stock transformers: prefill, decode and memory.")
@@ -226,6 +226,7 @@ def push(
         Path | None, flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON")
     ] = None,
     base_model: Annotated[str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")] = None,
+    yes: Annotated[bool, flag("Publish what did not pass its gate, too, without being asked.")] = False,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
     for path in (checkpoint, require_gate):
@@ -234,8 +235,12 @@ def push(
         require("onnx")
     if (checkpoint / COMPRESSION).is_file() and not (checkpoint / "README.md").is_file():
         require("matplotlib")  # for the pictures of the card that is written
+    from compressor.hub.push import gate_warning
     from compressor.hub.push import push as publish
 
+    if sys.stdin.isatty() and not (yes or dry_run or require_gate):
+        warning = gate_warning(checkpoint)
+        yes = warning is not None and typer.confirm(f"{warning} Publish it all the same?", err=True)
     show_hub_bars(running.as_json)
     summary = publish(
         checkpoint,
@@ -248,6 +253,7 @@ def push(
         dry_run=dry_run,
         require_gate=require_gate,
         base_model=base_model,
+        yes=yes,
         card=card,
     )
     blocks = [*summary.blocks(), *written_line([card] if card else [])]

@@ -35,6 +35,7 @@ from compressor.data.sources import (
 from compressor.errors import CompressionError, reason_of
 from compressor.model import tokenizer as checkpoint_tokenizer
 from compressor.model.inputs import Inputs
+from compressor.prompt_date import dated
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class TextSpec:
     emphasis: Emphasis = PLAIN
     evaluation: int = 0  # sequences after all others, as far as the text goes; not part of a plan's identity
     left_out: tuple[str, ...] = ()  # sources that could not be read
+    date: str | None = None  # that chat templates are given; None: today's
 
     def __post_init__(self) -> None:
         least = sum(not entry.is_optional for entry in self.sources)
@@ -156,6 +158,7 @@ class TextSpec:
         try:
             content = {name: identity[name] for name in ("sources", "seed", "heldout")}
             content["left_out"] = identity.get("left_out", ())
+            content["date"] = identity.get("date")
             content["emphasis"] = {"marked": identity.get("emphasis", {})}
             return TypeAdapter(cls).validate_python({**identity["asked"], **content})
         except (ValidationError, KeyError, TypeError) as error:
@@ -249,7 +252,9 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     No sequence occurs twice in a part, and held-out or reserved text never occurs in one. Optional sources that cannot
     be read are left out with a warning, or refused if `strict`.
     """
-    spec, texts = _read_sources(spec, tokenizer, vocabulary)
+    with dated(spec.date) as date:
+        spec, texts = _read_sources(spec, tokenizer, vocabulary)
+    spec = replace(spec, date=str(date) if date.is_used else None)
     if spec.samples:
         shapes = []
         for text in texts:
@@ -540,6 +545,8 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
         identity["emphasis"] = marked
     if spec.left_out:
         identity["left_out"] = list(spec.left_out)
+    if spec.date:
+        identity["date"] = spec.date
     if spec.parts:
         identity["parts"] = {name: _counted(_rows_of(texts, name)) for name in spec.parts}
         identity["heldout_text"] = _counted(_rows_of(texts, HELD, BEHIND))

@@ -1,30 +1,34 @@
 """The text or chat in a row, in the columns that published data sets have."""
 
+import ast
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
 from compressor.formatting import joined
 from compressor.model.tokenizer import as_part, check_chat, has_chat_template, joined_text
 
-CHATS = ("messages", "conversations")  # some data sets hold them as JSON
-PAIRS = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("query", "answers"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("input", "output"),
+CHATS = ("messages", "conversations", "conversation")  # some data sets hold them as text
+CHOSEN = "chosen"  # the better of two answers, or a chat that ends with it
+ASKING = ("prompt", "instruction", "query", "question", "problem", "input", "inputs")  # columns of a user's message
+ANSWERING = (
+    *("completion", "response", "output", "answer", "answers", "solution", "targets"),
+    CHOSEN,
 )
-COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
+PAIRS = tuple(product(ASKING, ANSWERING))
+CHAT_COLUMNS = (*((name,) for name in CHATS), *PAIRS, (CHOSEN,))
+COLUMNS = (("text",), *CHAT_COLUMNS)
+CHAT_FIRST = (*CHAT_COLUMNS, ("text",))  # for models with a chat template
+TRACE = frozenset({"id", "seed", "domain"})  # columns of a row whose text the model itself has written (`traces`)
 SYSTEM = ("system", "system_prompt")  # columns beside a chat
 DATA = ("input", "context")  # columns beside an instruction
 HISTORY = "history"  # the column of earlier turns
+TOOLS = ("tools", "functions")  # columns of the tools that may be called
 OURS = frozenset({"id", "domain", "ended"})  # columns of the rows that `traces` writes
 MEDIA = {  # kind of medium by column, or by type of a part
     "image": "image",
@@ -36,7 +40,7 @@ MEDIA = {  # kind of medium by column, or by type of a part
     "audios": "audio",
 }
 CALLING = ("function_call", "tool_call", "tool_calls")  # ShareGPT's turns that call tools
-ROLES = {  # by ShareGPT's names
+ROLES = {  # by ShareGPT's and older names
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", *CALLING), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
@@ -78,11 +82,12 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
 def _conversation(row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
     """Return the conversation in a row, without checking its messages."""
     names = _columns_of(row, choices if column is None else (tuple(column.split("+")),), where)
-    turns = [row[name] for name in names]
-    if names[0] in CHATS:
-        turns = [parse_json(turns[0], list) or turns[0]]
+    turns = [row[name] if name not in (*CHATS, CHOSEN) else _list_in(row[name]) for name in names]
+    if names[-1] == CHOSEN and _is_chat(turns[-1]) and _message(turns[-1][0])["role"] != "assistant":
+        names = (CHOSEN,)  # it holds the question, too
+        turns = turns[-1:]
     text = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
-    is_plain = column is not None or names[0] in ("text", *CHATS)
+    is_plain = column is not None or names[0] in ("text", CHOSEN, *CHATS)
     if text is not None and (is_plain or not text.strip()):
         return Conversation(names, [{"role": "user", "content": text}], text=text)
     beside = []
@@ -103,7 +108,7 @@ def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], l
     """Return the messages that come before a chat, a system prompt and earlier turns, after their columns."""
     columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
     messages = [{"role": "system", "content": row[name]} for name in columns]
-    history = row.get(HISTORY)
+    history = _list_in(row.get(HISTORY))
     if history and not isinstance(history, str):
         columns.append(HISTORY)
         if isinstance(history, list) and isinstance(history[0], list):
@@ -118,7 +123,7 @@ def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known:
     """Note which of a row's columns of text were read and which were not, to be reported once."""
     left_out.columns |= {*conversation.columns}
     if isinstance(row, Mapping):
-        read = {*conversation.columns, *known, *OURS, "tools", *MEDIA}
+        read = {*conversation.columns, *known, *OURS, *TOOLS, *MEDIA}
         left_out.unread |= {str(name) for name, value in row.items() if name not in read and _is_text(value)}
 
 
@@ -126,14 +131,43 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _is_blank(value: Any) -> bool:
+    """Return True for an empty list, and for text without a letter, which tables have in place of missing text."""
+    if isinstance(value, str):
+        return not value.strip()
+    return isinstance(value, list) and not value
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
+
+
+def _list_in(value: Any) -> Any:
+    """Return the list in JSON text, or in text as Python prints it; other values as they are."""
+    parsed = parse_json(value, list)
+    if parsed is None and isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
+            parsed = ast.literal_eval(value.strip())
+    return parsed if isinstance(parsed, list) and parsed else value
+
+
 def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
     """Return the first of these combinations of columns that a row has; raise `ItemError` if it has none."""
-    for names in choices:
-        if all(row.get(name) is not None for name in names):
-            return names
-    sought = joined([" with ".join(names) for names in choices], "or")
-    present = ", ".join(str(name) for name, value in row.items() if value is not None)
-    raise ItemError(f"{where} has no column {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
+    present = {name for name, value in row.items() if value is not None}
+    filled = {name for name in present if not _is_blank(row[name])}
+    for columns in (filled, present):
+        for names in choices:
+            if columns.issuperset(names):
+                return names
+    sought = [names[0] for names in choices if len(names) == 1]
+    together = [names for names in choices if len(names) > 1]
+    if together:
+        sides = [joined(list(dict.fromkeys(side)), "or") for side in zip(*together, strict=True)]
+        sought.append(" with ".join(sides))
+    shown = ", ".join(str(name) for name in row if name in present)
+    raise ItemError(
+        f"{where} has no column {joined(sought, 'or')}; it has {shown or 'nothing'} (SOURCE#column names one of them)"
+    )
 
 
 def parse_json(text: Any, kind: Any) -> Any:
@@ -148,11 +182,11 @@ def parse_json(text: Any, kind: Any) -> Any:
 def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list[Message]:
     """Return the messages in a column; a text is one message of this role."""
     if _is_text(turns):
-        calls = _calls(turns) if role == "assistant" and row.get("tools") else None
+        calls = _calls(turns) if role == "assistant" and any(row.get(column) for column in TOOLS) else None
         return [_said(role, turns, calls)]
     if isinstance(turns, str):
         raise ItemError(f"{where} has an empty {name}; give it some text or remove it")
-    if not turns or not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+    if not _is_chat(turns):
         wanted = "be text" if name == "text" else "hold messages with role and content"
         raise ItemError(f"{where}: {name} is {reprlib.repr(turns)}, it should {wanted}")
     return [_message(turn) for turn in turns]
@@ -160,13 +194,20 @@ def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list
 
 def _message(turn: Fields) -> Message:
     """Return a message with role and content, which ShareGPT calls `from` and `value`."""
-    if "from" in turn and "role" not in turn:
-        name = turn["from"]
-        value = turn.get("value")
+    turn = dict(_without_none(turn))
+    sender = turn.pop("from", None)
+    name = turn.get("role", sender)
+    role = ROLES.get(name, name) if isinstance(name, str) else name
+    if "value" in turn and "content" not in turn:
+        value = turn["value"]
         calls = _calls(value) if name in CALLING else None
-        return _said(ROLES.get(str(name), name), value, calls)
-    message = {"content": None, **_without_none(turn)}
+        if role == "tool" and isinstance(value, Mapping):
+            value = json.dumps(value, ensure_ascii=False)
+        return _said(role, value, calls)
+    message = {"content": None, **turn, "role": role}
     calls = message.get("tool_calls")
+    if "function_call" in message:  # as OpenAI had it before there were tools
+        calls = [{"type": "function", "function": message.pop("function_call")}]
     if isinstance(calls, list):
         message["tool_calls"] = [_decoded(call) for call in calls]
     return message
@@ -180,7 +221,8 @@ def _said(role: Any, content: Any, calls: list[Message] | None) -> Message:
 
 def _calls(text: Any) -> list[Message] | None:
     """Return the tool calls in JSON text: one, or a list of names with arguments; None for other text."""
-    parsed = parse_json(text, list) or [parse_json(text, dict)]
+    parsed = text if isinstance(text, Mapping | list) else parse_json(text, list | dict)
+    parsed = parsed if isinstance(parsed, list) else [parsed]
     if all(isinstance(call, Mapping) and "name" in call for call in parsed):
         return [{"type": "function", "function": _decoded(call)} for call in parsed]
     return None
@@ -198,12 +240,15 @@ def _decoded(call: Any) -> Any:
 
 def _tools_of(row: Fields, where: str) -> Any:
     """Return the tools that a chat may call, parsed if they are JSON text; None if there are none."""
-    tools = row.get("tools")
+    tools = next((row[name] for name in TOOLS if row.get(name)), None)
     if isinstance(tools, str) and tools.strip():
-        parsed = parse_json(tools, list)
+        parsed = parse_json(tools, list | dict)
         if parsed is None:
             raise ItemError(f"{where}: its tools are no JSON list; mend or remove them")
         tools = parsed
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    if isinstance(tools, list):
+        tools = [parse_json(tool, dict) or tool for tool in tools]
     return _without_none(tools) or None
 
 

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressor.data.chats import CHATS, note_columns, plain_chat, read_row, require_template, untaken, with_media
+from compressor.data.chats import (
+    CHAT_FIRST,
+    CHATS,
+    COLUMNS,
+    TRACE,
+    note_columns,
+    plain_chat,
+    read_row,
+    require_template,
+    untaken,
+    with_media,
+)
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource
 from compressor.errors import CompressionError, LeftOut, wrap_faults
@@ -57,7 +68,9 @@ def _document(
 
     A chat in a named column is plain text where the model has no template.
     """
-    conversation = read_row(row, column, where)
+    is_trace = isinstance(row, Mapping) and row.keys() >= TRACE
+    choices = CHAT_FIRST if has_chat_template(tokenizer) and not is_trace else COLUMNS
+    conversation = read_row(row, column, where, choices)
     is_plain = column is not None and conversation.text is not None
     if purpose in ("calibration", "heldout") and not is_plain and with_media(row, conversation):
         raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
@@ -92,16 +105,17 @@ def documents(
             document = Document("")
             with left_out.each():
                 document = _document(row, address.column, tokenizer, where, left_out, purpose)
-            if document.text.strip():
-                yield document
+            yield document
 
     if source_of_rows.is_streamed:
-        return read()
+        return (document for document in read() if document.text.strip())
     ordered = list(read())
+    # rows that are left out have their places, as in data sets, which are shuffled before they are read
+    random.Random(seed).shuffle(ordered)
+    ordered = [document for document in ordered if document.text.strip()]
     if not ordered:
         left_out.report()
         raise CompressionError(f"{purpose} file {address} is empty; give it some text")
-    random.Random(seed).shuffle(ordered)
     return ordered
 
 

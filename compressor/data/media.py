@@ -17,14 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.chats import Conversation, Message, media_beside, note_columns, read_row, untaken
+from compressor.data.chats import (
+    CHAT_FIRST,
+    COLUMNS,
+    Conversation,
+    Message,
+    media_beside,
+    note_columns,
+    read_row,
+    untaken,
+)
 from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
-from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part
+from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part, templates_of
 from compressor.progress import quiet_transformers
+from compressor.prompt_date import dated_template
 
 BASE64 = 256  # letters; a longer string is a picture in base64, not the name of a file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow may run programs for others
@@ -116,7 +126,8 @@ def sequence_of(
     Raises `ItemError` for a picture that cannot be read, for messages that the template cannot take, and for a row
     whose pictures alone need more tokens.
     """
-    conversation = read_row(row, column, where)
+    choices = CHAT_FIRST if getattr(processor, "chat_template", None) else COLUMNS
+    conversation = read_row(row, column, where, choices)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
     beside = []
@@ -224,9 +235,11 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
-        tools = {} if conversation.tools is None else {"tools": form.tools(conversation.tools)}
+        more: dict[str, Any] = {**dated_template(templates_of(processor))}
+        if conversation.tools is not None:
+            more["tools"] = form.tools(conversation.tools)
         adapted = [form.message(message) for message in messages]
-        inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **tools)
+        inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **more)
         return inputs
     text = ""
     media = dict[str, list[Any]]()

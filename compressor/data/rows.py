@@ -2,12 +2,14 @@
 
 import csv
 import json
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO, TextIOWrapper
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from os.path import isfile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -34,7 +36,7 @@ COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 MOST_UNPACKED = 2**30  # bytes
 PARQUET = b"PAR1"  # the first bytes of such a file
 C4 = "allenai/c4"  # without a config of that name, "en" is read
-SHUFFLE_BUFFER = 10_000  # documents of a streamed data set shuffled together
+WINDOW = 10_000  # rows of a streamed data set that are shuffled together
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ def _parquet_rows(path: Path, purpose: str) -> Iterator[Row]:
 
 
 def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row]:
-    """Yield rows of a data set, streamed in the order of the seed.
+    """Yield rows of a data set in the order of the seed, which no release of `datasets` changes.
 
     Raises `CompressionError` for a configuration or split that it does not have.
     """
@@ -197,16 +199,40 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
                 if split not in saved:
                     raise ValueError(f"it has no split {split!r}, but {', '.join(saved)}")
                 saved = saved[split]
-            rows = saved.shuffle(seed=seed).to_iterable_dataset()
+            order = list(range(len(saved)))
+            random.Random(seed).shuffle(order)
+            stream = _undecoded(saved.select(order).to_iterable_dataset())
+            rows: Iterator[tuple[int, Any]] = zip(order, stream, strict=True)
         else:
             stream = datasets.load_dataset(name, config, split=split, revision=address.revision, streaming=True)
-            rows = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        if rows.features:
-            rows = rows.decode(False)  # `data.media` opens pictures
-        for number, row in enumerate(rows, 1):
-            yield f"data set {address}, row {number} as shuffled", row
+            rows = _shuffled_stream(_undecoded(stream), seed)
+        for number, row in rows:
+            yield f"data set {address}, row {number + 1}", row
     except Exception as error:  # data sets raise anything
         raise CompressionError(
             f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set ({reason_of(error)}); "
             f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, or 'demo'"
         ) from error
+
+
+def _undecoded(rows: Any) -> Any:
+    return rows.decode(False) if rows.features else rows  # `data.media` opens pictures
+
+
+def _shuffled_stream(stream: Any, seed: int) -> Iterator[tuple[int, Any]]:
+    """Yield numbered rows of a stream, `WINDOW` at a time, from its files in the order of the seed.
+
+    If there are no more rows than that, they come in the order of the same rows in one file.
+    """
+    files = stream.num_shards
+    by_file = (
+        ((file, number), row)
+        for file in random.Random(seed).sample(range(files), files)
+        for number, row in enumerate(stream.shard(num_shards=files, index=file))
+    )
+    generator = random.Random(seed)
+    for window in iter(lambda: list(islice(by_file, WINDOW)), []):
+        window.sort(key=itemgetter(0))
+        generator.shuffle(window)
+        for (_, number), row in window:
+            yield number, row

@@ -1,5 +1,6 @@
 """Blocks on a terminal, through rich; nothing of what they say is taken for rich's markup."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,15 +14,15 @@ from compressor.document import blocks
 from compressor.document.blocks import Block, Table, Words, plain_words
 from compressor.formatting import readable
 
-PIPED_WIDTH = 120  # columns of a table that no terminal limits
-LEAST_WORDS = 20  # letters of a word that is not broken while there are columns to leave out
+PIPED_WIDTH = 120  # columns of a table that neither a terminal nor COLUMNS limits
+LEAST_WORDS = (20, 8)  # letters of a word that is not broken while there are columns to leave out
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": ""}
 
 
 def console() -> Console:
-    """Return what prints on stdout, wide enough for a table where no terminal limits it."""
+    """Return what prints on stdout, wide enough for most tables where nothing limits it, as in the log of a CI job."""
     plain = Console()
-    return plain if plain.is_terminal else Console(width=max(plain.width, PIPED_WIDTH))
+    return plain if plain.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)
 
 
 def show(document: Iterable[Block]) -> None:
@@ -86,24 +87,41 @@ def _facts(block: blocks.Facts, title: str) -> RichTable:
 
 
 def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str]]:
-    """Return the table and the optional columns that it leaves out, so that words and numbers stay whole."""
-    for number in range(len(block.optional) + 1):
-        left_out = block.optional[:number]
-        columns = [column for column, name in enumerate(block.columns) if name not in left_out]
-        widths = [_least_width(block, column) for column in columns]
-        if sum(widths) + 3 * len(widths) + 1 <= room:
+    """Return the table and the columns that it leaves out, so that words and numbers stay whole.
+
+    Optional columns go first, then words fold, then others go from the right; the first column and verdicts stay.
+    """
+    optional = [block.columns.index(name) for name in block.optional if name in block.columns]
+    verdicts = {column for row in block.rows for column, cell in enumerate(row) if isinstance(cell, blocks.Toned)}
+    others = [column for column in range(len(block.columns) - 1, 0, -1) if column not in {*optional, *verdicts}]
+    steps = [(number, LEAST_WORDS[0]) for number in range(len(optional) + 1)]
+    steps += [(number, LEAST_WORDS[1]) for number in range(len(optional), len(optional + others) + 1)]
+    for number, least in steps:
+        left_out = (optional + others)[:number]
+        columns = [column for column in range(len(block.columns)) if column not in left_out]
+        widths = [_least_width(block, column, room if column in verdicts else least) for column in columns]
+        spare = room - 1 - sum(width + 3 for width in widths)
+        if spare >= 0:
             break
+    else:
+        widths = [max(1, (room - 1) // len(columns) - 3)] * len(columns)
+    # rich would narrow the widest columns first, also below what they need, and cut the last one off
+    for place, column in sorted(enumerate(columns), key=lambda entry: block.is_text(entry[1])):
+        cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
+        grown = min(max(0, spare), max(cell_len(readable(cell)) for cell in cells) - widths[place])
+        widths[place] += grown
+        spare -= grown
     grid = _titled(title)
     for column, width in zip(columns, widths, strict=True):
         side: Literal["left", "right"] = "left" if block.is_text(column) else "right"
-        grid.add_column(_words(block.columns[column]), justify=side, overflow="fold", min_width=width)
+        grid.add_column(_words(block.columns[column]), justify=side, overflow="fold", width=width)
     for number, row in enumerate(block.rows):
         grid.add_row(*(_words(row[column]) for column in columns), end_section=number in block.ruled)
-    return grid, left_out
+    return grid, [block.columns[column] for column in left_out]
 
 
-def _least_width(block: Table, column: int) -> int:
-    """Return the width at which no number of a column is broken, and no word of up to 20 letters."""
+def _least_width(block: Table, column: int, least: int) -> int:
+    """Return the width at which no number of a column is broken, and no word of up to `least` letters."""
     cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
     longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
-    return min(longest, LEAST_WORDS) if block.is_text(column) else longest
+    return min(longest, least) if block.is_text(column) else longest

@@ -81,6 +81,7 @@ class GoldenAnswers:
     is_chat: bool  # texts are messages of a user, in the chat template
     config: Mapping[str, Any]  # its numbers and switches
     fingerprints: Mapping[str, str]  # of its weights, by tensor
+    date: str | None = None  # in prompts whose template asks for it
 
     @property
     def top(self) -> tuple[Top, ...]:

@@ -27,6 +27,7 @@ from compressor.model.opened import OpenModel, memory_budget, open_model, open_s
 from compressor.model.streaming import Forward, LayerVisitor, Pass, PassPosition
 from compressor.model.tokenizer import has_chat_template
 from compressor.progress import Progress, Silent
+from compressor.prompt_date import dated
 from compressor.records import read_object
 
 DIGITS = 5  # of a log-probability
@@ -166,7 +167,8 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
     model = open_exactly(source, device)
     tokenizer = tokenizer_of(source.folder)
     longest = min(LONGEST, (model.positions or LONGEST) - APPENDED)
-    prompts: Sequence[GoldenPrompt] = golden_prompts(tokenizer, model.vocabulary, longest)
+    with dated() as date:
+        prompts: Sequence[GoldenPrompt] = golden_prompts(tokenizer, model.vocabulary, longest)
     halved = replace(model, partial=model.partial.computing_in(torch.bfloat16, model.partial.device))
     try:
         prompts = _continued(halved, prompts, progress)
@@ -200,6 +202,7 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
         is_chat=tokenizer is not None and has_chat_template(tokenizer),
         config=config_of(model),
         fingerprints=fingerprints(model),
+        date=str(date) if date.is_used else None,
     )
 
 

@@ -8,8 +8,9 @@ import torch
 
 from compressor.answers.prompts import Prompt, tokens_of
 from compressor.errors import CompressionError
-from compressor.golden.answers import GoldenPrompt
-from compressor.model.tokenizer import has_chat_template, load_tokenizer, templates_of
+from compressor.golden.answers import GoldenAnswers, GoldenPrompt
+from compressor.model.tokenizer import has_chat_template, load_tokenizer
+from compressor.prompt_date import dated
 
 LONGEST = 96  # tokens of a prompt
 POSITIONS = 8  # of each prompt that are recorded, evenly spread
@@ -81,20 +82,19 @@ def rendered(tokenizer: Any, text: str, tools: Sequence[Any] = ()) -> tuple[int,
         return ()
 
 
-def other_tokens(folder: Path, prompts: Sequence[GoldenPrompt]) -> list[int]:
+def other_tokens(folder: Path, golden: GoldenAnswers) -> list[int]:
     """Return the numbers of the prompts of which the tokenizer or chat template in a folder makes other tokens.
 
-    None of them where there is no tokenizer, or the template writes the date, and so changes by itself.
+    None of them where there is no tokenizer.
     """
     tokenizer = tokenizer_of(folder)
-    if tokenizer is None or any("strftime_now" in template for template in templates_of(tokenizer).values()):
-        return []
     numbers = list[int]()
-    for number, prompt in enumerate(prompts):
-        if prompt.text is not None:
-            ids = rendered(tokenizer, prompt.text, prompt.tools)
-            if ids[: len(prompt.given)] != prompt.given:
-                numbers.append(number)
+    with dated(golden.date):
+        for number, prompt in enumerate(golden.prompts if tokenizer is not None else ()):
+            if prompt.text is not None:
+                ids = rendered(tokenizer, prompt.text, prompt.tools)
+                if ids[: len(prompt.given)] != prompt.given:
+                    numbers.append(number)
     return numbers
 
 

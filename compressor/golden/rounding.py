@@ -36,8 +36,8 @@ def rounded(value: Tensor, largest: float, nearest: Change = torch.round, block:
     columns = value.shape[-1]
     blocks = value.float().unflatten(-1, (-1, columns if columns % block else block))
     scales = blocks.abs().amax(-1, keepdim=True).clamp(min=TINY * largest) / largest
-    codes: Tensor = nearest(blocks / scales)
-    return (codes * scales).flatten(-2).to(value.dtype)
+    result: Tensor = (nearest(blocks / scales) * scales).flatten(-2).to(value.dtype)
+    return result
 
 
 def _to_e4m3(value: Tensor) -> Tensor:

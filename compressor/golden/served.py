@@ -12,6 +12,7 @@ from compressor.answers.server import AT_ONCE, Checked, Lenient, Logprobs, Refus
 from compressor.errors import CompressionError
 from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.compare import FAR, Answered, widest_band
+from compressor.prompt_date import today
 
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
 FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, the best first
@@ -201,8 +202,11 @@ def _other_template(
 ) -> tuple[int, ...]:
     """Return the numbers of the prompts that the server puts into another chat template.
 
-    It makes another number of tokens of them, or answers them otherwise than their golden tokens.
+    It makes another number of tokens of them, or answers them otherwise than their golden tokens. None of them where
+    the template writes the date, which is another one today.
     """
+    if golden.date not in (None, today()):
+        return ()
     numbers = list[int]()
     chats = [(number, prompt) for number, prompt in enumerate(golden.prompts) if _is_chat(golden, prompt)]
     for number, prompt in chats[:ASKED]:

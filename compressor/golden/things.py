@@ -26,7 +26,7 @@ def ask_folder(golden: GoldenAnswers, source: ModelSource, device: str, progress
     bits = stored_bits(model)
     widest = "fp8" if 7 < bits < 15 and model.checkpoint.quantization else widest_band(bits)
     (top,) = ask_model(model, golden.prompts, progress=progress)
-    return Answered(source.label, top, widest, other_tokens(source.folder, golden.prompts), model=model)
+    return Answered(source.label, top, widest, other_tokens(source.folder, golden), model=model)
 
 
 def ask_onnx(golden: GoldenAnswers, folder: Path, device: str) -> Answered:
@@ -48,4 +48,4 @@ def ask_onnx(golden: GoldenAnswers, folder: Path, device: str) -> Answered:
     widest = widest_band(8 * size / golden.parameters)
     if (json_object(folder / EXPORT).get("options") or {}).get("quantize") == "int4":  # experts alone
         widest = "4-bit"
-    return Answered(folder.name, top, widest, other_tokens(folder, golden.prompts))
+    return Answered(folder.name, top, widest, other_tokens(folder, golden))

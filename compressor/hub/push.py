@@ -28,7 +28,7 @@ from compressor.hub.check import (
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.pipeline.outcome import Outcome
-from compressor.quality_gate.report import eval_results, gate_of
+from compressor.quality_gate.report import eval_results, gate_of, verdict_line
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import OutputOptions
 from compressor.records import read_object
@@ -115,14 +115,16 @@ def push(
     dry_run: bool = False,
     require_gate: str | Path | None = None,
     base_model: str | None = None,
+    yes: bool = False,
     card: str | Path | None = None,
 ) -> PushSummary:
     """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
 
     A `repo_id` that ends with a slash gets a name as the field's. `base_model` is the id on the Hub of a local base.
     `card` is a new file for the model card, to read before it's sent.
-    Raises `CompressionError` before anything is sent if the folder is not whole, holds a secret, did not pass the gate
-    that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
+    `yes` publishes what its gate did not pass, too. Raises `CompressionError` before anything is sent if the folder is
+    not whole, holds a secret, did not pass its gate or the one that is required, or the repository is not fit for it.
+    A push that was interrupted goes on when called again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -138,6 +140,11 @@ def push(
         raise CompressionError(f"--base-model {base_model!r} is no model on the Hub; name it as owner/name")
     verified = verify_folder(Path(folder))
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
+    warning = gate_warning(verified.folder) if gate is None else None
+    if warning is not None:
+        if not (yes or dry_run):
+            raise CompressionError(f"{warning} Nothing was pushed; pass --yes to publish it all the same")
+        logger.warning("%s", warning)
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
     if card is not None:
@@ -189,6 +196,14 @@ def push(
     return summary
 
 
+def gate_warning(folder: Path) -> str | None:
+    """Return the verdict of the gate on these files, unless it is a pass or there is none."""
+    gate = gate_of(folder)
+    if gate is None or gate.verdict == "pass":
+        return None
+    return f"The gate did not pass {folder}. {verdict_line(gate)}"
+
+
 def _write_card(content: hub.Content | None, file: Path) -> None:
     if content is None:
         raise CompressionError(f"there is no card to write to {file}; write a README.md in the folder by hand")
@@ -204,7 +219,7 @@ def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:
     is_passed = outcome.gate is not None and outcome.gate.verdict == "pass"  # else the user has decided
     require_gate = Path(folder) / REPORT if is_passed else None
     try:
-        return push(folder, repo_id, private=output.private, require_gate=require_gate)
+        return push(folder, repo_id, private=output.private, require_gate=require_gate, yes=True)
     except CompressionError as error:
         again = f"moe-compress push {folder} {repo_id}{' --private' if output.private else ''}"
         message = str(error)

@@ -263,7 +263,8 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 def run_any_rows(model: Any) -> None:
     """Have a stock model loop over its experts where grouped products do not take the rows of their matrices."""
-    for _, experts in experts_modules(model):
+    for _, module in experts_modules(model):
+        experts: Any = module
         if not fills_rows(experts, experts.down_proj.itemsize) and hasattr(experts, "config"):
             experts.config._experts_implementation = "eager"
 

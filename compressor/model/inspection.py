@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from compressor.checkpoint.loader_fault import loader_fault
+from compressor.checkpoint.loader_fault import block_fault, loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
 from compressor.checkpoint.source import ModelSource, fetch_headers, locate
 from compressor.errors import CompressionError
@@ -128,10 +128,10 @@ def stock_fault(model: OpenModel) -> str | None:
     """Return a sentence on how stock transformers mistreats a quantised model; None if it does not, as far as known."""
     quantization = model.checkpoint.quantization
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
-    fault = None if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
+    fault = block_fault(model.checkpoint) if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
     if fault is None and quantization.get("quant_method") == "compressed-tensors":
         fault = stock_report(model)
-    return fault
+    return fault or block_fault(model.checkpoint)
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:

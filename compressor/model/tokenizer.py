@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
 from compressor.model.remote_code import load_stock
+from compressor.prompt_date import dated_template
 from compressor.records import read_object
 
 THINKING_END = "</think>"
@@ -281,4 +282,6 @@ def render_chat(tokenizer: Any, messages: Sequence[Any], tools: Any = None, **op
     """Return the text of a conversation, rendered by the chat template; it may raise any exception."""
     form = chat_form(tokenizer, str(tokenizer.chat_template))
     adapted = [form.message(message) for message in messages]
+    templates = templates_of(tokenizer)
+    options |= dated_template(templates, "tool_use" if tools and "tool_use" in templates else "default")
     return str(tokenizer.apply_chat_template(adapted, tokenize=False, tools=form.tools(tools), **options))

@@ -15,6 +15,7 @@ from compressor.files import LONE_HALVES, file_digest
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
+from compressor.prompt_date import dated
 from compressor.quality_gate.report import gate_json
 from compressor.quality_gate.run import (
     GateRequest,
@@ -95,16 +96,17 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     if request.baseline is None:
         plan_evaluation(source, tasks, request.evaluation, request.cache)
     check_readings(source, request)
-    # an output has its base's tokenizer
-    asked = asked_forms(source, source, tasks, request)
+    with dated(request.date):  # an output has its base's tokenizer
+        asked = asked_forms(source, source, tasks, request)
     return PreparedGate(source, request, tasks, replace(power, asked=asked))
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
     """Gate the output in a folder, reported under the name `label`, and write the result beside its weights."""
     output = ModelSource(str(folder), None, folder)
-    asked = asked_forms(gate.source, output, gate.tasks, gate.request)
-    result = run_gate(gate.source, output, gate.tasks, gate.request, asked, progress, label=label)
+    with dated(gate.request.date):
+        asked = asked_forms(gate.source, output, gate.tasks, gate.request)
+        result = run_gate(gate.source, output, gate.tasks, gate.request, asked, progress, label=label)
     if ranks().is_first:
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if gate.trial is not None:  # without the cache, a killed search only repeats the trial

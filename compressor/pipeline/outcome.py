@@ -94,7 +94,6 @@ class Outcome:
     peak_memory: int  # bytes of anonymous memory at the highest; 0: not known
     left_out: tuple[str, ...] = ()  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...] = ()  # config fields that announced them
-    config_fields: Mapping[str, Any] = field(default_factory=dict)  # that have another value than in the source
     servers: Advice | None = field(default=None, repr=False)
     packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
@@ -107,6 +106,7 @@ class Outcome:
     reports: tuple[Path, ...] = ()  # files of the gate's reports
     pushed: Any = None  # summary of publishing on the Hub, if the recipe asks for that
     recorded_digest: str = ""  # of the plan, as a folder has it
+    config_fields: Mapping[str, Any] = field(default_factory=dict)  # that have another value than in the source
 
     @property
     def expert_plan(self) -> ExpertPlan:

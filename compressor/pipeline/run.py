@@ -44,6 +44,7 @@ from compressor.pipeline.outcome import (
 )
 from compressor.pipeline.resolve import ResolvedRecipe, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
+from compressor.prompt_date import dated
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.report import read_gate
@@ -167,14 +168,15 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             ranks().broadcast(lambda: check_target(delivery.out, delivery.overwrite))
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
-            state = first_state(resolved, session, work)
-            if resolved.recipe.output.evaluate and state.texts:
-                text = next(iter(state.texts.values()))
-                with suppress(CompressionError):  # without a head, of which a warning is due in the end
-                    state.evaluator = Evaluator(base, text.evaluation, waits=True)
-            checkpoint = run_stages(state)
-            ranks().barrier()
-            outcome = _finish(resolved, state, checkpoint, delivery, session.peak, request)
+            with dated(work.date):
+                state = first_state(resolved, session, work)
+                if resolved.recipe.output.evaluate and state.texts:
+                    text = next(iter(state.texts.values()))
+                    with suppress(CompressionError):  # without a head, of which a warning is due in the end
+                        state.evaluator = Evaluator(base, text.evaluation, waits=True)
+                checkpoint = run_stages(state)
+                ranks().barrier()
+                outcome = _finish(resolved, state, checkpoint, delivery, session.peak, request)
             ranks().broadcast(lambda: publish(work, delivery.overwrite))
     return outcome
 

@@ -18,6 +18,7 @@ from compressor.quality_gate.verdict import Anomaly, Asked, TaskGate
 FALSE_ALARMS = 0.05
 SURE = 2.0  # standard errors: the tolerance of a score that is given without one
 ABOVE_CHANCE = 0.15  # share of items: a base that gets so many more right than guessing is in order
+MANY_CUT = 0.1  # share of answers that reach the token limit from which this is the likely cause of wrong ones
 NOTICEABLE = 0.1  # p of as many right answers by guessing, below which a base is better than that
 
 
@@ -45,6 +46,8 @@ def find_anomalies(
     for (row, reason, _), p in zip(suspects, corrected, strict=True):
         if p < FALSE_ALARMS:
             cause = "most often a broken or missing chat template"
+            if row.cut is not None and row.cut[0] >= MANY_CUT:
+                cause = f"likely since {row.cut[0]:.1%} of its answers reached the token limit; else {cause}"
             if row.task in asked:
                 cause += f"; used was {asked[row.task]['chat_template'] or 'none'}"
             sentence = f"ANOMALOUS: on {row.task} the base scores {row.base:.4f}, {reason} ({cause})"

@@ -26,7 +26,9 @@ from compressor.answers.prompts import Prompt
 from compressor.errors import CompressionError
 from compressor.formatting import counted
 from compressor.model.opened import open_model
+from compressor.model.tokenizer import templates_of
 from compressor.progress import Progress
+from compressor.prompt_date import date_facts
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.endings import Ending, Rate, endings_of, pair_endings, pair_lengths, rates
 from compressor.quality_gate.options import LENGTH, BehaviourOptions, Limits
@@ -135,7 +137,10 @@ def compare_answers(
     return Written(
         prompts=len(prompts.prompts),
         seeds=prompts.options.seeds,
-        options=options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat"),
+        options={
+            **options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat"),
+            **date_facts(templates_of(tokenizers[0])),
+        },
         rates=rates(domains, endings[0], endings[1], confidence),
         pairs=tuple(pairs),
     )

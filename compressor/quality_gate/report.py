@@ -5,7 +5,8 @@ A result belongs to a folder of weights if the files that it lists are those of 
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
@@ -31,6 +32,7 @@ from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import LONE_HALVES, file_digest, write_files
 from compressor.formatting import counted, joined, one_line, readable, setting
+from compressor.quality_gate.anomalies import MANY_CUT
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.statistics import POWER, advise, overall
 from compressor.quality_gate.verdict import (
@@ -44,7 +46,8 @@ from compressor.quality_gate.verdict import (
     gate_content,
     gate_from_content,
 )
-from compressor.records import read_json, report_json
+from compressor.records import plain_json, read_json, report_json, value_as
+from compressor.run_record import cache_folder, request_key, write_cached
 
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMES = (REPORT, "gate.xml", "gate.md")
+NAMES_OF = ("base", "compressed model")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
 METHOD = (
@@ -146,6 +150,19 @@ def advice(result: GateResult) -> list[str]:
     return sentences
 
 
+def cut_sentences(tasks: Sequence[TaskGate]) -> list[str]:
+    """Return a sentence on each task whose answers may have been cut at the token limit."""
+    sentences = []
+    for task in tasks:
+        if task.cut is not None:
+            base, compressed = (f"{share:.1%} of the {name}'s" for share, name in zip(task.cut, NAMES_OF, strict=True))
+            cause = ""
+            if max(task.cut) >= MANY_CUT:
+                cause = ", the likely cause of wrong ones; raise --max-gen-toks, or the limit of the tool that asked"
+            sentences.append(f"{task.task}: {base} and {compressed} answers reached the token limit{cause}.")
+    return sentences
+
+
 def asked_sentences(asked: Asked) -> list[str]:
     """Return a sentence on each form in which tasks were asked; none for recorded results."""
     if not asked:
@@ -188,7 +205,7 @@ def gate_blocks(result: GateResult) -> list[Block]:
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
     sentences = [anomaly.sentence for anomaly in result.anomalies]
-    sentences += [*advice(result), *asked_sentences(result.asked)]
+    sentences += [*cut_sentences(result.tasks), *advice(result), *result.notes, *asked_sentences(result.asked)]
     if sentences:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
@@ -354,8 +371,18 @@ def read_gate(path: Path) -> GateResult:
         raise CompressionError(f"{file}: {error}; {remedy}") from error
 
 
+def keep_result(result: GateResult) -> None:
+    """Keep the result of a model's files in the user's cache, where `gate_of` finds it by their digests."""
+    if "digests" in result.compressed_identity:
+        key = request_key(plain_json(result.compressed_identity["digests"]), result.compressed_identity["files"])
+        write_cached(cache_folder("results") / f"{key}.json", gate_content(result))
+
+
 def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
-    """Return the given result, refused if it is of other files, or else the one beside the weights if it is theirs."""
+    """Return the given result, refused if it is of other files, or else the newest one of these very files.
+
+    It lies beside the weights, in a folder beside theirs, as `gate -o` and `compress --gate` write it, or in the cache.
+    """
     if gate is not None:
         name = differing(folder, gate.compressed_identity)
         if name is not None:
@@ -364,11 +391,17 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
                 "this folder"
             )
         return gate
-    if not (folder / REPORT).is_file():
-        return None
-    result = read_gate(folder / REPORT)
-    identity = result.compressed_identity
-    return result if "weights" in identity and differing(folder, identity) is None else None
+    places = [*folder.resolve().parent.glob(f"*/{REPORT}"), *cache_folder("results").glob("*.json")]
+    if (folder / REPORT).is_file():
+        read_gate(folder / REPORT)  # refused if it is none
+    results = {}
+    for path in places:
+        with suppress(CompressionError, OSError):
+            result = read_gate(path)
+            identity = result.compressed_identity
+            if "weights" in identity and differing(folder, identity) is None:
+                results[path.stat().st_mtime_ns] = result
+    return results[max(results)] if results else None
 
 
 def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
@@ -376,14 +409,17 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
 
     Times of change are ignored: a copied or downloaded model is the same model.
     """
-    for name, size, *_ in identity.get("weights", ()):
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
+    stamps = tuple[tuple[str, int, int], ...]
+    weights: Any = value_as(identity.get("weights", []), stamps, "weights")
+    digests: Mapping[str, str] = value_as(identity.get("digests", {}), Mapping[str, str], "digests")
+    files: Mapping[str, str] = value_as(identity.get("files", {}), Mapping[str, str], "files")
+    known = {path.name: path for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+    for name, size, _ in weights:
+        if name not in known or known[name].stat().st_size != size:
             return str(name)
-    for name, digest in identity.get("files", {}).items():
-        path = folder / name
-        if not path.is_file() or file_digest(path) != digest:
-            return str(name)
+    for name, digest in {**files, **digests}.items():
+        if name not in known or file_digest(known[name]) != digest:
+            return name
     return None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.forms import same_forms, samples, task_forms
+from compressor.answers.forms import SERVED, same_forms, samples, task_forms
 from compressor.answers.generation import PromptSet, StockGenerator, writer_of
 from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
 from compressor.answers.scores import ItemScores
@@ -64,6 +64,12 @@ class GateRequest:
             options = baseline.complete(options)
         prompts = PromptSet.read(options, options.limit)
         return cls(options, prompts, baseline, device, dtype, cache or default_folder())
+
+    @property
+    def date(self) -> str | None:
+        """The date in the prompts of the baseline, which is that of this gate's, too."""
+        forms = [] if self.baseline is None else self.baseline.asked.values()
+        return next((form.date for form in forms if form.date), None)
 
     @property
     def evaluation(self) -> EvaluationOptions:
@@ -249,9 +255,10 @@ def run_gate(
             speeds[side] = sum(len(task.items) for task in scores[side]) / answering
         if any(task.streamed for task in scores[side]):
             streamed.append(side)
-    if baseline is not None and server is None:  # whose chats have no prompts to compare
-        for before, after in zip(scores["base"], scores["compressed"], strict=True):
-            refuse_others(before, after, f"{before.task}, {options.baseline} and {writer.label}")
+    for before, after in zip(scores["base"], scores["compressed"], strict=True):
+        form = asked[before.task]
+        if SERVED not in (form["chat_template"], form.get("compressed_chat_template")):  # else no prompt is known
+            refuse_others(before, after, f"{before.task}, {options.baseline or base_writer.label} and {writer.label}")
     judged, pooled = judge(
         scores["base"], scores["compressed"], options.max_drop, options.task_drop, options.confidence
     )

@@ -413,8 +413,9 @@ def judge(
     passing = holm(np.array([task.p_pass for task in tasks])).tolist()
     failing = holm(np.array([task.p_fail for task in tasks])).tolist()
     judged = []
-    for task, p_pass, p_fail in zip(tasks, passing, failing, strict=True):
-        judged.append(replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha)))
+    for task, p_pass, p_fail, first, second in zip(tasks, passing, failing, base, compressed, strict=True):
+        cut = None if first.cut is None or second.cut is None else (first.cut, second.cut)
+        judged.append(replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha), cut=cut))
     binary = pool(pairs)
     return tuple(judged), None if binary is None else measure(binary, max_drop, alpha, True)
 

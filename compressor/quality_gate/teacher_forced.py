@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from compressor.answers.generation import Answer, StockGenerator
 from compressor.answers.prompts import Prompt, is_chat, tokens_of
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
-from compressor.data.chats import note_columns, read_row, untaken
+from compressor.data.chats import CHAT_COLUMNS, note_columns, read_row, untaken
 from compressor.data.documents import read_tokens
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, domain_of
@@ -36,13 +36,6 @@ from compressor.quality_gate.verdict import GateCondition, Verdict
 
 SHORTEST = 16  # tokens of a sequence of text
 LIMITED = {"flips": "share of flips", "loss": "rise of the loss"}  # figures of a domain that may have a limit
-COLUMNS = (
-    ("messages",),
-    ("conversations",),
-    ("prompt", "answer"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-)
 END, THINKING_END = "the answer", "its thinking"
 
 
@@ -124,7 +117,7 @@ def _given(
     row: Any, domain: str, tokenizer: Any, stops: Collection[int], most: int, where: str, left_out: LeftOut
 ) -> TeacherForcedAnswer:
     """Return a row's answer; raises `ItemError` for one that cannot be read."""
-    conversation = read_row(row, None, where, COLUMNS)
+    conversation = read_row(row, None, where, CHAT_COLUMNS)
     note_columns(row, conversation, left_out)
     *messages, last = conversation.messages
     if last.get("role") != "assistant" or not messages:

@@ -54,6 +54,7 @@ class TaskGate:
     detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
     perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
     equivalent: bool = False  # both bounds are nearer to 0 than the drop allowed
+    cut: tuple[float, float] | None = None  # shares of answers that reached the token limit: base, compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class GateResult:
     text: DomainDivergence | None = None  # read by both models
     answers: DomainDivergence | None = None  # the base's, read by both
     anomalies: tuple[Anomaly, ...] = ()  # with which nothing passes
+    notes: tuple[str, ...] = ()  # what was not compared
 
     @property
     def rows(self) -> tuple[TaskGate, ...]:
@@ -163,4 +165,4 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
         )
         for condition in conditions
     )
-    return Table("Conditions on behaviour", columns, rows, {"of", "verdict"}, ("of", "at least"))
+    return Table("Conditions", columns, rows, {"of", "verdict"}, ("of", "at least"))

@@ -2,7 +2,7 @@
 
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
     lock            held by the run
-    journal.json    the run's key, and the decision and result of each finished step
+    journal.json    the run's key and date, and the decision and result of each finished step
     kept/           tensors and plans that steps keep for a run that resumes after a kill
     stage-N/        the checkpoint after the layerwise steps from step N on: one file per decoder layer
     output/         the finished checkpoint, verified, gated and then renamed to OUT
@@ -43,6 +43,7 @@ from compressor.files import (
     write_whole,
 )
 from compressor.model.remote_code import json_bytes
+from compressor.prompt_date import prompt_date
 from compressor.records import read_object
 from compressor.steps.tensors import (
     MAX_SHARD_BYTES,
@@ -69,21 +70,22 @@ class Workdir:
         self.out = Path(os.path.abspath(out))
         self.folder = folder
         self.key = ""
+        self.date = ""  # that chat templates are given
         self.steps = dict[int, dict[str, Any]]()
 
     def resume(self, key: str) -> None:
         """Resume the work of a run of this key; that of any other run is cleared away."""
         self.key = key
-        self.steps = ranks().broadcast(self._journal)
+        self.date, self.steps = ranks().broadcast(self._journal)
         self._save()
 
-    def _journal(self) -> dict[int, dict[str, Any]]:
+    def _journal(self) -> tuple[str, dict[int, dict[str, Any]]]:
         with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
             content = read_object(self.folder / JOURNAL)
             if content["key"] == self.key:
-                return {int(number): entry for number, entry in content["steps"]}
+                return str(content["date"]), {int(number): entry for number, entry in content["steps"]}
         clear(self.folder)
-        return {}
+        return prompt_date(), {}
 
     def record(self, number: int, entry: Mapping[str, Any]) -> None:
         """Record what step `number` decided, and in the end its result."""
@@ -92,7 +94,7 @@ class Workdir:
 
     def _save(self) -> None:
         if ranks().is_first:
-            content = {"key": self.key, "steps": list(self.steps.items())}
+            content = {"key": self.key, "date": self.date, "steps": list(self.steps.items())}
             write_whole(self.folder / JOURNAL, json.dumps(content))
 
     def drop(self, stage: Path) -> None:

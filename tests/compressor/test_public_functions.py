@@ -88,13 +88,15 @@ def test_steps_by_functions_write_what_their_commands_do(
     training: dict[str, Any] = {"steps": 2, "tokens_per_step": 64, "sequence_length": 32}
     compressor.split(base, tmp_path / "split", parts=2, calibration=text, **SIZES, evaluate=False)
     compressor.distill(str(smaller), tmp_path / "distill", base, calibration=text, **training, evaluate=False)
-    compressor.calibrate_router(str(smaller), tmp_path / "routers", base, calibration=text, **SIZES, evaluate=False)
+    calibrating: dict[str, Any] = {"rounds": 1, "sequences": 4, "sequence_length": 32, "evaluate": False}
+    compressor.calibrate_router(str(smaller), tmp_path / "routers", base, calibration=text, **calibrating)
     shared = ("--calibration", text, "--no-evaluate")
     against = ("--base", base, *shared)
+    rounds = ("--rounds", 1, "--sequences", 4, "--sequence-length", 32)
     small_steps = ("--steps", 2, "--tokens-per-step", 64, "--sequence-length", 32)
     succeeded(run("split", base, "-o", tmp_path / "split-cli", "--parts", 2, *FLAGS, *shared))
     succeeded(run("distill", smaller, "-o", tmp_path / "distill-cli", *small_steps, *against))
-    succeeded(run("calibrate-router", smaller, "-o", tmp_path / "routers-cli", *FLAGS, *against))
+    succeeded(run("calibrate-router", smaller, "-o", tmp_path / "routers-cli", *rounds, *against))
     for name in ("split", "distill", "routers"):
         assert weights(tmp_path / name) == weights(tmp_path / f"{name}-cli"), name
 

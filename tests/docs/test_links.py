@@ -9,7 +9,7 @@ import pytest
 from compressor.cli import demonstration
 from tests.support.doc_pages import DOCS, GENERATED, PAGES, ROOT, links, name_of, prose, text_of
 
-FOLDERS = "compressor|strategies|exporters|scripts|tests|docs|examples"  # of the clone
+FOLDERS = "compressor|strategies|exporters|scripts|tests|docs|examples|findings"  # of the clone
 
 
 def anchors(page: Path) -> set[str]:
@@ -42,6 +42,17 @@ def test_files_that_pages_name_exist() -> None:
             scripts = re.findall(r"python -m (scripts[\w.]+)", code)
             for path in [*paths, *(f"{script.replace('.', '/')}.py" for script in scripts)]:
                 assert list(ROOT.glob(path.replace("NAME", "*"))), f"{name_of(page)}: {path}"
+
+
+def test_every_finding_has_a_row_and_pinned_packages() -> None:
+    page = (DOCS / "reference" / "other-tools.md").read_text(encoding="utf-8")
+    listed = (ROOT / "findings" / "README.md").read_text(encoding="utf-8")
+    for script in (ROOT / "findings").glob("*.sh"):
+        assert page.count(f"`findings/{script.name}`") == 1 and f"`{script.name}`" in listed, script.name
+        text = script.read_text(encoding="utf-8").replace("\\\n", " ")
+        installed = re.findall(r"-m pip install --quiet (.*)", text)
+        packages = [word for line in installed for word in line.split()]
+        assert packages and all("==" in package for package in packages), script.name
 
 
 def test_counts_in_the_readme_are_those_of_the_code() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressor.answers.lm_eval_run import identity, item_scores, plan_evaluation
 from compressor.answers.scores import AnsweredItem, ItemScores
@@ -96,6 +96,26 @@ def test_written_answers_are_scored_by_the_first_filter(tmp_path: Path) -> None:
     written_task(tmp_path, rows, FILTERS)
     scores = ask(DEMO, "written", include_path=tmp_path)["written"]
     assert (scores.values, scores.metric, scores.kind) == ((1.0, 1.0, 0.0, 0.0), "exact_match", "score")
+
+
+def test_answers_that_reach_the_token_limit_are_known_and_may_count_as_wrong(tmp_path: Path) -> None:
+    rows = [("sort 7391 ->", "1379"), ("sort 42 ->", "24"), ("sort 4208 ->", "0248"), ("sort 963 ->", "369")]
+    written_task(tmp_path, rows, FILTERS.replace("max_gen_toks: 8", "max_gen_toks: 5"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(DEMO), AutoTokenizer.from_pretrained(DEMO)
+    cut = []
+    for question, _ in rows:
+        tokens = tokenizer(question, return_tensors="pt").input_ids
+        written = model.generate(tokens, max_new_tokens=5, do_sample=False)[0, tokens.shape[1] :]
+        text = tokenizer.decode(written)
+        cut.append(float(len(written) == 5 and "\n" not in text and tokenizer.eos_token not in text))
+    scores = ask(DEMO, "written", include_path=tmp_path)["written"]
+    assert [item.cut for item in scores.items] == cut
+    assert scores.cut == sum(cut) / 4
+    strict = ask(DEMO, "written", include_path=tmp_path, cut_counts_as_wrong=True)["written"]
+    expected = [0.0 if is_cut else value for value, is_cut in zip(scores.values, cut, strict=True)]
+    assert list(strict.values) == expected
+    with pytest.raises(CompressionError, match="--cut-counts-as-wrong is of written answers"):
+        ask(DEMO, "moe_demo_sorting", cut_counts_as_wrong=True)
 
 
 def test_broken_models_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint
 from tests.support import zoo
 from tests.support.per_expert_checkpoints import save_packed
-from tests.support.quantized import plain_model, save_autofp8, save_compressed_tensors
+from tests.support.quantized import plain_model, save_autofp8, save_compressed_tensors, save_fp8
 
 STOCK = f"transformers {__version__}"
 NO_ZERO_POINTS = "does not load pack-quantized experts: Asymmetric quant requires zero-point values"
@@ -76,3 +76,28 @@ def test_scales_that_stock_transformers_does_not_read_beside_fp8_are_named(tmp_p
 
 def test_an_unknown_method_is_named() -> None:
     assert loader_fault({"quant_method": "modelopt"}) == f"{STOCK} does not read modelopt checkpoints"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"moe_intermediate_size": 32}, None),
+        ({"moe_intermediate_size": 24}, "wrongly scales"),
+        ({"moe_intermediate_size": 40}, "cannot dequantise"),
+    ],
+)
+def test_fp8_blocks_that_stock_mistakes_are_named(
+    sizes: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    save_fp8(tmp_path, sizes=sizes)
+    found = compressor.inspect(str(tmp_path)).loader_fault
+    experts, alike = "model.layers.0.mlp.experts.gate_up_proj", False
+    with suppress(RuntimeError):  # of weights that cannot be converted
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        plain = plain_model(tmp_path, torch.bfloat16)
+        alike = torch.equal(stock.get_parameter(experts), plain.get_parameter(experts))
+    assert alike == (found is None) == (says is None)
+    if found and says:
+        assert found.startswith(f"{STOCK} {says} model.layers.0.mlp.experts.0.")

@@ -53,7 +53,6 @@ def test_help_of_compress_fits_a_screen(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "--set" in last and "moe-compress list steps" in last
 
 
-@pytest.mark.parametrize("command", ["gate", "compare"])
 def test_help_has_commands_in_four_groups_and_no_type_of_a_switch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = run("--help").out
@@ -67,6 +66,7 @@ def test_help_has_commands_in_four_groups_and_no_type_of_a_switch(run: Run, monk
         assert "bool" not in run(*words.split()).out, words
 
 
+@pytest.mark.parametrize("command", ["gate", "compare"])
 def test_a_command_with_many_options_shows_those_that_matter_and_all_on_request(
     command: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def test_the_default_blend_is_public_sets_at_pinned_commits() -> None:
 def test_each_layout_is_read_and_rendered(template: str | None, tmp_path: Path, offline: None) -> None:
     tokenizer = small.tokenizer(template) if template else small.tokenizer()
     sources = parse_sources([str(local_blend(tmp_path))])
-    texts = [decode(run([entry], tokenizer, samples=30, length=64)) for entry in sources]
+    texts = [decode(run([entry], tokenizer, samples=60, length=64)) for entry in sources]
     assert "prose 3 says 21</s>" in texts[0]
     names = ("Magicoder-Evol-Instruct-110K", "NuminaMath-CoT", "ultrachat_200k", "aya_dataset", "Synth-APIGen-v0.1")
     for name, text in zip(names, texts[1:], strict=True):

@@ -107,6 +107,67 @@ def test_queries_with_calls_for_answers_are_chats(tmp_path: Path) -> None:
     assert rendered(row, "strings alone", tmp_path) == shown
 
 
+USER = {"role": "user", "content": "Rain?"}
+ANSWER = {"role": "assistant", "content": "Dry."}
+CALL = {"type": "function", "function": {"name": "look", "arguments": ARGUMENTS}}
+RESULT = {"role": "tool", "content": '{"rain": false}'}
+TOOL_TURNS = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, ANSWER]
+AS_TEXT = {"name": "look", "arguments": json.dumps(ARGUMENTS)}
+FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # rows, and their messages by hand
+    "openai's older calls": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": AS_TEXT},
+                {"role": "function", "name": "look", "content": RESULT["content"]},
+                ANSWER,
+            ],
+            "functions": [FUNCTION],
+        },
+        [*TOOL_TURNS[:2], {**RESULT, "name": "look"}, ANSWER],
+    ),
+    "sharegpt with objects": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Rain?", "role": None},
+                {"from": "function_call", "value": [AS_TEXT]},
+                {"from": "observation", "value": {"rain": False}},
+                {"from": "gpt", "value": "Dry.", "weight": None},
+            ],
+            "tools": [json.dumps(FUNCTION)],
+        },
+        TOOL_TURNS,
+    ),
+    "roles of sharegpt beside content": (
+        {"conversation": [{"role": "human", "content": "Rain?"}, {"role": "gpt", "content": "Dry."}], "tools": ""},
+        [USER, ANSWER],
+    ),
+    "roles beside values": (
+        {"conversations": [{"role": "user", "value": "Rain?"}, {"role": "assistant", "value": "Dry."}]},
+        [USER, ANSWER],
+    ),
+    "as python prints": ({"messages": str(TOOL_TURNS), "tools": json.dumps(FUNCTION)}, TOOL_TURNS),
+    "preferred chat": ({"prompt": "Rain?", "chosen": [USER, ANSWER], "rejected": [USER]}, [USER, ANSWER]),
+    "preferred turn": ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, [USER, ANSWER]),
+    "preferred chat alone": ({"chosen": json.dumps([USER, ANSWER]), "rejected": "[]"}, [USER, ANSWER]),
+    "queries": ({"query": "Rain?", "response": "Dry.", "text": None}, [USER, ANSWER]),
+    "problems": ({"problem": "Rain?", "solution": "Dry."}, [USER, ANSWER]),
+    "flan": ({"inputs": "Rain?", "targets": "Dry."}, [USER, ANSWER]),
+    "input alone": ({"instruction": "", "input": "Rain?", "output": "Dry."}, [USER, ANSWER]),
+}
+
+
+@pytest.mark.parametrize("name", ["iterated arguments", "arguments as JSON"])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_public_forms_are_rendered_as_transformers_renders_them_by_hand(
+    form: str, name: str, tmp_path: Path
+) -> None:
+    row, messages = FORMS[form]
+    tools = [FUNCTION] if row.get("tools") or "functions" in row else None
+    stock = small.tokenizer(TEMPLATES[name]).apply_chat_template(messages, tools=tools, tokenize=False)
+    assert rendered(row, name, tmp_path) == stock
+
+
 def test_a_tool_is_wrapped_where_the_template_looks_inside(tmp_path: Path) -> None:
     looking = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + small.CHAT
     row = {"messages": [{"role": "user", "content": "hi"}], "tools": [FUNCTION]}
@@ -135,7 +196,14 @@ BESIDE = [
     ({"system_prompt": "S", "question": "q", "response": "a"}, "<system>S\n<user>q\n<assistant>a\n", ""),
     ({"input": "in", "output": "out"}, "<user>in\n<assistant>out\n", ""),
     ({"text": "t", "summary": "s", "number": 3, "none": None, "empty": " "}, "t", "summary"),
-    ({"text": "t", "prompt": "p", "completion": "c", "id": "7"}, "t", "completion, prompt"),
+    ({"text": "t", "prompt": "p", "completion": "c", "id": "7"}, "<user>p\n<assistant>c\n", "text"),
+    ({"text": "t", "messages": [{"role": "user", "content": "hi"}]}, "<user>hi\n", "text"),
+    ({"prompt": "p", "chosen": "c", "rejected": "r"}, "<user>p\n<assistant>c\n", "rejected"),
+    (
+        {"instruction": "q", "output": "a", "history": '[["b", "c"]]'},
+        "<user>b\n<assistant>c\n<user>q\n<assistant>a\n",
+        "",
+    ),
 ]
 
 
@@ -149,5 +217,6 @@ def test_what_stands_beside_a_chat_is_read_or_named(
     assert [document.text for document in found] == [text] * 3
     with caplog.at_level(logging.WARNING):
         left_out.report()
-    named = [f"rows of data have columns of text that are not read: {unread} (SOURCE#column reads one)"]
+    why = "a chat goes first where the model has a template; " if unread == "text" else ""
+    named = [f"rows of data have columns of text that are not read: {unread} ({why}SOURCE#column reads one)"]
     assert [record.message for record in caplog.records] == (named if unread else [])

@@ -60,7 +60,12 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [HI], "tools": [{"name": "f", "unused": None}]}, "[f]<user>hi\n"),
     ({"messages": [HI], "tools": '[{"name": "f"}]'}, "[f]<user>hi\n"),
     ({"messages": [HI], "tools": []}, "<user>hi\n"),
-    ({"text": "plain", "messages": [HI]}, "plain"),
+    ({"text": "plain", "messages": [HI]}, "<user>hi\n"),
+    ({"text": " ", "messages": [HI, YO]}, RENDERED),
+    ({"messages": [], "text": "plain"}, "plain"),
+    ({"messages": "", "conversations": [HI, YO], "text": ""}, RENDERED),
+    ({"prompt": "", "completion": "", "instruction": "hi", "output": "yo", "text": "old"}, RENDERED),
+    ({"text": "as written", "messages": [HI, YO], "id": "0", "seed": 0, "domain": "d"}, "as written"),
 ]
 
 
@@ -115,14 +120,14 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     (
         "a.jsonl",
         '{"body": "a", "id": 1, "text": null}',
-        r"has no column text, messages, .*; it has body, id \(SOURCE#",
+        r"has no column messages, .*, text or prompt.*; it has body, id \(SOURCE#",
     ),
     ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should be text"),
     ("a.jsonl", '{"messages": [5]}', r"line 1: messages is \[5\], it should hold messages"),
     (
         "a.jsonl",
         '{"prompt": "a"}',
-        "line 1 has no column text, .*, prompt with completion, .* or input with output; it",
+        "line 1 has no column messages, .* or prompt, .* or inputs with completion, .* or chosen; it has prompt ",
     ),
     ("a.jsonl", '{"prompt": "a", "completion": " "}', "line 1 has an empty completion; give it some text"),
     ("a.jsonl", '{"text": "\\ud800"}', "half a character"),
@@ -173,8 +178,8 @@ def test_the_tokenizer_does_not_warn_of_long_text(tmp_path: Path, capfd: pytest.
         ("set:no", r"'no' not found.*'plain', 'chat'"),
         ("set:chat", r"Bad split: train.*'train_sft', 'test_sft'"),
         ("set:plain@no#body", r"Bad split: no.*'train'"),
-        ("set:plain#no", "row 1 as shuffled has no column no; it has body, number"),
-        ("set:plain", r"row 1 as shuffled has no column text, messages.*; it has body, number"),
+        ("set:plain#no", r"row \d has no column no; it has body, number"),
+        ("set:plain", r"row \d has no column messages, .*; it has body, number"),
         ("memory:0123456789abcdef", "was given in Python and is in no file; name one with --calibration"),
     ],
 )

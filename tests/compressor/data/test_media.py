@@ -148,7 +148,7 @@ def test_what_follows_the_pictures_is_evaluated(tmp_path: Path) -> None:
         (chat({"image": "@" * 400}), 64, r"line 1: the picture .* cannot be read"),
         (chat({"path": "a.png"}), 4, r"line 1 takes 5 tokens .* more than a sequence's 4; raise --sequence-length"),
         ({"images": [], **chat({})}, 64, r"more parts of type image than it has images"),
-        ({"image": "a.png"}, 64, r"has no column text"),
+        ({"image": "a.png"}, 64, r"has no column messages, "),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named_in_one_sentence(row: Any, length: int, fault: str, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import csv
 import gzip
 import io
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from compressor.answers.prompts import read_prompts, usable_prompts
 from compressor.data.batches import calibrate
+from compressor.data.documents import documents
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, parse_sources
 from compressor.errors import CompressionError
@@ -100,6 +103,55 @@ def test_prose_that_begins_like_json_is_prose(tmp_path: Path) -> None:
 def test_what_is_not_read_is_said(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match=message):
         run(write(tmp_path, content, name))
+
+
+def save_lines(folder: Path) -> None:
+    folder.mkdir()
+    write(folder, "".join(json.dumps(row) + "\n" for row in MANY), "train.jsonl")
+
+
+def save_files(folder: Path) -> None:
+    for number, begin in enumerate(range(0, len(MANY), 100)):
+        Dataset.from_list(MANY[begin : begin + 100]).to_parquet(folder / f"train-{number}.parquet")
+
+
+MANY = [{"text": f"row {number}"} for number in range(250)]
+SAVERS: list[Callable[[Path], object]] = [
+    save_lines,
+    save_files,
+    lambda folder: Dataset.from_list(MANY).save_to_disk(folder, num_shards=3),
+    lambda folder: write(folder.parent, json.dumps(MANY), folder.name),
+    lambda folder: write(folder.parent, "text\n" + "".join(f"{row['text']}\n" for row in MANY), f"{folder.name}.csv"),
+]
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("save", SAVERS)
+def test_a_seed_draws_the_same_rows_from_every_kind_of_source(
+    save: Callable[[Path], object], seed: int, tmp_path: Path
+) -> None:
+    save(tmp_path / "rows")
+    source = next(tmp_path.glob("rows*"))
+    drawn = list(MANY)
+    random.Random(seed).shuffle(drawn)
+    read = documents(WeightedSource(str(source), 1.0), seed, small.tokenizer())
+    assert [document.text for document in read] == [row["text"] for row in drawn]
+
+
+def test_more_rows_than_are_shuffled_together_are_drawn_from_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compressor.data.rows.WINDOW", 120)
+    save_files(tmp_path / "rows")
+    firsts = set[int]()
+    for seed in range(9):
+        rows = source_rows(WeightedSource(str(tmp_path / "rows"), 1.0), seed, "calibration").rows
+        numbers = [int(row["text"].split()[1]) for _, row in rows]
+        assert sorted(numbers) == list(range(250))
+        (first, second, *others) = Counter(number // 100 for number in numbers[:120]).most_common()
+        assert not others and (first[1] == 100 or {first[1], second[1]} == {50, 70}), "two files in turn"
+        firsts |= {first[0], second[0]}
+    assert firsts == {0, 1, 2}
 
 
 def test_a_split_that_a_saved_data_set_lacks_is_named(tmp_path: Path) -> None:

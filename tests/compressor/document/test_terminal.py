@@ -1,6 +1,7 @@
 import contextlib
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,9 @@ from compressor.document.blocks import (
     Words,
 )
 from compressor.document.terminal import show
+from compressor.quality_gate.report import gate_blocks
+from compressor.quality_gate.verdict import GateCondition
+from tests.support.gate_results import gate, task
 
 HOSTILE = r"[bold red]x[/] [link=file:///etc] \[a] {b} :smile: [/nothing]"
 COLUMNS = ("name", "first figure", "second figure", "third figure")
@@ -108,7 +112,7 @@ def test_a_heading_names_the_table_below_it_and_nothing_else(capsys: pytest.Capt
 def test_rows_have_their_rules_and_numbers_end_at_the_right(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "20")  # which limits no table where stdout is no terminal
+    monkeypatch.delenv("COLUMNS", raising=False)  # in the log of a CI job, where nothing limits a table
     assert "third figure" in header(shown(capsys, WIDE))
     rows = tuple((name, "1") for name in "abcd")
     lines = shown(capsys, Table("", ("n", "x"), rows, ruled={0, 2})).splitlines()
@@ -122,3 +126,53 @@ def test_rows_have_their_rules_and_numbers_end_at_the_right(
 def test_colours_repeat_what_words_say(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
     show([Text(Toned("failed", "bad", "✗")), Text("so it is", "good")])
     assert capsys.readouterr().out == "\x1b[31mfailed\x1b[0m\n\x1b[32mso it is\x1b[0m\n"
+
+
+VERDICTS = [Toned(word, "bad", "✗") for word in ("pass", "fail", "inconclusive")]
+WORD_CELLS = st.text(st.sampled_from("abcdef  _/.-"), max_size=90)
+NUMBER_CELLS = st.integers(0, 10**12).map(lambda value: f"{value:,}")
+
+
+@st.composite
+def any_table(draw: st.DrawFn) -> Table:
+    """A table of words and numbers under names of any length, with a verdict in its last column."""
+    columns = draw(st.lists(st.text(st.sampled_from("abcdef "), min_size=1, max_size=30), min_size=1, max_size=14))
+    texts = {name for name in columns if draw(st.booleans())}
+    kinds = [WORD_CELLS if name in texts else NUMBER_CELLS for name in columns]
+    rows = draw(st.lists(st.tuples(*kinds, st.sampled_from(VERDICTS)), min_size=1, max_size=4))
+    optional = draw(st.lists(st.sampled_from(columns), unique=True))
+    return Table(draw(WORD_CELLS), (*columns, "verdict"), rows, {*texts, "verdict"}, optional)
+
+
+def drawn(block: Table, width: int, is_terminal: bool) -> list[str]:
+    """Return the lines of a table, without colours."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("COLUMNS", str(width))
+        if is_terminal:
+            patch.setenv("FORCE_COLOR", "1")
+        show([block])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue()).splitlines()
+    return [line for line in lines if line[:1] in tuple("┏┃┡│├└")]
+
+
+@given(any_table(), st.sampled_from([80, 100, 120]), st.booleans())
+def test_any_table_fits_and_shows_its_verdicts(block: Table, width: int, is_terminal: bool) -> None:
+    lines = drawn(block, width, is_terminal)
+    assert {cell_len(line) for line in lines} and max(map(cell_len, lines)) <= width
+    assert all(line[-1] in "┓┃┩│┤┘" for line in lines)  # nothing is cut at the right
+    shown_verdicts = [line.split("│")[-2].strip() for line in lines if line[0] == "│"]
+    assert [cell for cell in shown_verdicts if cell] == [row[-1].text for row in block.rows]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_gates_own_tables_fit(width: int, is_terminal: bool) -> None:
+    long = task("leaderboard_math_counting_and_prob_hard", "inconclusive", metric="exact_match", items=123_456)
+    condition = GateCondition("drop over all items with missing answers at their worst", "--max-drop", 0.01, 0.04, 0.0,
+                              0.06, 123_456, "answers to prompts", "inconclusive", 0.9, 0.8)  # fmt: skip
+    tables = [block for block in gate_blocks(replace(gate(long), conditions=(condition,))) if isinstance(block, Table)]
+    assert len(tables) == 2
+    for block in tables:
+        lines = drawn(block, width, is_terminal)
+        assert max(map(cell_len, lines)) <= width
+        assert sum("inconclusive" in line for line in lines) == len(block.rows)

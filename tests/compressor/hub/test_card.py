@@ -216,6 +216,7 @@ def test_a_copied_model_keeps_its_gate_and_a_changed_one_does_not(copied: Path, 
     assert "Accuracy was not measured" in card_text(again, REPOSITORY).text
     with pytest.raises(CompressionError, match=r"of another model than .*: config\.json is not the same"):
         card_text(again, REPOSITORY, result)
+    (again / "gate.json").unlink()  # which would be found, for it is of the other folder's files
     (copied / "gate.json").write_text(gate_json(replace(result, compressed_identity={"repository": "a/b"})))
     assert "Accuracy was not measured" in card_text(copied, REPOSITORY).text
 

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from compressor.answers.lm_eval_run import identity
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.hub.push import push
-from compressor.quality_gate.report import write_gate
+from compressor.quality_gate.report import gate_blocks, keep_result, write_gate
+from compressor.quality_gate.report import gate_of as gate_of_files
+from compressor.quality_gate.verdict import gate_content
 from tests.support import small
 from tests.support.hub import Hub
 from tests.support.hub_pushes import REPOSITORY, content, export_record, gate_of, refusal, sent, shards
@@ -147,6 +150,34 @@ def test_a_model_that_changed_since_its_gate(
         assert push(folder, REPOSITORY, require_gate=tmp_path / "gate", dry_run=True).uploaded
     name = change(folder)
     assert refusal(folder, hub, "is not the one that the gate", require_gate=tmp_path / "gate").startswith(name)
+
+
+@pytest.mark.parametrize("verdict", ["fail", "inconclusive"])
+@pytest.mark.parametrize("kept", ["beside", "cached"])
+def test_the_gate_of_these_very_files_is_found_by_their_digests(
+    folder: Path, hub: Hub, tmp_path: Path, verdict: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache" / "of" / "results"))
+    judged = identity(ModelSource(str(folder), None, folder), digests=True)
+    result = replace(gate_of(folder, verdict), compressed_identity=judged)
+    if kept == "beside":
+        write_gate(result, tmp_path / "gate")
+    else:
+        keep_result(result)
+    for name in ("other", "odd", "broken"):
+        (tmp_path / name).mkdir()
+    odd = {**gate_content(result), "compressed_identity": {"weights": [["../x", "y"]], "files": 3}}
+    (tmp_path / "odd" / "gate.json").write_text(json.dumps(odd))
+    (tmp_path / "broken" / "gate.json").write_text("{")
+    refusal(folder, hub, "Nothing was pushed; pass --yes")
+    assert push(folder, REPOSITORY, dry_run=True).uploaded
+    touch_weights(folder)  # as a copy does
+    push(folder, REPOSITORY, yes=True)
+    card = hub.repositories[REPOSITORY].files()["README.md"].decode()
+    assert f"**{verdict.capitalize()}" in card and "boolq" in card
+    assert f"{verdict.capitalize()}:" in "".join(map(str, gate_blocks(result)))
+    spoil_weights(folder)
+    assert gate_of_files(folder) is None
 
 
 def test_a_gate_of_something_else(folder: Path, hub: Hub, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import beta, binom
 
 from compressor.answers.forms import TaskForm
 from compressor.answers.scores import AnsweredItem, ItemScores
@@ -18,6 +19,7 @@ from compressor.errors import CompressionError
 from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.recorded import gate_results
+from compressor.quality_gate.report import gate_page
 from compressor.quality_gate.verdict import GateResult
 from tests.support.command_line import Run, refused
 
@@ -183,3 +185,184 @@ def test_a_baseline_of_ten_thousand_items_is_small(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match=r"score on mmlu, item .*/0, should be a number, it is nan"):
         replace(baseline, tasks=(broken,)).write(tmp_path / "broken.json")
     assert not (tmp_path / "broken.json").exists()
+
+
+Cells = dict[str, float | None]  # scores of items; None for an item without an answer
+
+
+def written_as(form: str, folder: Path, cells: Cells) -> Path:
+    """Write right and wrong answers as a tool does; an item without an answer does not occur, or has no score."""
+    folder.mkdir()
+    answered = {name: score for name, score in cells.items() if score is not None}
+    if form == "csv":
+        rows = [f"{name},{'' if score is None else score}" for name, score in cells.items()]
+        (folder / "a.csv").write_text("\n".join(["item,score", *rows]))
+    if form == "evalplus":
+        statuses = {f"HumanEval/{name}": [("pass" if score else "fail",) * 2] for name, score in answered.items()}
+        evalplus(folder / "a_eval_results.json", statuses)
+    if form == "lm-eval":
+        lines = [json.dumps({"doc_id": int(name), **SAMPLE, "acc": score}) for name, score in answered.items()]
+        (folder / "samples_boolq_2026.jsonl").write_text("\n".join(lines))
+    if form == "inspect":
+        scores = [{} if score is None else {"m": {"value": score}} for score in cells.values()]
+        logged = [{"id": name, "scores": entry} for name, entry in zip(cells, scores, strict=True)]
+        (folder / "a.json").write_text(json.dumps({"samples": logged}))
+    return folder
+
+
+@pytest.mark.parametrize("form", ["csv", "evalplus", "lm-eval", "inspect"])
+def test_an_answer_that_one_model_lacks_is_the_worst_for_the_smaller_one(form: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(4)
+    for trial in range(3):
+        right = generator.random(400) < 0.9
+        base: Cells = {str(number): float(value) for number, value in enumerate(right)}
+        smaller = dict(base)
+        for name in generator.choice(400, 16, replace=False).tolist():
+            (smaller if trial else base)[str(name)] = None
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        paths = [written_as(form, folder / name, cells) for name, cells in (("a", base), ("b", smaller))]
+        result = judged(*paths)
+        firsts = [1.0 if value is None else value for value in base.values()]
+        seconds = [0.0 if value is None else value for value in smaller.values()]
+        worst = sum(first - second for first, second in zip(firsts, seconds, strict=True)) / 400
+        (condition,) = result.conditions
+        assert condition.observed == pytest.approx(worst) and condition.items == 400
+        assert result.pooled is not None and (result.pooled.verdict, result.pooled.drop) == ("pass", 0.0)
+        assert (result.verdict, condition.verdict) == ("inconclusive", "inconclusive")
+        # without a gain the upper bound of the losses is no lower than Clopper and Pearson's
+        assert condition.upper >= beta.ppf(0.95, 400 * worst + 1, 400 - 400 * worst) - 1e-3 > 0.01
+        lacking = [name for name, value in (smaller if trial else base).items() if value is None]
+        page = gate_page(result)
+        assert all(f"{name}" in page for name in lacking) and page.count("Inconclusive") == 1
+        assert judged(*paths, max_drop=0.2).verdict == "pass"
+
+
+def test_a_missing_answer_of_several_and_scores_without_an_end(tmp_path: Path) -> None:
+    lines = [f"t,{number},{score}" for number in range(50) for score in (0.25, 0.75)]
+    first, second = tmp_path / "a.csv", tmp_path / "b.csv"
+    first.write_text("\n".join(["task,item,score", *lines]))
+    second.write_text("\n".join(["task,item,score", *lines[:-1]]))
+    (condition,) = judged(first, second, max_drop=0.5).conditions
+    assert condition.observed == pytest.approx((0.5 - (0.25 + 0) / 2) / 50 + 0) and condition.verdict == "pass"
+    rows = [{"perplexity": -float(number), "metrics": ["perplexity"]} for number in range(1, 41)]
+    result = judged(samples(tmp_path / "c", rows), samples(tmp_path / "d", rows[:-1]), max_drop=99.0)
+    assert result.tasks[0].verdict == "pass" and result.verdict == "inconclusive"  # no perplexity is the worst
+    assert result.conditions[0].upper == float("inf")
+
+
+def test_a_sample_with_an_error_is_a_wrong_answer(tmp_path: Path) -> None:
+    def logged(name: str, failed: int) -> Path:
+        file = tmp_path / name
+        entries: list[dict[str, Any]] = [{"id": number, "scores": {"m": {"value": "C"}}} for number in range(100)]
+        for entry in entries[:failed]:
+            entry |= {"error": {"message": "boom"}, "scores": {}}
+        file.write_text(json.dumps({"status": "success", "eval": {"task": "t"}, "samples": entries}))
+        return file
+
+    (row,) = judged(logged("a.json", 0), logged("b.json", 20)).tasks
+    assert (row.items, row.lost, row.compressed) == (100, 20, 0.8)
+    good = "\n".join(["item,score,error", *(f"{number},1," for number in range(50))])
+    (tmp_path / "a.csv").write_text(good)
+    (tmp_path / "b.csv").write_text(good.replace("7,1,", "7,,timed out"))
+    assert judged(tmp_path / "a.csv", tmp_path / "b.csv").tasks[0].lost == 5
+    statuses = {f"HumanEval/{number}": [("pass", "pass")] for number in range(40)}
+    failed = {**statuses, "HumanEval/3": [("error", "pass")], "HumanEval/4": [("pass", "timeout")]}
+    rows = judged(evalplus(tmp_path / "c.json", statuses), evalplus(tmp_path / "d.json", failed)).rows
+    assert [row.lost for row in rows] == [1, 2, 2]
+
+
+def answered(**fields: Any) -> str:
+    return json.dumps({"eval": {"task": "t"}, "samples": [{"id": 1, **fields}]})
+
+
+def scored(value: Any) -> str:
+    return answered(scores={"m": {"value": value}})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "metric", "message"),
+    [
+        ("a.json", scored(float("nan")), None, r"samples\[0\], scorer m: the answer is unscored, its score is NaN"),
+        ("a.json", scored({"x": 1, "y": 0}), None, "has the parts x and y; name one as --metric SCORER.PART"),
+        ("a.json", scored({"x": 1}), "m.z", "the score is 'None', no number"),
+        ("a.json", scored(float("inf")), None, "the score is inf, which is not finite"),
+        ("a.json", scored([1]), None, r"the score is '\[1\]', no number"),
+        ("a.json", scored(1), "n", "has no scorer 'n', only m"),
+        ("a.json", answered(scores=3), None, r"samples\[0\].scores should be an object"),
+        ("a.json", '{"samples": [3]}', None, r"samples\[0\] should be an object"),
+        ("a.json", '{"samples": [], "eval": 3}', None, "eval should be an object"),
+        ("a.json", "[" * 100_000, None, "cannot be read as results"),
+        ("a.json", "3", None, "no answers to single items in a known form"),
+        ("a.json", '{"eval": [1]}', None, "eval should be an object"),
+        ("a.json", '{"eval": {"HumanEval/1": [{"plus_status": "pass"}]}}', None, "base_status is missing"),
+        ("a.csv", f"item,score\na,1{'0' * 400}", None, "not finite"),
+        ("a.csv", "item,score\na,NaN", None, "line 2: the answer is unscored"),
+        ("a.csv", "item,score\na,-inf", None, "line 2: the score is -inf"),
+        ("a.csv", f"item,score\na,{'x' * 200_000}", None, "field limit"),
+        ("samples_t_1.jsonl", '{"doc_id": 1, "filter": "f", "acc": NaN}', None, "item 1: the answer is un"),
+        ("samples_t_1.jsonl", '{"doc_id": 1, "filter": "f", "perplexity": [-1, NaN]}', None, "item 1: the"),
+        ("samples_t_1.jsonl", "3", None, "line 1 should be an object"),
+        ("samples_t_1.jsonl", '{"doc_id": 1}', None, "line 1 has no filter"),
+    ],
+)  # fmt: skip
+def test_an_odd_result_is_refused_by_its_place(
+    name: str, content: str, metric: str | None, message: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    options = ["--metric", metric] if metric else []
+    done = run("gate", "--results", tmp_path / name, tmp_path / name, *options)
+    refused(done, message)
+    assert "Traceback" not in done.err and "object has no" not in done.err
+
+
+def test_words_and_parts_of_scores_are_read(tmp_path: Path) -> None:
+    words = enumerate(["yes", "No", "C"])
+    entries = [{"id": number, "scores": {"m": {"value": {"x": word}}}} for number, word in words]
+    (tmp_path / "a.json").write_text(json.dumps({"samples": entries}))
+    options = GateOptions(tasks=("all",))
+    (row,) = gate_results(tmp_path / "a.json", tmp_path / "a.json", options, metric="m.x").tasks
+    assert row.base == pytest.approx(2 / 3) and row.metric == "m.x"
+
+
+def test_a_circle_of_groups_ends(run: Run, tmp_path: Path) -> None:
+    rows = [{"acc": 1.0}] * 3
+    folder = samples(tmp_path / "a", rows, group_subtasks={"one": ["boolq", "two"], "two": ["one"]})
+    refused(run("gate", "--results", folder, folder), "group_subtasks of .* is a circle")
+
+
+def test_an_archive_is_read_up_to_a_bound(run: Run, tmp_path: Path) -> None:
+    file = inspect_log(tmp_path / "a.eval", {1})
+    honest = file.read_bytes()
+    for size, message in ((2**31 - 1, "unpacks to 6.44 GB, more than"), (3, "cannot be read")):
+        data = bytearray(honest)
+        at = 0
+        changed = 0
+        # the sizes that the list at the end of the archive gives of its members
+        while (at := data.find(b"PK\1\2", at + 1)) > 0 and changed < 3:
+            data[at + 24 : at + 28] = size.to_bytes(4, "little")
+            changed += 1
+        file.write_bytes(data)
+        refused(run("gate", "--results", file, file), message)
+
+
+def test_logs_of_inspect_in_zstandard_are_read(tmp_path: Path) -> None:
+    zstd = pytest.importorskip("backports.zstd.zipfile")
+    plain = inspect_log(tmp_path / "a.eval", {1, 2})
+    packed = tmp_path / "b.eval"
+    with zipfile.ZipFile(plain) as source, zstd.ZipFile(packed, "w", zstd.ZIP_ZSTANDARD) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    (row,) = judged(plain, packed).tasks
+    assert (row.items, row.drop, row.lost) == (30, 0.0, 0)
+
+
+def test_a_log_in_zstandard_names_the_package_that_reads_it(run: Run, tmp_path: Path) -> None:
+    if sys.version_info >= (3, 14) or (find_spec("backports") and find_spec("backports.zstd")):
+        pytest.skip("this Python reads Zstandard")
+    file = inspect_log(tmp_path / "a.eval", {1})
+    data = bytearray(file.read_bytes())
+    at = data.find(b"PK\1\2")
+    data[at + 10 : at + 12] = (93).to_bytes(2, "little")
+    file.write_bytes(data)
+    refused(run("gate", "--results", file, file), r"pip install 'moe-compressor\[inspect\]'")

@@ -167,7 +167,7 @@ def save_fused(name: str, folder: Path, **overrides: Any) -> Path:
 @pytest.mark.parametrize("name", [*zoo.sweep(but=["unlimited_ocr"])])
 def test_names_of_a_fused_base_are_those_that_stock_transformers_knows(name: str, tmp_path: Path) -> None:
     source, out = save_fused(name, tmp_path / "model", **WIDE.get(name, {})), tmp_path / "out"
-    made = compressor.compress(str(source), out, [compressor.Quantize("int4", targets="all")], golden_answers=False)
+    made = compressor.compress(str(source), out, [compressor.Quantize("int4", targets="all")])
     kind = getattr(transformers, zoo.family(name).auto_class)
     if made.loader_fault is not None:
         with suppress(RuntimeError, AttributeError):  # of tensors that cannot be converted or tied
