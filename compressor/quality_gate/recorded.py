@@ -436,8 +436,6 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
         if parents[names[-1]] in names:
             raise CompressionError(f"{summary}: group_subtasks of {names[-1]} is a circle; evaluate the model again")
         names.append(parents[names[-1]])
-        if names[-1] in names[:-1]:
-            raise CompressionError(f"{file}: the group {names[-1]} is a part of itself in group_subtasks; mend that")
     task = next((name for name in names if name in wanted), names[-1])
 
     def of_part(name: str, default: Any = None) -> Any:
