@@ -128,7 +128,7 @@ def stock_fault(model: OpenModel) -> str | None:
     """Return a sentence on how stock transformers mistreats a quantised model; None if it does not, as far as known."""
     quantization = model.checkpoint.quantization
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
-    fault = block_fault(model.checkpoint) if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
+    fault = None if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
     if fault is None and quantization.get("quant_method") == "compressed-tensors":
         fault = stock_report(model)
     return fault or block_fault(model.checkpoint)
