@@ -25,7 +25,8 @@ PROMISES: Mapping[str, tuple[str, ...]] = {  # by the sentence, with its tests a
     "A chat template runs in Jinja's sandbox, and only its text counts.": (
         "compressor/model/test_tokenizer.py::test_a_template_runs_in_a_sandbox",
     ),
-    "They're read as data, field by field.": (
+    "They're read as data, by a list of fields: nothing in them is an option that trusts, or moves a margin.": (
+        "compressor/test_malformed_files.py::test_malformed_files_are_refused_in_one_sentence",
         "compressor/test_damaged_files.py::test_plan",
         "compressor/test_damaged_files.py::test_hubs",
         "compressor/test_damaged_files.py::test_gate",
