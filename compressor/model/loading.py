@@ -3,6 +3,7 @@
 On a device with streams, a thread copies the stored tensors of the next layer while this one computes (`ReadAhead`).
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -415,7 +416,8 @@ class PartialModel:
             converter = self.converter_of(self.plain_keys.patterns[names[0]])
             there = {self.plain_keys.patterns[name] for name in names}
             for source in getattr(converter, "source_patterns", ()):
-                if source not in there and "scale" not in source:  # which only quantised weights have
+                # Only quantised weights have scales and largest values.
+                if source not in there and not re.search("scale|amax", source):
                     missing.append(f"{key} (of {source})")
         return sorted(missing)
 
