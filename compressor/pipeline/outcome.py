@@ -23,7 +23,7 @@ from compressor.model.serving import TRANSFORMERS, Advice
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.plan import UNEVEN, ExpertPlan, parts_of
+from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
@@ -245,8 +245,8 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
 
 
 def servers_of(model: OpenModel, plan: ExpertPlan) -> Advice | None:
-    """Return advice on servers for a planned model; None with constants, which vLLM alone serves, or uneven layers."""
-    if plan.budget == UNEVEN or plan.has_constants:
+    """Return advice on servers for a planned model; None with constants, which vLLM alone serves."""
+    if plan.has_constants:
         return None
     layers = model.architecture.layers
     return advice_on(served_model(model), layers, plan.experts or model.architecture.experts)

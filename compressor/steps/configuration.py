@@ -193,7 +193,7 @@ def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
 
 
 def _drop_counts_of_layers(node: dict[str, Any]) -> None:
-    """Drop the counts of single layers, which the fields to set have anew where layers differ."""
+    """Drop the counts of single layers, which the output has none of."""
     layers = node.pop(PER_LAYER, None)
     for number, entries in layers.items() if isinstance(layers, dict) else ():
         kept = {name: value for name, value in entries.items() if name not in COUNTS}
@@ -246,7 +246,7 @@ def output_config(
 
     `head_renames` are those of the experts of the multi-token-prediction `heads` that are kept.
     """
-    config, zeroed = config_with(raw, architecture, architecture.fields(plan.counts), heads)
+    config, zeroed = config_with(raw, architecture, architecture.fields(plan.experts), heads)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node:

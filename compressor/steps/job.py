@@ -25,7 +25,6 @@ from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import LayerCounts
 from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.remote_code import json_bytes, naming_code, without_code
@@ -166,15 +165,15 @@ def _cut(
     if partial is None:
         return plan_outputs(model.checkpoint, model.layout.roles, plan, architecture.decoder_layers), {}
     own = own_outputs(model, partial, plan, model.layout.roles)
-    conversion = replace(conversion_of(model, partial, plan.counts), own=own)
+    conversion = replace(conversion_of(model, partial, plan.experts), own=own)
     produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files), change)
     all_layers = ("", *architecture.decoder_layers)
     return conversion.outputs(all_layers), {decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers}
 
 
-def conversion_of(model: OpenModel, partial: PartialModel, counts: LayerCounts) -> Conversion:
-    """Return how output with these numbers of experts is made through a model."""
-    small = build_meta(model.architecture.with_experts(counts), partial.dtype)
+def conversion_of(model: OpenModel, partial: PartialModel, experts: int) -> Conversion:
+    """Return how output with this number of experts is made through a model."""
+    small = build_meta(model.architecture.with_experts(experts), partial.dtype)
     return Conversion(partial, model.architecture, small, computing=model.partial.dtype)
 
 
@@ -227,21 +226,20 @@ def _cut_head(
     return stored, {decoder_layer: converted} if conversions else {}, renames
 
 
-def _verify(model: OpenModel, counts: LayerCounts, names: list[str], folder: Path) -> None:
+def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
     """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
     config = load_config(folder)
-    uniform = {model.architecture.count_field: counts} if isinstance(counts, int) else {}
-    for path, expected in {**uniform, **model.architecture.written}.items():
+    for path, expected in {model.architecture.count_field: experts, **model.architecture.written}.items():
         value = attrgetter(path)(config)
         if value != expected:
             raise CompressionError(
                 f"the written config says {path} {value} instead of {expected}; please report this model"
             )
-    verify_checkpoint(folder, counts, names)
+    verify_checkpoint(folder, experts, names)
     check_carried(folder, model.source.folder)
     heads = find_heads(open_model(locate(str(folder)))) if names else ()
     missing = set(names) - {name for head in heads for name in head.names.stored}
-    if missing or any(head.layer.experts != counts for head in heads):
+    if missing or any(head.layer.experts != experts for head in heads):
         raise CompressionError(
             f"the written multi-token-prediction heads lack {', '.join(sorted(missing)) or 'the planned experts'}; "
             "please report this model"
@@ -305,7 +303,7 @@ def make_job(
         decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),
         produce=produce,
         files=files_beside,
-        verify=bind(_verify, model, plan.counts, [*head_outputs]),
+        verify=bind(_verify, model, plan.experts, [*head_outputs]),
         zeroed=tuple(zeroed),
     )
 
