@@ -206,7 +206,7 @@ def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str,
     changed = dict[str, Any]()
     for key, value in after.items():
         known = before.get(key)
-        if isinstance(value, dict) and key not in ("quantization_config", PER_LAYER):
+        if isinstance(value, dict) and key != "quantization_config":
             changed |= changed_fields(known if isinstance(known, dict) else {}, value, f"{prefix}{key}.")
         elif value != known and not isinstance(value, dict):
             changed[f"{prefix}{key}"] = value

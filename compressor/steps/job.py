@@ -33,7 +33,7 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
 from compressor.recipe.step import OutputSize
 from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
-from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
+from compressor.steps.cutting import Conversion, CutFiles, cut_or_kept, through_model
 from compressor.steps.state import State
 from compressor.steps.tensors import (
     Named,
@@ -158,7 +158,6 @@ def _cut(
     partial: PartialModel | None,
     plan: ExpertPlan,
     files: CutFiles | None,
-    change: LayerChange | None = None,
 ) -> tuple[list[OutputTensor], Conversions]:
     """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial` model by layer."""
     architecture = model.architecture
@@ -166,7 +165,7 @@ def _cut(
         return plan_outputs(model.checkpoint, model.layout.roles, plan, architecture.decoder_layers), {}
     own = own_outputs(model, partial, plan, model.layout.roles)
     conversion = replace(conversion_of(model, partial, plan.experts), own=own)
-    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files), change)
+    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files))
     all_layers = ("", *architecture.decoder_layers)
     return conversion.outputs(all_layers), {decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers}
 
@@ -250,10 +249,9 @@ def make_job(
     model: OpenModel,
     plan: ExpertPlan,
     cut: CutFiles | None = None,
-    change: LayerChange | None = None,
     through: PartialModel | None = None,
 ) -> OutputJob:
-    """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values.
+    """The job of writing a plan; a correction needs its `cut` layers.
 
     All tensors are made `through` a model in the dtype of the output where one is given.
     """
@@ -261,14 +259,13 @@ def make_job(
     layout = model.layout
     stored = model.checkpoint
     partial = through
-    if model.stored_parts and plan.is_drop and cut is None and change is None and through is None:
+    if model.stored_parts and plan.is_drop and cut is None and through is None:
         outputs = model.stored_parts.cut(model, plan)
         conversions = Conversions()
     else:
-        is_changed = model.is_split or change is not None
-        if through is None and (is_changed or through_model(layout, plan, cut is not None)):
+        if through is None and (model.is_split or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
-        outputs, conversions = _cut(model, partial, plan, cut, change)
+        outputs, conversions = _cut(model, partial, plan, cut)
     heads = _kept_heads(model, plan)
     head_outputs = dict[str, OutputTensor]()
     head_renames: dict[str, str | None] = {}
