@@ -34,13 +34,11 @@ from compressor.recipe.step import (
     ROUTERS,
     SUB_EXPERTS,
     WEIGHTS,
-    DecoderLayer,
     OutputSize,
     Requirements,
     Result,
     Step,
     StepOptions,
-    Tensors,
     TextPart,
 )
 from compressor.statistics.meters import LayerWeights, RouterArguments

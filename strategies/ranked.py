@@ -145,55 +145,22 @@ def msan(stats: LayerStatistics) -> Tensor:
     return mean_over_routed(stats.squared_norm_sum, stats.routed_count)
 
 
-@ranked("gated_norm_sum", "routed_count", by="reap")
-def _mean_gated_norm(stats: LayerStatistics) -> Tensor:
-    return mean_over_routed(stats.gated_norm_sum, stats.routed_count)
-
-
-@ranked("routed_count", by="frequency")
-def _frequency(stats: LayerStatistics) -> Tensor:
-    return stats.routed_count
-
-
 @ranked("norm_sum", by="ean")
-def _activation_norm(stats: LayerStatistics) -> Tensor:
+def ean(stats: LayerStatistics) -> Tensor:
+    """EAN: keep the experts of largest activation norm, the sum of ||f_e(x)|| over the tokens x routed to e.
+
+    Jaiswal et al. 2025, arXiv:2504.05586.
+    """
     return stats.norm_sum
 
 
-SALIENCIES = {"reap": _mean_gated_norm, "frequency": _frequency, "ean": _activation_norm}
-
-
-class Reap:
+@ranked("gated_norm_sum", "routed_count", by="reap")
+def reap(stats: LayerStatistics) -> Tensor:
     """REAP: keep the experts with the largest mean gated output (Lasby et al. 2026, arXiv:2510.13999).
 
-    The saliencies are reap: mean of g_e(x) ||f_e(x)||; frequency: |X_e| (He et al. 2024, arXiv:2406.02500); ean, the
-    expert activation norm: sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586).
+    The mean of g_e(x) ||f_e(x)|| over the tokens x routed to e.
     """
-
-    NEEDS = SALIENCIES["reap"].NEEDS
-
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        """Saliency that ranks experts."""
-
-        saliency: str = option("reap", help="saliency that ranks experts: reap, frequency or ean", choices=SALIENCIES)
-
-    @staticmethod
-    def needs(options: Options) -> frozenset[str]:
-        """The saliency's sum, and the counts of routed tokens where it is a mean."""
-        return SALIENCIES[options.saliency].NEEDS
-
-    @staticmethod
-    def score(stats: LayerStatistics, options: Options) -> Tensor:
-        """The saliency: [E]."""
-        return SALIENCIES[options.saliency].score(stats)
-
-    @staticmethod
-    def plan(
-        stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
-    ) -> LayerPlan:
-        """Keep the `keep` most salient experts."""
-        return SALIENCIES[options.saliency].plan(stats, keep, protected)
+    return mean_over_routed(stats.gated_norm_sum, stats.routed_count)
 
 
 def listening_factors(rank_change: Tensor, exponent: float) -> Tensor:

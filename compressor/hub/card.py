@@ -385,8 +385,7 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
         breaches = [] if facts.served is None else advise(facts.served).breaches
         worst = [each.says for each in breaches if each.server == "vLLM" and each.effect in ("fails", "wrong")]
         blocks += [Text(f"vLLM {sentence}.") for sentence in worst]
-        is_even = isinstance(facts.outcome.expert_plan.counts, int)
-        if is_even and (scheme is None or scheme in FORMATS["vllm"]):
+        if scheme is None or scheme in FORMATS["vllm"]:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
     if vllm:
         blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]

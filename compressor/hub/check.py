@@ -91,11 +91,11 @@ def _verify_weights(folder: Path) -> dict[str, int]:
 
     Returns its files of weights with the bytes of their headers, and the index that names them with all of its bytes.
     """
-    counts = None
+    experts = None
     heads = True
     if (folder / COMPRESSION).is_file():
         expert_plan = read_plan(folder).expert_plan
-        counts = expert_plan.counts if expert_plan.layers else None  # where no step decided on them, all stayed
+        experts = expert_plan.experts if expert_plan.layers else None  # where no step decided on them, all stayed
         heads = expert_plan.mtp == "keep" or not expert_plan.layers
     if declared(read_object(folder / "config.json")):  # constants are all there, and the rest is a whole model
         model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
@@ -103,7 +103,7 @@ def _verify_weights(folder: Path) -> dict[str, int]:
         model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
         checked: Checkpoint = model.checkpoint
     else:
-        checked = verify_checkpoint(folder, counts, written_heads(folder) if heads else ())
+        checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
     files = sorted({info.file for info in checked.tensors.values()})
     head = weights_head(folder, checked.raw_config)
     return {head.name: head.stat().st_size} | {name: header_bytes(folder / name) for name in files}

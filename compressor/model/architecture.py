@@ -28,10 +28,8 @@ from compressor.errors import CompressionError, reason_of
 from compressor.model.experts import fills_rows
 from compressor.model.moe_layer import (
     ExpertTensor,
-    LayerCounts,
     MoeLayer,
     decoder_layer_of,
-    layer_counts,
     layer_number,
 )
 from compressor.records import read_object
@@ -72,7 +70,6 @@ def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
 
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder layer, last in the name of a module in it
 PER_LAYER = "per_layer_config"  # transformers' field for what differs between layers
 # raised by configs for values that they cannot have
 UNFIT = (CompressionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -106,39 +103,16 @@ class Architecture:
 
     @property
     def experts(self) -> int:
-        """The experts per layer; the most of any where layers differ."""
-        return max(layer.experts for layer in self.layers)
+        """The experts per layer."""
+        return self.layers[0].experts
 
-    def counts(self, times: int = 1) -> LayerCounts:
-        """Return the number of experts of every layer, times a factor."""
-        return layer_counts({layer.name: layer.experts * times for layer in self.layers})
-
-    def fields(self, counts: LayerCounts) -> dict[str, Any]:
+    def fields(self, count: int) -> dict[str, Any]:
         """Return the config's fields, by path, that smaller models have other values of."""
-        return {**count_fields(self.config, self.count_field, counts), **self.written}
+        return {**count_fields(self.config, self.count_field, count), **self.written}
 
-    def with_experts(self, counts: LayerCounts) -> Any:
-        """Return a copy of the config with these numbers of experts and the other fields of smaller models."""
-        return with_fields(self.config, self.fields(counts))
-
-    def check_counts(self, counts: LayerCounts) -> None:
-        """Refuse numbers of experts by layer if the stock model that they build has other ones."""
-        if isinstance(counts, int):
-            return
-        with suppress(*UNFIT):
-            tensors = build_meta(self.with_experts(counts)).state_dict()
-            built = set[tuple[str, int]]()
-            for layer in self.layers:
-                for tensor in layer.tensors:
-                    built.add((layer.name, tensors[tensor.key].shape[tensor.dim] - tensor.extra))
-            if built == set(counts):
-                return
-        numbers = sorted(count for _, count in counts)
-        raise CompressionError(
-            f"the plan keeps {numbers[0]} to {numbers[-1]} experts in a layer, and {self.model_class} of transformers "
-            f"{transformers.__version__} reads one number for all layers, not those of {PER_LAYER}; keep equally many "
-            "(--experts N), or put constants in place of experts (--format mone, for vLLM)"
-        )
+    def with_experts(self, count: int) -> Any:
+        """Return a copy of the config with this number of experts and the other fields of smaller models."""
+        return with_fields(self.config, self.fields(count))
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
@@ -150,21 +124,18 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     return copied
 
 
-def count_fields(config: Any, path: str, counts: LayerCounts) -> dict[str, Any]:
-    """Return the fields, by dotted path, by which a config has these numbers of experts; `path` leads to its one."""
+def count_fields(config: Any, path: str, count: int) -> dict[str, Any]:
+    """Return the fields, by dotted path, by which a config has this number of experts; `path` leads to its one.
+
+    Numbers that the config repeats for single layers go.
+    """
     owner, _, name = path.rpartition(".")
     node = attrgetter(owner)(config) if owner else config
     layers = {int(layer): dict(fields) for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items()}
-    if isinstance(counts, int):
-        removed = [fields.pop(name, None) for fields in layers.values()]
-        if not any(removed):
-            return {path: counts}
-        most = counts
-    else:
-        most = max(count for _, count in counts)
-        for module, count in counts:
-            layers.setdefault(int(NUMBER.findall(module)[-1]), {})[name] = count
-    return {path: most, f"{owner}.{PER_LAYER}".removeprefix("."): layers}
+    removed = [fields.pop(name, None) for fields in layers.values()]
+    if not any(removed):
+        return {path: count}
+    return {path: count, f"{owner}.{PER_LAYER}".removeprefix("."): layers}
 
 
 def load_config(folder: Path) -> Any:
@@ -345,29 +316,22 @@ def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
-    """Return the config field whose doubling doubles all experts modules, and the model with twice the experts.
-
-    Where layers have unequal numbers, it is a field whose value for each of them is in `per_layer_config`.
-    """
+    """Return the config field whose doubling doubles all experts modules, and the model with twice the experts."""
     counts = expert_counts(model)
     wanted = {name: 2 * count for name, count in counts.items()}
     count, *others = sorted(set(counts.values()))
+    if others:
+        raise CompressionError(f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported")
 
     def order(path: str) -> tuple[bool, bool, int, str]:  # the most likely first
         return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
 
-    numbers = counts.values()
-    paths = [path for path, value in config_numbers(config) if value in numbers and not NOT_COUNTS.search(path)]
+    paths = [path for path, value in config_numbers(config) if value == count and not NOT_COUNTS.search(path)]
     for candidate in sorted(paths, key=order):
         with suppress(*UNFIT):
-            doubled = build_meta(with_fields(config, count_fields(config, candidate, layer_counts(wanted))))
+            doubled = build_meta(with_fields(config, count_fields(config, candidate, 2 * count)))
             if expert_counts(doubled) == wanted:
                 return candidate, doubled
-    if others:
-        raise CompressionError(
-            f"layers hold unequal numbers of experts ({[count, *others]}), and {PER_LAYER} does not set them; not "
-            "supported"
-        )
     raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
 
 

@@ -109,7 +109,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     for name, key in placed.items():
         families.setdefault(key, []).append(name)
     roles: dict[str, Role] = {}
-    doubled = cache(lambda: build_meta(architecture.with_experts(architecture.counts(2))))
+    doubled = cache(lambda: build_meta(architecture.with_experts(2 * architecture.experts)))
     regular = True
     for (target, pattern, suffix), names in families.items():
         decoder_layer = decoder_layer_of(target, architecture.decoder_layers)

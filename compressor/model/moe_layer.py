@@ -1,14 +1,12 @@
 """MoE layers as plain data, and the numbers of experts that their routers take; importing this loads no torch."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from compressor.errors import CompressionError
-
-LayerCounts = int | tuple[tuple[str, int], ...]  # experts of every layer, or of each by its experts module
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +109,6 @@ def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
                 check_count(layer, count, layer.name)
             counts.append(count)
     return counts
-
-
-def layer_counts(by_module: Mapping[str, int]) -> LayerCounts:
-    """Return the number of experts that all layers have, or those of each if they differ."""
-    first, *others = {*by_module.values()}
-    return tuple(by_module.items()) if others else first
 
 
 def layer_number(decoder_layer: str) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 from compressor.model.architecture import build_meta
 from compressor.model.constant_experts import Substitutes, substitute
 from compressor.model.loading import set_tensor
-from compressor.model.moe_layer import LayerCounts
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor
 
@@ -28,7 +27,7 @@ class Substitution:
     """
 
     tensors: LayerTensors = _unchanged
-    experts: LayerCounts | None = None  # None: the model's numbers
+    experts: int | None = None  # None: the model's number
     constants: Mapping[str, Substitutes] = field(default_factory=dict)  # by experts module
 
 
@@ -38,10 +37,10 @@ AS_IT_IS = Substitution()
 class SmallerModel:
     """The stock model on meta, possibly with fewer experts, of which one decoder layer at a time is filled."""
 
-    def __init__(self, model: OpenModel, counts: LayerCounts | None) -> None:
+    def __init__(self, model: OpenModel, experts: int | None) -> None:
         self.partial = model.partial
         architecture = model.architecture
-        config = architecture.config if counts is None else architecture.with_experts(counts)
+        config = architecture.config if experts is None else architecture.with_experts(experts)
         self.model = build_meta(config, model.partial.dtype)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.filled: str | None = None
@@ -94,7 +93,7 @@ class SideBySide(LayerVisitor):
         self.model = model
         self.substitutions = substitutions
         self.variants = variants
-        self._smaller: dict[LayerCounts | None, SmallerModel] = {}  # by experts
+        self._smaller: dict[int | None, SmallerModel] = {}  # by experts
         self._filled: int | None = None  # the variant whose layer is ready
         self._forward: Forward | None = None  # of that layer; None: the model's own
 

@@ -19,7 +19,6 @@ from compressor.errors import CompressionError, reason_of
 from compressor.formatting import counted
 from compressor.model.architecture import build_meta, expert_counts, load_config
 from compressor.model.loading import load_converted, tied_weights
-from compressor.model.moe_layer import LayerCounts
 from compressor.model.opened import OpenModel
 from compressor.model.remote_code import load_stock, naming_code
 from compressor.model.tokenizer import load_tokenizer
@@ -79,8 +78,8 @@ def _loading_error(kind: str, folder: Path) -> BaseException | None:
     return None
 
 
-def verify_checkpoint(folder: Path, counts: LayerCounts | None, known: Collection[str]) -> Checkpoint:
-    """Check every file and tensor of a checkpoint against the stock model, whose experts must have these `counts`.
+def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str]) -> Checkpoint:
+    """Check every file and tensor of a checkpoint against the stock model, whose layers must have so many `experts`.
 
     Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises `CompressionError` naming the file,
     tensor or field that is wrong.
@@ -89,7 +88,6 @@ def verify_checkpoint(folder: Path, counts: LayerCounts | None, known: Collectio
     config = load_config(folder)
     model = build_meta(config)
     for name, count in expert_counts(model).items():
-        experts = dict(counts).get(name) if isinstance(counts, tuple) else counts
         if experts not in (None, count):
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
     if checkpoint.quantization:

@@ -16,14 +16,13 @@ from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
-from compressor.model.architecture import discover, load_config
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import TRANSFORMERS, Advice
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.plan import UNEVEN, ExpertPlan, parts_of
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
@@ -245,8 +244,8 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
 
 
 def servers_of(model: OpenModel, plan: ExpertPlan) -> Advice | None:
-    """Return advice on servers for a planned model; None with constants, which vLLM alone serves, or uneven layers."""
-    if plan.budget == UNEVEN or plan.has_constants:
+    """Return advice on servers for a planned model; None with constants, which vLLM alone serves."""
+    if plan.has_constants:
         return None
     layers = model.architecture.layers
     return advice_on(served_model(model), layers, plan.experts or model.architecture.experts)
@@ -297,7 +296,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     try:
         parameters = content["parameters"]
         nbytes = content["bytes"]
-        experts = content.get("experts") or _experts_of(folder, plan)
+        experts = content["experts"]
         return Outcome(
             out=str(folder),
             plan=plan,
@@ -307,26 +306,17 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             after=Size(int(parameters["after"]), int(nbytes["after"])),
             seconds=run.seconds if run else {},
             peak_memory=run.peak_memory if run else 0,
-            left_out=tuple(map(str, content.get("left_out") or ())),
-            zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
-            config_fields=dict(content.get("config_fields") or {}),
+            left_out=tuple(map(str, content["left_out"])),
+            zeroed_fields=tuple(map(str, content["zeroed_fields"])),
+            config_fields=dict(content["config_fields"]),
             packed=is_packed(folder),
             loader_fault=fault_of(folder),
             acceptance=run.acceptance if run else {},
             heldout=read_as(DomainDivergence, content["heldout"]) if content.get("heldout") else None,
-            versions=dict(content.get("versions") or plan.versions),
+            versions=dict(content["versions"]),
             command=run.command if run else None,
             gate=gate_of(folder, gate),
             recorded_digest=str(content["plan_digest"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
-
-
-def _experts_of(folder: Path, plan: Plan) -> dict[str, int]:
-    """Return the experts of a layer before and after, for a record of old, which has them in its plan alone."""
-    decided = plan.expert_plan
-    if decided.layers:
-        return {"before": max(layer.experts for layer in decided.layers), "after": decided.experts}
-    after = discover(load_config(folder)).experts
-    return {"before": after // parts_of(plan.split), "after": after}

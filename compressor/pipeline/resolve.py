@@ -240,9 +240,6 @@ def prepare(
     """Resolve the steps on a model, and refuse everything that can be refused without text and weights."""
     if plan is not None:
         check_source(plan.source, model.fingerprint)
-        for entry in plan.steps:
-            if entry.expert_plan is not None:
-                model.architecture.check_counts(entry.expert_plan.counts)
     if base is not model:
         check_base(model, base)
     if plan is not None and plan.base is not None and plan.base.fingerprint != base.fingerprint:

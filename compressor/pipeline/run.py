@@ -51,7 +51,7 @@ from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
-from compressor.recipe.step import FORMAT, DecoderLayer, Step, Tensors
+from compressor.recipe.step import FORMAT, Step
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_object, spelled
 from compressor.run_record import (
@@ -474,9 +474,8 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         job = job or step.writer(state)
     state.number = numbers[0]
     if job is None:
-        changing = [step for step in steps if type(step).apply_layer is not Step.apply_layer]
         cut = state.cut() if state.refits else None
-        job = make_job(state.model, plan, cut, partial(_changed_tensors, state, changing) if changing else None)
+        job = make_job(state.model, plan, cut)
     if not is_written(folder):
         labels = state.stage_label if steps else []
         state.progress.start("write", len(job.decoder_layers))
@@ -485,20 +484,6 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         if not any(step.options.verified_by_kept for step in steps):
             work.drop_kept(numbers[0])
     return WorkingCheckpoint(folder, job, state.model, plan, heads)
-
-
-def _changed_tensors(state: State, steps: Sequence[Step[Any]], decoder_layer: str, tensors: Tensors) -> Tensors:
-    """Return the tensors of a decoder layer that the `apply_layer` of these steps, in order, has changed."""
-    moe_layers = [layer for layer in state.model.architecture.layers if layer.decoder_layer == decoder_layer]
-    current = dict(tensors)
-    for step in steps:
-        changes = step.apply_layer(DecoderLayer(decoder_layer, moe_layers, current), state) or {}
-        for key, value in changes.items():
-            if key not in current or value.shape != current[key].shape:
-                message = f"gives {key} of {decoder_layer}, which is no tensor of that shape"
-                raise CompressionError(f"step {step.name} {message}; mend its apply_layer()")
-            current[key] = value
-    return {key: value for key, value in current.items() if value is not tensors[key]}
 
 
 def _whole_model_step(state: State, checkpoint: WorkingCheckpoint, work: Workdir) -> None:

@@ -37,10 +37,12 @@ def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
         return options
     if is_ranking:
         raise CompressionError(f"{path} scores all experts; say how many to keep with --experts N")
-    counts = {int(layer): len(experts) for layer, experts in order.items()}
-    fewest = min(counts.values())
-    if max(counts.values()) > fewest:
-        options["prune.experts_by_layer"] = counts
+    fewest, *others = sorted({len(experts) for experts in order.values()})
+    if others:
+        raise CompressionError(
+            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint has one number for all; "
+            "pass --experts N, or let the step constants choose (--format mone)"
+        )
     return {**options, "prune.experts": fewest}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compressor.errors import CompressionError, without_tokens
-from compressor.model.moe_layer import LayerCounts, MoeLayer, check_count, layer_counts
+from compressor.model.moe_layer import MoeLayer, check_count
 from compressor.records import value_as
 
 if TYPE_CHECKING:  # plans are read without torch
@@ -199,13 +199,13 @@ class Source:
 class ExpertPlan:
     """The decision of a step on all experts of a model: which stay, merge or go, or become constants."""
 
-    experts: int  # per layer, in the output; where layers keep different numbers, their mean rounded down
+    experts: int  # per layer, in the output; beside constants, their mean rounded down
     layers: tuple[LayerPlan, ...]
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
     top_k: int | None = None  # experts that a token is routed to in the output, where they are fewer than before
     mtp: Literal["keep", "drop"] | None = None  # what is done with multi-token-prediction heads that are understood
     format: Literal["mone"] | None = None  # constants stand for experts that are dropped
-    budget: str | None = None  # even or uneven over layers; None: even
+    budget: str | None = None  # of constants: even or uneven over layers
     experts_total: int | None = None  # that stay beside constants, over all layers
     figures: Mapping[str, Any] = field(default_factory=dict)  # of how constants were divided over layers
 
@@ -225,15 +225,14 @@ class ExpertPlan:
                 continue
             if layer.constants:
                 yield f"{layer.module} has constants, but the plan is not of that format; restore 'format'"
-            if len(layer.groups) != self.experts and self.budget != UNEVEN:
+            if len(layer.groups) != self.experts:
                 what = f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer"
-                yield f'{layer.module}: {what}; make them equal, or write "budget": "{UNEVEN}" beside \'experts\''
-        if self.format is not None or self.budget == UNEVEN:
+                yield f"{layer.module}: {what}; make them equal, or use the step constants (--format mone)"
+        if self.format is not None:
             kept = sum(len(layer.groups) for layer in self.layers)
             mean = kept // len(self.layers) if self.layers else self.experts
-            total = self.experts_total if self.format is not None else kept
-            if (kept, mean) != (total, self.experts):
-                promised = f"{total!r} in all and {self.experts} in each"
+            if (kept, mean) != (self.experts_total, self.experts):
+                promised = f"{self.experts_total!r} in all and {self.experts} in each"
                 yield f"its layers keep {kept} experts, {mean} in each, but the plan says {promised}; make them equal"
         for module, experts in self.protected.items():
             owner = known.get(module)
@@ -248,13 +247,6 @@ class ExpertPlan:
             elif changed:
                 hint = "give it an untouched group of its own, or take it out of 'protected'"
                 yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
-
-    @property
-    def counts(self) -> LayerCounts:
-        """The experts of every layer, or of each where layers keep different numbers and none is a constant."""
-        if self.budget != UNEVEN or self.has_constants:
-            return self.experts
-        return layer_counts({layer.module: len(layer.groups) for layer in self.layers})
 
     @property
     def by_module(self) -> dict[str, LayerPlan]:
@@ -278,9 +270,8 @@ class ExpertPlan:
 
     @classmethod
     def of(cls, layers: Sequence[LayerPlan]) -> Self:
-        """A plan of these layers, with the mean of their experts."""
-        kept = [len(layer.groups) for layer in layers]
-        return cls(sum(kept) // len(kept), tuple(layers), budget=UNEVEN if len({*kept}) > 1 else None)
+        """A plan of these layers, which keep equally many experts."""
+        return cls(len(layers[0].groups), tuple(layers))
 
     @classmethod
     def whole(cls, model: "OpenModel") -> Self:

@@ -110,15 +110,6 @@ class OutputSize:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """A decoder layer as earlier steps have left it: its MoE layers, and all its tensors by state-dict key."""
-
-    name: str
-    moe_layers: Sequence[MoeLayer]
-    tensors: Tensors
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """Result of a step on the whole model: figures as JSON, and stored tensors with new values, by name."""
 
@@ -254,10 +245,6 @@ class Step(Generic[StepOptionsT]):
 
     def writer(self, state: "State") -> "OutputJob | None":
         """Return how the stage's tensors are made, where that is not by copying, picking and mixing experts."""
-        return None
-
-    def apply_layer(self, layer: DecoderLayer, state: "State") -> Tensors | None:
-        """Return new values for some tensors of a decoder layer, by state-dict key, of the same shapes."""
         return None
 
     def apply_model(self, state: "State") -> Result | None:

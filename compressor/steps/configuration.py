@@ -193,7 +193,7 @@ def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
 
 
 def _drop_counts_of_layers(node: dict[str, Any]) -> None:
-    """Drop the counts of single layers, which the fields to set have anew where layers differ."""
+    """Drop the counts of single layers, which the output has none of."""
     layers = node.pop(PER_LAYER, None)
     for number, entries in layers.items() if isinstance(layers, dict) else ():
         kept = {name: value for name, value in entries.items() if name not in COUNTS}
@@ -206,7 +206,7 @@ def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str,
     changed = dict[str, Any]()
     for key, value in after.items():
         known = before.get(key)
-        if isinstance(value, dict) and key not in ("quantization_config", PER_LAYER):
+        if isinstance(value, dict) and key != "quantization_config":
             changed |= changed_fields(known if isinstance(known, dict) else {}, value, f"{prefix}{key}.")
         elif value != known and not isinstance(value, dict):
             changed[f"{prefix}{key}"] = value
@@ -246,7 +246,7 @@ def output_config(
 
     `head_renames` are those of the experts of the multi-token-prediction `heads` that are kept.
     """
-    config, zeroed = config_with(raw, architecture, architecture.fields(plan.counts), heads)
+    config, zeroed = config_with(raw, architecture, architecture.fields(plan.experts), heads)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node:

@@ -45,7 +45,6 @@ from compressor.steps.tensors import (
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 Tensors = Mapping[str, Tensor]  # by state-dict key
-LayerChange = Callable[[str, Tensors], Tensors]  # of a layer's tensors, by key
 
 
 @torch.no_grad()
@@ -294,8 +293,8 @@ class Conversion:
                 set_tensor(self.small, key, value.to("meta"))
         return tensors
 
-    def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, decoder_layer: str) -> Named:
-        """Apply `cut` to a decoder layer's MoE layers, load the rest, apply `change` to all, and yield the result.
+    def produce(self, cut: Callable[[MoeLayer], Tensors], decoder_layer: str) -> Named:
+        """Apply `cut` to a decoder layer's MoE layers, load the rest, and yield the result.
 
         Tensors that were loaded before stay so.
         """
@@ -309,9 +308,6 @@ class Conversion:
         self.partial.load(key for key in keys if key not in tensors)
         state = self.partial.model.state_dict()
         tensors = {key: state[key] for key in keys if key not in tensors} | tensors
-        if change is not None and decoder_layer:
-            for key, value in change(decoder_layer, tensors).items():
-                tensors[key] = refuse_overflow(key, value.to(state[key].dtype))
         tensors = {key: _rounded(key, value, self._dtype(key)) for key, value in tensors.items()}
         for name, tensor in saved_names(self.small, tensors):
             yield name, _checked_bytes(name, self._as_stored(name, tensor) if name in self.own else tensor)

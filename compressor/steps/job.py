@@ -25,7 +25,6 @@ from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import LayerCounts
 from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.remote_code import json_bytes, naming_code, without_code
@@ -34,7 +33,7 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
 from compressor.recipe.step import OutputSize
 from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
-from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
+from compressor.steps.cutting import Conversion, CutFiles, cut_or_kept, through_model
 from compressor.steps.state import State
 from compressor.steps.tensors import (
     Named,
@@ -159,22 +158,21 @@ def _cut(
     partial: PartialModel | None,
     plan: ExpertPlan,
     files: CutFiles | None,
-    change: LayerChange | None = None,
 ) -> tuple[list[OutputTensor], Conversions]:
     """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial` model by layer."""
     architecture = model.architecture
     if partial is None:
         return plan_outputs(model.checkpoint, model.layout.roles, plan, architecture.decoder_layers), {}
     own = own_outputs(model, partial, plan, model.layout.roles)
-    conversion = replace(conversion_of(model, partial, plan.counts), own=own)
-    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files), change)
+    conversion = replace(conversion_of(model, partial, plan.experts), own=own)
+    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files))
     all_layers = ("", *architecture.decoder_layers)
     return conversion.outputs(all_layers), {decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers}
 
 
-def conversion_of(model: OpenModel, partial: PartialModel, counts: LayerCounts) -> Conversion:
-    """Return how output with these numbers of experts is made through a model."""
-    small = build_meta(model.architecture.with_experts(counts), partial.dtype)
+def conversion_of(model: OpenModel, partial: PartialModel, experts: int) -> Conversion:
+    """Return how output with this number of experts is made through a model."""
+    small = build_meta(model.architecture.with_experts(experts), partial.dtype)
     return Conversion(partial, model.architecture, small, computing=model.partial.dtype)
 
 
@@ -227,21 +225,20 @@ def _cut_head(
     return stored, {decoder_layer: converted} if conversions else {}, renames
 
 
-def _verify(model: OpenModel, counts: LayerCounts, names: list[str], folder: Path) -> None:
+def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
     """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
     config = load_config(folder)
-    uniform = {model.architecture.count_field: counts} if isinstance(counts, int) else {}
-    for path, expected in {**uniform, **model.architecture.written}.items():
+    for path, expected in {model.architecture.count_field: experts, **model.architecture.written}.items():
         value = attrgetter(path)(config)
         if value != expected:
             raise CompressionError(
                 f"the written config says {path} {value} instead of {expected}; please report this model"
             )
-    verify_checkpoint(folder, counts, names)
+    verify_checkpoint(folder, experts, names)
     check_carried(folder, model.source.folder)
     heads = find_heads(open_model(locate(str(folder)))) if names else ()
     missing = set(names) - {name for head in heads for name in head.names.stored}
-    if missing or any(head.layer.experts != counts for head in heads):
+    if missing or any(head.layer.experts != experts for head in heads):
         raise CompressionError(
             f"the written multi-token-prediction heads lack {', '.join(sorted(missing)) or 'the planned experts'}; "
             "please report this model"
@@ -252,10 +249,9 @@ def make_job(
     model: OpenModel,
     plan: ExpertPlan,
     cut: CutFiles | None = None,
-    change: LayerChange | None = None,
     through: PartialModel | None = None,
 ) -> OutputJob:
-    """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values.
+    """The job of writing a plan; a correction needs its `cut` layers.
 
     All tensors are made `through` a model in the dtype of the output where one is given.
     """
@@ -263,14 +259,13 @@ def make_job(
     layout = model.layout
     stored = model.checkpoint
     partial = through
-    if model.stored_parts and plan.is_drop and cut is None and change is None and through is None:
+    if model.stored_parts and plan.is_drop and cut is None and through is None:
         outputs = model.stored_parts.cut(model, plan)
         conversions = Conversions()
     else:
-        is_changed = model.is_split or change is not None
-        if through is None and (is_changed or through_model(layout, plan, cut is not None)):
+        if through is None and (model.is_split or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
-        outputs, conversions = _cut(model, partial, plan, cut, change)
+        outputs, conversions = _cut(model, partial, plan, cut)
     heads = _kept_heads(model, plan)
     head_outputs = dict[str, OutputTensor]()
     head_renames: dict[str, str | None] = {}
@@ -305,7 +300,7 @@ def make_job(
         decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),
         produce=produce,
         files=files_beside,
-        verify=bind(_verify, model, plan.counts, [*head_outputs]),
+        verify=bind(_verify, model, plan.experts, [*head_outputs]),
         zeroed=tuple(zeroed),
     )
 

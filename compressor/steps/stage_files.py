@@ -123,7 +123,7 @@ class StageFiles(CutFiles, LayerVisitor):
             conversion = replace(self._conversion(plan.experts), own=own)
             outputs = conversion.outputs([decoder_layer])
             cut = partial(cut_or_kept, self.partial, plan, self if self.refitted else None)
-            named = conversion.produce(cut, None, decoder_layer)
+            named = conversion.produce(cut, decoder_layer)
         else:
             outputs = plan_outputs(self.model.checkpoint, roles, plan, (decoder_layer,))
             named = stored_decoder_layer(outputs, decoder_layer)
@@ -138,6 +138,6 @@ def stage_files(state: State, writer: LayerWriter) -> StageFiles | None:
     Then no step changes layers in a way of its own, and none is split but in a refit.
     """
     steps = [state.step_at(number) for number in state.stage]
-    own = any(type(step).writer is not Step.writer or type(step).apply_layer is not Step.apply_layer for step in steps)
+    own = any(type(step).writer is not Step.writer for step in steps)
     is_simple = state.refits or (len(steps) == 1 and EXPERTS in steps[0].options.changes)
     return StageFiles(state, writer) if is_simple and not own else None

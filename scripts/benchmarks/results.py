@@ -36,7 +36,7 @@ PLOT = DOCS / "assets" / "loss-over-bytes.svg"
 CRITERIA = (
     "auto",
     "reap",
-    "reap:saliency=frequency",
+    "count-guided",
     "enumerate",
     "gated-mass",
     "leave-one-out",
@@ -60,7 +60,7 @@ DEMO, POINTS = "demo", "points"
 PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
 PLOTTED = {  # published criteria, and the colours of their lines
     "reap": "#CC6677",
-    "reap (saliency=frequency)": "#AA4499",
+    "count-guided": "#AA4499",
     "enumerate": "#88CCEE",
     "leave-one-out": "#999933",
 }

@@ -146,7 +146,7 @@ def compression() -> dict[str, Any]:
     return {
         "tool": "moe-compressor", "versions": {"torch": "2"}, "parameters": {"before": 2000, "after": 1000},
         "bytes": {"before": 8000, "after": 4000}, "left_out": ["mtp"], "zeroed_fields": ["n"], "plan_digest": "ab",
-        "plan": plan(),
+        "experts": {"before": 8, "after": 4}, "config_fields": {}, "plan": plan(),
     }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def test_needs_follow_the_options(name: str, options: dict[str, Any], needs: set
         ("data-centric", {"similarity": "cka"}, "no similarity 'cka'; known are linear-cka, rbf-cka, mean-output"),
         ("model-centric", {"representation": "mean"}, "no representation 'mean'; known are surrogate, vectorized"),
         ("model-centric", {"similarity": "rbf-cka"}, "'similarity'; it has align, merge, merge_routers, repr"),
-        ("reap", {"saliency": "norm"}, "known are reap, frequency, ean"),
+        ("reap", {"saliency": "ean"}, "'saliency'"),
         ("hub-guided", {"mass": "ean"}, "there is no mass 'ean'; known are gated-mass, visits"),
         *(("hub-guided", {"exponent": value}, "a number from 0 to 10") for value in (-0.5, 11, float("nan"))),
         ("ream", {"group_size": 1}, "group_size is 1; it must be 2 or more, or 0"),

@@ -18,13 +18,12 @@ from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
-from strategies.ranked import SALIENCIES, Aimer, Reap, gated_mass, size_ratios
+from strategies.ranked import Aimer, Ranked, count_guided, ean, gated_mass, reap, size_ratios
 from tests.support.opened_models import Calls, one_expert
 from tests.support.plans import kept
 from tests.support.strategy_runs import layer_statistics, planned_layers
 
-Options, plan = Reap.Options, Reap.plan
-OTHERS = ("gated-mass", "count-guided", "man", "msan")
+NAMES = ("reap", "ean", "gated-mass", "count-guided", "man", "msan")
 SUMS: dict[str, list[float]] = {  # of three experts that are like no other, two alike and one that no token reached
     "routed_count": [4, 0, 1, 2, 3, 2],
     "norm_sum": [8, 0, 5, 6, 3, 6],
@@ -41,14 +40,14 @@ def naive_scores(experts: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[
     """Each saliency of each expert, over lists of its visits: (gate weight, output norm) one by one."""
     visits: list[list[tuple[float, float]]] = [[] for _ in range(layer.experts)]
     if not calls.experts_arguments:
-        return dict.fromkeys((*SALIENCIES, *OTHERS), [0.0] * layer.experts)
+        return dict.fromkeys(NAMES, [0.0] * layer.experts)
     hidden, index, weights = calls.joined()
     for expert, seen in enumerate(visits):
         norms = one_expert(experts, expert, hidden).double().norm(dim=-1)
         for token, place in (index == expert).nonzero().tolist():
             seen.append((float(weights[token, place]), float(norms[token])))
     sums = {
-        "frequency": [float(len(seen)) for seen in visits],
+        "count-guided": [float(len(seen)) for seen in visits],
         "ean": [sum(norm for _, norm in seen) for seen in visits],
         "msan": [sum(norm * norm for _, norm in seen) for seen in visits],
         "gated-mass": [sum(gate * norm for gate, norm in seen) for seen in visits],
@@ -57,16 +56,15 @@ def naive_scores(experts: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[
         name: [total / max(1, len(seen)) for total, seen in zip(sums[source], visits, strict=True)]
         for name, source in (("reap", "gated-mass"), ("man", "ean"), ("msan", "msan"))
     }
-    return {**sums, **means, "count-guided": sums["frequency"]}
+    return {**sums, **means}
 
 
-@pytest.mark.parametrize("saliency", [*SALIENCIES, *OTHERS])
+@pytest.mark.parametrize("saliency", NAMES)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_vl_moe"])
 def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, tmp_path: Path) -> None:
     """Protected experts are kept first, then by score, then by number; equally many of each routing group."""
-    options = {"saliency": saliency} if saliency in SALIENCIES else {}
     protected: int | None = 5
-    for made in planned_layers(name, tmp_path, "reap" if options else saliency, protect=protected, **options):
+    for made in planned_layers(name, tmp_path, saliency, protect=protected):
         scores = naive_scores(made.experts, made.layer, made.calls)[saliency]
         expected = list[int]()
         for block in made.blocks():
@@ -80,32 +78,31 @@ def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, 
         protected = None  # in the first layer alone
 
 
-@pytest.mark.parametrize("saliency", SALIENCIES)
-def test_unreached_experts_go_first_and_unreached_layers_keep_the_lowest(saliency: str) -> None:
-    assert kept(plan(stats(), 5, options=Options(saliency))) == [0, 2, 3, 4, 5]
-    silent = plan(stats({key: [0.0] * 6 for key in SUMS}), 3, options=Options(saliency))
+@pytest.mark.parametrize("strategy", [reap, count_guided, ean])
+def test_unreached_experts_go_first_and_unreached_layers_keep_the_lowest(strategy: Ranked) -> None:
+    assert kept(strategy.plan(stats(), 5)) == [0, 2, 3, 4, 5]
+    silent = strategy.plan(stats({key: [0.0] * 6 for key in SUMS}), 3)
     assert kept(silent) == [0, 1, 2]
-    assert silent.figures == {"kept_share_of_saliency": 0.0}
+    assert silent.figures == {strategy.share: 0.0}
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
     overflowed = {**SUMS, "gated_norm_sum": [2, 0, float("inf"), 3, 1, 3]}
-    for strategy in (plan, gated_mass.plan):
+    for strategy in (reap.plan, gated_mass.plan):
         with pytest.raises(CompressionError, match=r"mlp\.experts: the outputs of expert 2 are not finite .*float32"):
             strategy(stats(overflowed), 3)
 
 
 def test_needs_are_what_the_saliency_reads() -> None:
-    for saliency in SALIENCIES:
-        strategy = load_strategy("reap", {"saliency": saliency})
+    for name in ("reap", "count-guided", "ean"):
+        strategy = load_strategy(name)
         only = {key: SUMS[key] for key in strategy.needs}
-        assert kept(strategy.plan_layer(stats(only), 3)) == kept(plan(stats(), 3, options=Options(saliency)))
+        assert kept(strategy.plan_layer(stats(only), 3)) == kept(strategy.plan_layer(stats(), 3))
         for missing in strategy.needs:
             fewer = {key: value for key, value in SUMS.items() if key != missing}
             with pytest.raises(CompressionError, match=f"'{missing}' was not collected"):
                 strategy.plan_layer(stats(fewer), 3)
-    assert load_strategy("reap", {"saliency": "ean"}).needs == {"norm_sum"}
-    for name, needs in (("gated-mass", {"gated_norm_sum"}), ("count-guided", {"routed_count"})):
+    for name, needs in (("ean", {"norm_sum"}), ("gated-mass", {"gated_norm_sum"}), ("count-guided", {"routed_count"})):
         assert load_strategy(name).needs == needs
 
 

@@ -17,7 +17,7 @@ from compressor.plugins import check_strategy
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import ream
-from strategies.ranked import Reap
+from strategies.ranked import reap
 from strategies.ream import Options
 from tests.support.strategy_runs import GROUPED, layer_statistics, members, planned_layers
 
@@ -128,7 +128,7 @@ def test_made_up_layers_against_loops(data: st.DataObject) -> None:
     table = naive_table(logits.tolist(), outputs.tolist())
     groups = naive_groups(saliency, table, keep, protected, size)
     check(made, groups, saliency)
-    kept = Reap.plan(found, keep, frozenset(protected))
+    kept = reap.plan(found, keep, frozenset(protected))
     assert {group.members[0] for group in kept.groups} == set(groups)  # REAP's choice are the centroids
 
 

@@ -278,7 +278,7 @@ def _refitted(
 
     own = {output.name: output for output in copies if output.dtype != DTYPE_NAMES[stored.dtype]}
     conversion = Conversion(stored, model.architecture, stored.model, own, model.partial.dtype)
-    for name, content in conversion.produce(change, None, decoder_layer):
+    for name, content in conversion.produce(change, decoder_layer):
         if name in wanted:
             yield name, content
 

@@ -25,7 +25,7 @@ from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
-from compressor.model.moe_layer import LayerCounts, MoeLayer, layers_by_decoder_layer
+from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
 from compressor.model.mtp import Head, MtpStage, kept_heads, mtp_stages
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
@@ -64,7 +64,7 @@ class LayerWork:
     change, and their routers stay whole.
     """
 
-    experts: LayerCounts | None  # kept; None: as the constants say
+    experts: int | None  # kept; None: as the constants say
     decide: Decide
     needs: frozenset[str] = frozenset()
     correction: Correct = UNCORRECTED
@@ -396,7 +396,7 @@ def correct(
     is_measured = bool(heads) or ranks().broadcast(lambda: read_difference(files)) is not None
     if len(layers) < len(stored) or not is_measured:
         by_module = plan.by_module
-        work = LayerWork(plan.counts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
+        work = LayerWork(plan.experts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
         texts = () if heads else calibration.heldout_batches
         with comparing(model, files, texts) as probe:
             layers = compress_sequentially(model, work, calibration, progress, files, probe, heads=heads)

@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from compressor import entry_points
 from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
-from compressor.model.moe_layer import MoeLayer, check_count, resolve_count
-from compressor.options import pairs
+from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.recipe.step import CONSTANTS, EXPERTS, StepOptions
 
 WHOLE = re.compile(r"0*[1-9][0-9]{0,8}")  # a number above 0
@@ -62,9 +61,6 @@ class Prune(StepOptions):
     """Pruning strategy. See `moe-compress list strategies`."""
     experts: int | None = None
     """Experts to keep in each MoE layer. They are those of the source, also after `split`."""
-    experts_by_layer: Annotated[dict[int, int] | None, BeforeValidator(pairs)] = None
-    """Experts to keep in single decoder layers, by their numbers, such as 0=96,1=128. Only for models whose code reads
-    `per_layer_config`."""
     ratio: float | None = None
     """Share of the experts to remove. No more than this goes."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -93,7 +89,7 @@ class Prune(StepOptions):
     @property
     def is_sized(self) -> bool:
         """Return True if it says how many experts stay."""
-        return any(given is not None for given in (self.experts, self.experts_by_layer, self.ratio))
+        return self.experts is not None or self.ratio is not None
 
     def count(self, layers: Sequence[MoeLayer], parts: int = 1) -> int:
         """Return how many experts each layer keeps; `experts` count `parts` each.
@@ -103,19 +99,6 @@ class Prune(StepOptions):
         """
         experts = None if self.experts is None else self.experts * parts
         return resolve_count(layers, experts, self.ratio)
-
-    def counts(self, layers: Sequence[MoeLayer], parts: int = 1) -> list[int]:
-        """Return how many experts each of these layers keeps, as `count` does for all."""
-        experts = self.count(layers, parts)
-        given = self.experts_by_layer or {}
-        unknown = given.keys() - {layer.index for layer in layers}
-        if unknown:
-            raise CompressionError(f"--experts-by-layer names decoder layer {min(unknown)}, which has no experts")
-        counts = list[int]()
-        for layer in layers:
-            counts.append(given[layer.index] * parts if layer.index in given else experts)
-            check_count(layer, counts[-1], layer.name)
-        return counts
 
     @property
     def sample_count(self) -> int | None:

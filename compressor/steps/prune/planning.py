@@ -17,7 +17,6 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import HeldoutProbe
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
-from compressor.model.moe_layer import layer_counts
 from compressor.model.mtp import Head, names_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
@@ -45,14 +44,8 @@ class PruneSpec:
     """A requested plan, checked as far as that needs no data."""
 
     strategy: Strategy
-    experts: int  # to keep in a layer that `by_layer` does not name
+    experts: int  # to keep in each layer
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
-    by_layer: Mapping[str, int] = field(default_factory=dict)  # experts to keep, by experts module
-
-    @property
-    def fewest(self) -> int:
-        """The experts of the smallest layer."""
-        return min(self.by_layer.values(), default=self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +161,7 @@ class Planner:
             return replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
-        counts = layer_counts(spec.by_layer) if spec.by_layer else spec.experts
-        work = LayerWork(counts, decide, needs, correction or UNCORRECTED, self.seed)
+        work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
         run = (self.model, work, self.calibration, self.progress, files)
         with ExitStack() as stack:
             probe = None
@@ -214,7 +206,7 @@ def _layer_plan(
     if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
-    plan = spec.strategy.plan_layer(stats, spec.by_layer.get(stats.layer.name, spec.experts), guarded)
+    plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
     if MODALITIES in stats.values:
         plan = replace(plan, figures={**plan.figures, **_by_modality(plan, stats.modality_count)})
     changed = touched(plan, guarded)
@@ -249,12 +241,8 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
         heads = [names.number for names in names_of(model)]
         strategy.check([*(layer.index for layer in layers), *heads], strategy.options)
     experts = prune.count(layers, parts)
-    by_layer = dict(zip((layer.name for layer in layers), prune.counts(layers, parts), strict=True))
-    model.architecture.check_counts(layer_counts(by_layer))
-    mtp = "drop" if prune.experts_by_layer else prune.mtp
-    spec = PruneSpec(strategy, experts, chosen_heads(model, mtp, experts), by_layer)
-    given_protected(prune.protect, layers, spec.fewest)
-    return spec
+    given_protected(prune.protect, layers, experts)
+    return PruneSpec(strategy, experts, chosen_heads(model, prune.mtp, experts))
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:

@@ -68,9 +68,7 @@ class PruneStep(Step[Prune]):
         )
 
     def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
-        counts = self.options.counts(layers, parts)
-        mean = sum(counts) // len(counts)
-        return mean - mean % layers[0].routing_groups
+        return self.options.count(layers, parts)
 
     def decide(self, state: State) -> ExpertPlan:
         """Decide from one pass over the model, or in order where each layer sees the compressed ones."""
@@ -80,7 +78,7 @@ class PruneStep(Step[Prune]):
             text = replace(planner.calibration, sample_tokens=prune.sample_count)
             planner = replace(planner, calibration=text)
         spec = spec_of(prune, state.model, state.parts)
-        protected = protected_experts(prune.protect, spec.fewest, planner)
+        protected = protected_experts(prune.protect, spec.experts, planner)
         correct = state.options_of(Correct)
         reads = spec.strategy.needs - WEIGHTS
         if prune.sequential and planner.calibration is not None and (reads or correct is not None):

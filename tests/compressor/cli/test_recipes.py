@@ -156,7 +156,7 @@ def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
     values |= {EmphasisOptions: "end=8", dict: "temperature=1"}
     kind = get_origin(entry.kinds[0]) or entry.kinds[0]
     value = values[kind] if kind in values else literals[:2][-1]
-    value = {"gate.suite": "base", "gate.expect": "c=0.5", "prune.experts_by_layer": "0=6"}.get(path, value)
+    value = {"gate.suite": "base", "gate.expect": "c=0.5"}.get(path, value)
     flags = {"gate.tasks": ["c", "d,e"]} if section == "gate" else {}
     hub = ["output.push_to_hub=me/other"] if section == "output" else []
     by_flag = recipe_of("model", {**flags, path: value}, hub if field != "push_to_hub" else [])

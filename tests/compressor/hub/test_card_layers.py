@@ -149,6 +149,7 @@ def recorded(folder: Path, source: Source) -> Path:
     (folder / "config.json").write_text(json.dumps({"architectures": ["OddModel"], "model_type": "odd"}))
     record = {
         "parameters": {"before": 9, "after": 4}, "bytes": {"before": 36, "after": 16}, "plan_digest": plan.digest(),
+        "experts": {"before": 8, "after": 3}, "left_out": [], "zeroed_fields": [], "config_fields": {}, "versions": {},
         "plan": plan.to_dict(),
     }  # fmt: skip
     (folder / "compression.json").write_text(readable_json(record))

@@ -58,7 +58,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     ("wanted", "extra"),
     [
         ({"strategy": "count-guided", "calibration": ["a.txt=3", "b=2.txt=1"]}, []),
-        ({"strategy": "reap", "calibration": ["b=2.txt"], "options": {"saliency": "ean"}, "seed": 3}, ["seed: 3"]),
+        ({"strategy": "ean", "calibration": ["b=2.txt"], "seed": 3}, ["seed: 3"]),
         ({"strategy": "count-guided", "calibration": "demo", "correct": "ridge"}, ["method: ridge"]),
         ({"strategy": "count-guided", "calibration": "demo", "sequential": True, "seed": 5}, ["sequential: true"]),
         (

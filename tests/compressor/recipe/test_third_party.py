@@ -61,7 +61,7 @@ def test_a_broken_plugin_is_named_and_left_out(
     source, message = BROKEN[fault]
     install(tmp_path, monkeypatch, fault, source)
     found = [strategy.name for strategy in registry.working_strategies()]
-    assert "reap" in found and len(found) == 20 and fault not in found
+    assert "reap" in found and len(found) == 21 and fault not in found
     (record,) = caplog.records
     said = record.getMessage()
     assert record.levelname == "WARNING" and f"strategy '{fault}'" in said and message.partition(".")[0] in said
@@ -74,7 +74,7 @@ def test_a_name_that_two_packages_offer_is_refused_and_left_out(
 ) -> None:
     install(tmp_path / "one", monkeypatch, "their-reap", REAP, "first_package")
     install(tmp_path / "two", monkeypatch, "their-reap", REAP, "second_package")
-    assert len(list(registry.working_strategies())) == 20
+    assert len(list(registry.working_strategies())) == 21
     assert "two packages offer 'their-reap'" in caplog.text
     with pytest.raises(CompressionError, match=r"two packages offer 'their-reap' .*; uninstall one"):
         load_strategy("their-reap")

@@ -111,7 +111,6 @@ def variations() -> list[Strategy]:
         for merge in METHODS:
             wishes += [(name, {"merge": merge, "align": align, "merge_routers": not align}) for align in (False, True)]
     wishes += [("enumerate", {"most_subsets": 0})]
-    wishes += [("reap", {"saliency": "ean"})]
     wishes += [("model-centric", {"representation": "vectorized"})]
     return [*(load_strategy(*wish) for wish in wishes), random_drop(0)]
 
