@@ -22,7 +22,7 @@ HEADING = "# SHA-256 of the lines below: "
 OF_TENSORS = "# CRC-32 of its tensors: "
 LINES = re.compile(rf"([0-9a-f]{{64}})  ([^\n\r]+)\n(?:{OF_TENSORS}((?:[0-9a-f]{{8}})+)\n)?")
 MOST_BYTES = 2**23  # of the list
-LATER = ("readme", "gate.", "recipe.")  # files that other commands add
+LATER = ("readme", "licen", "notice", "gate.", "recipe.")  # what people and other commands add
 
 
 def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:

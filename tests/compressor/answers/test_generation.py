@@ -11,7 +11,7 @@ from compressor.answers.decoding import choose
 from compressor.answers.generation import Answer, GenerationRequest, StockGenerator, answer_all, draws, journal_of
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, read_prompts, tokens_of, usable_prompts
-from compressor.checkpoint.source import locate
+from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent
@@ -157,8 +157,9 @@ def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
 class Scripted:
     label, facts = "scripted", {"model": 1}
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, folder: Path, stop_after: int | None = None) -> None:
         self.asked, self.stop_after = list[GenerationRequest](), stop_after
+        self.source = ModelSource(str(folder), None, folder)  # of the tokenizer
 
     def write(
         self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
@@ -173,7 +174,8 @@ class Scripted:
 def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     options = GenerationOptions(max_new_tokens=4)
     asked = [(Prompt.of(text), seed) for text in ("a", "b") for seed in (0, 1)]
-    first, second = Scripted(stop_after=2), Scripted()
+    small.tokenizer().save_pretrained(tmp_path)
+    first, second = Scripted(tmp_path, stop_after=2), Scripted(tmp_path)
     journal = journal_of(first, options, tmp_path)
     with pytest.raises(CompressionError, match="timed out"):
         answer_all(first, asked, options, tmp_path, Silent())
@@ -182,5 +184,5 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     answers = answer_all(second, asked, options, tmp_path, Silent())
     assert [answer.text for answer in answers] == ["a 0", "a 1", "b 0", "b 1"]
     assert first.asked + second.asked == asked
-    assert answer_all(Scripted(stop_after=0), asked, options, tmp_path, Silent()) == answers
+    assert answer_all(Scripted(tmp_path, stop_after=0), asked, options, tmp_path, Silent()) == answers
     assert not list(journal_of(first, GenerationOptions(max_new_tokens=5), tmp_path).read())

@@ -4,11 +4,13 @@ from pathlib import Path
 import pytest
 
 from compressor.hub.push import push
+from compressor.quality_gate.report import gate_json
 from tests.support.hub import Hub
-from tests.support.hub_pushes import CARD, REPOSITORY, content, refusal, shards
+from tests.support.hub_pushes import CARD, REPOSITORY, content, gate_of, refusal, shards
 
 
 def test_what_does_not_belong_stays_here(folder: Path, hub: Hub) -> None:
+    (folder / "SHA256SUMS").unlink()  # which would have to list what loaders read
     before = set(content(folder))
     litter = (
         ".env", ".git/config", ".cache/huggingface/x.json", "model.lock", "__pycache__/a.pyc", "optimizer.pt",
@@ -93,7 +95,7 @@ def test_parts_of_an_earlier_model_go_in_the_same_commit(made: Path, hub: Hub) -
 
 
 def test_reports_stay_with_the_weights_that_they_are_about(folder: Path, hub: Hub) -> None:
-    shutil.copy(folder / "config.json", folder / "gate.json")
+    (folder / "gate.json").write_text(gate_json(gate_of(folder)))
     (folder / "README.md").write_text("---\ntags: [moe-compressor]\n---\n")
     push(folder, REPOSITORY)
     (folder / "gate.json").unlink()

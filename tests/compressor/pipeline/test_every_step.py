@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import compressor
 from tests.support import small, zoo
-from tests.support.command_line import Run, names
+from tests.support.command_line import Run, names, refused
 from tests.support.hub_pushes import REPOSITORY, logged_in
 
 
@@ -46,7 +46,8 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
     graph = run("export", out, "-o", tmp_path / "graph", "--json")
     assert graph.status == 0 and {route["route"] for route in json.loads(graph.out)["routes"]} == {"MoE"}, graph
     with logged_in() as hub:
-        assert run("push", out, REPOSITORY).status == 0
+        refused(run("push", out, REPOSITORY), "--yes")
+        assert run("push", out, REPOSITORY, "--yes").status == 0
         there = hub.repositories[REPOSITORY].files()
     assert there["model.safetensors"] == (out / "model.safetensors").read_bytes() and "README.md" in there
 

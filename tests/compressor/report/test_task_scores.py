@@ -75,6 +75,7 @@ def test_rows_score_as_the_compressed_model_does_in_lm_eval_and_in_the_gate(
 
 def test_tasks_that_cannot_be_are_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_stock_tasks(monkeypatch)
+    (tmp_path / "nothing").mkdir()
     plain = ("compare", tmp_path / "nothing", "--strategies", "reap", "-o", tmp_path / "out")
     command = (*plain, "--experts", 4)
     refused(run(*command, "--tasks", "moe_demo_sorts"), "there is no task 'moe_demo_sorts'.*did you mean moe_demo_sort")

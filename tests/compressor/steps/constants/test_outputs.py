@@ -251,5 +251,5 @@ def test_check_tells_servers_that_know_constants_from_others(name: str, run: Run
     (older / "config.json").write_bytes((out / "config.json").read_bytes())
     save_file(tensors, older / "model.safetensors", {"format": "pt"})
     with serving(out, plain_model(older, source, tmp_path / "ignoring")) as served:
-        result = run("check", out, "--server", served.address)
-    assert result.status == 1 and "vLLM before 0.33" in result.out
+        result = run("check", out, "--server", served.address, "--json")
+    assert result.status == 1 and "vLLM before 0.33" in json.loads(result.out)["cause"]

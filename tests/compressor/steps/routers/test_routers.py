@@ -132,7 +132,8 @@ def test_the_command_moves_routers_alone_and_says_what_it_took(run: Run, models:
     assert transformers.AutoModelForCausalLM.from_pretrained(outs[0]).config.num_local_experts == 4
     record, own = (json.loads((folder / "compression.json").read_text()) for folder in (outs[0], models / "smaller"))
     entry = record["plan"]["steps"].pop()
-    assert record["plan"] == own["plan"] and record["bytes"] == own["bytes"]
+    # The model that was read is the smaller one.
+    assert record["plan"] == own["plan"] and set(record["bytes"].values()) == {own["bytes"]["after"]}
     assert (entry["name"], entry["options"]["method"], entry["options"]["rounds"]) == ("routers", "router", 2)
     assert entry["result"] == told and entry["text"]["source"] == "calibration.txt"
     again = calibrate(run, models, outs[1])
