@@ -28,6 +28,7 @@ TRACE = frozenset({"id", "seed", "domain"})  # columns of a row whose text the m
 SYSTEM = ("system", "system_prompt")  # columns beside a chat
 DATA = ("input", "context")  # columns beside an instruction
 HISTORY = "history"  # the column of earlier turns
+BESIDE = (*SYSTEM, *DATA, HISTORY)
 TOOLS = ("tools", "functions")  # columns of the tools that may be called
 OURS = frozenset({"id", "domain", "ended"})  # columns of the rows that `traces` writes
 MEDIA = {  # kind of medium by column, or by type of a part
@@ -112,7 +113,10 @@ def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], l
     if history and not isinstance(history, str):
         columns.append(HISTORY)
         if isinstance(history, list) and isinstance(history[0], list):
-            for question, answer in history:
+            for pair in history:
+                if not isinstance(pair, list) or len(pair) != 2:
+                    raise ItemError(f"{where}: {reprlib.repr(pair)} in {HISTORY} is no question with its answer")
+                question, answer = pair
                 messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         else:
             messages += _messages(row, HISTORY, history, "user", where)
@@ -124,15 +128,19 @@ def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known:
     left_out.columns |= {*conversation.columns}
     if isinstance(row, Mapping):
         read = {*conversation.columns, *known, *OURS, *TOOLS, *MEDIA}
-        left_out.unread |= {str(name) for name, value in row.items() if name not in read and _is_text(value)}
+        beside = {name: value for name, value in row.items() if name not in read and not _is_blank(name, value)}
+        left_out.unread |= {
+            str(name) for name, value in beside.items() if isinstance(value, str) or (value and name in BESIDE)
+        }
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_blank(value: Any) -> bool:
+def _is_blank(name: str, value: Any) -> bool:
     """Return True for an empty list, and for text without a letter, which tables have in place of missing text."""
+    value = _list_in(value) if name in CHATS else value
     if isinstance(value, str):
         return not value.strip()
     return isinstance(value, list) and not value
@@ -148,13 +156,13 @@ def _list_in(value: Any) -> Any:
     if parsed is None and isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
             parsed = ast.literal_eval(value.strip())
-    return parsed if isinstance(parsed, list) and parsed else value
+    return parsed if isinstance(parsed, list) else value
 
 
 def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
     """Return the first of these combinations of columns that a row has; raise `ItemError` if it has none."""
     present = {name for name, value in row.items() if value is not None}
-    filled = {name for name in present if not _is_blank(row[name])}
+    filled = {name for name in present if not _is_blank(name, row[name])}
     for columns in (filled, present):
         for names in choices:
             if columns.issuperset(names):
@@ -197,7 +205,7 @@ def _message(turn: Fields) -> Message:
     turn = dict(_without_none(turn))
     sender = turn.pop("from", None)
     name = turn.get("role", sender)
-    role = ROLES.get(name, name) if isinstance(name, str) else name
+    role = ROLES.get(name.lower(), name) if isinstance(name, str) else name
     if "value" in turn and "content" not in turn:
         value = turn["value"]
         calls = _calls(value) if name in CALLING else None
@@ -205,11 +213,10 @@ def _message(turn: Fields) -> Message:
             value = json.dumps(value, ensure_ascii=False)
         return _said(role, value, calls)
     message = {"content": None, **turn, "role": role}
-    calls = message.get("tool_calls")
-    if "function_call" in message:  # as OpenAI had it before there were tools
-        calls = [{"type": "function", "function": message.pop("function_call")}]
-    if isinstance(calls, list):
-        message["tool_calls"] = [_decoded(call) for call in calls]
+    # the second is OpenAI's from before there were tools
+    calls = _calls(message.get("tool_calls") or message.pop("function_call", None))
+    if calls:
+        message["tool_calls"] = calls
     return message
 
 
@@ -223,8 +230,8 @@ def _calls(text: Any) -> list[Message] | None:
     """Return the tool calls in JSON text: one, or a list of names with arguments; None for other text."""
     parsed = text if isinstance(text, Mapping | list) else parse_json(text, list | dict)
     parsed = parsed if isinstance(parsed, list) else [parsed]
-    if all(isinstance(call, Mapping) and "name" in call for call in parsed):
-        return [{"type": "function", "function": _decoded(call)} for call in parsed]
+    if all(isinstance(call, Mapping) and {"function", "name"} & call.keys() for call in parsed):
+        return [_decoded(call if "function" in call else {"type": "function", "function": call}) for call in parsed]
     return None
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
-from compressor.errors import LeftOut
+from compressor.errors import CompressionError, LeftOut
 from tests.support import small
 from tests.support.texts import write
 
@@ -146,6 +146,21 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # rows, and t
         {"conversations": [{"role": "user", "value": "Rain?"}, {"role": "assistant", "value": "Dry."}]},
         [USER, ANSWER],
     ),
+    "calls as text": (
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": json.dumps([CALL])}, RESULT, ANSWER],
+            "tools": [FUNCTION],
+        },
+        TOOL_TURNS,
+    ),
+    "calls without a function": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [AS_TEXT]}, RESULT, ANSWER], "tools": [FUNCTION]},
+        TOOL_TURNS,
+    ),
+    "capital roles": (
+        {"conversations": [{"from": "Human", "value": "Rain?"}, {"from": "GPT", "value": "Dry."}]},
+        [USER, ANSWER],
+    ),
     "as python prints": ({"messages": str(TOOL_TURNS), "tools": json.dumps(FUNCTION)}, TOOL_TURNS),
     "preferred chat": ({"prompt": "Rain?", "chosen": [USER, ANSWER], "rejected": [USER]}, [USER, ANSWER]),
     "preferred turn": ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, [USER, ANSWER]),
@@ -193,6 +208,9 @@ BESIDE = [
         "",
     ),
     ({"question": "2+2?", "answer": "4", "level": "easy"}, "<user>2+2?\n<assistant>4\n", "level"),
+    ({"instruction": "q", "input": ["a"], "output": "b"}, "<user>q\n<assistant>b\n", "input"),
+    ({"question": "q", "context": {"a": "b"}, "answer": "b"}, "<user>q\n<assistant>b\n", "context"),
+    ({"text": "t", "messages": "[]"}, "t", ""),
     ({"system_prompt": "S", "question": "q", "response": "a"}, "<system>S\n<user>q\n<assistant>a\n", ""),
     ({"input": "in", "output": "out"}, "<user>in\n<assistant>out\n", ""),
     ({"text": "t", "summary": "s", "number": 3, "none": None, "empty": " "}, "t", "summary"),
@@ -220,3 +238,11 @@ def test_what_stands_beside_a_chat_is_read_or_named(
     why = "a chat goes first where the model has a template; " if unread == "text" else ""
     named = [f"rows of data have columns of text that are not read: {unread} ({why}SOURCE#column reads one)"]
     assert [record.message for record in caplog.records] == (named if unread else [])
+
+
+@pytest.mark.parametrize("history", [[["q"]], [["q", "a"], "qa"], [["q", "a"], None]])
+def test_history_that_is_no_pairs_is_quoted(history: Any, tmp_path: Path) -> None:
+    row = {"instruction": "q", "output": "a", "history": history}
+    path = write(tmp_path, json.dumps(row), "rows.jsonl")
+    with pytest.raises(CompressionError, match=r"line 1: .* in history is no question with its answer"):
+        list(documents(WeightedSource(str(path), 1.0), 0, small.tokenizer(small.CHAT)))
