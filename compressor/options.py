@@ -53,6 +53,19 @@ class Options(BaseModel):
         return value
 
 
+class NamedOptions(Options):
+    """Options that are made by name in Python, where what is wrong is one sentence, too."""
+
+    def __init__(self, **named: Any) -> None:
+        """Take options by name; raises `CompressionError` for one that is unknown or impossible."""
+        kind = type(self)
+        refuse_unknown(kind, named, f"{kind.__name__} has no option")
+        try:
+            super().__init__(**named)
+        except ValidationError as error:
+            raise CompressionError(f"{kind.__name__}: {fault_of(error)}") from error
+
+
 def one_or_several(value: Any) -> Any:
     """Return a single text as a tuple of one; anything else as it is."""
     return (value,) if isinstance(value, str) else value

@@ -10,7 +10,7 @@ from compressor.answers.task_suites import TaskSettings, with_suite
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import TASKS, require
-from compressor.options import Options, one_or_several, separated
+from compressor.options import NamedOptions, one_or_several, separated
 from compressor.records import check_fields, number
 
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
@@ -43,7 +43,7 @@ class GenerationOptions:
         return {name: getattr(self, name) for name in names}
 
 
-class AnswerOptions(Options):
+class AnswerOptions(NamedOptions):
     """Prompts, and how models answer them."""
 
     prompts: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class AnswerOptions(Options):
         return GenerationOptions(limit, self.temperature, self.top_p, chat=self.chat)
 
 
-class AskedOptions(Options):
+class AskedOptions(NamedOptions):
     """How tasks are asked: all that files of others, suites and baselines, may set. None trusts a file, none judges."""
 
     tasks: tuple[str, ...] = ()

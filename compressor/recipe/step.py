@@ -15,17 +15,15 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
-    ValidationError,
     field_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
 from compressor.data.sources import GivenTexts
 from compressor.data.sources import TextPart as TextPart
-from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.model.moe_layer import MoeLayer
-from compressor.options import Options, fault_of, pairs, refuse_unknown
+from compressor.options import NamedOptions, Options, pairs
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
@@ -125,7 +123,7 @@ ROUTERS = "routers"
 FORMAT = "format"
 
 
-class StepOptions(Options):
+class StepOptions(NamedOptions):
     """Options of a step as fields, and facts about it. Those with an `order` change decoder layers one at a time.
 
     `changes` names what a step changes: SUB_EXPERTS (experts become several), EXPERTS (which and how many there are),
@@ -146,14 +144,9 @@ class StepOptions(Options):
 
     def __init__(self, *values: Any, **named: Any) -> None:
         """Take options by name, or in the order of the fields (`Correct("tune")`)."""
-        kind = type(self)
-        names = [name for name in kind.model_fields if name != "calibration"]
+        names = [name for name in type(self).model_fields if name != "calibration"]
         given = {**dict(zip(names, values, strict=False)), **named}
-        refuse_unknown(kind, given, f"{kind.__name__} has no option")
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise CompressionError(f"{kind.__name__}: {fault_of(error)}") from error
+        super().__init__(**given)
 
     @property
     def changes(self) -> frozenset[str]:

@@ -73,6 +73,9 @@ def test_help_has_the_meaning_of_every_option(kind: Any) -> None:
         (lambda: Prune(calibration={"samples": 0}), "Prune: calibration.samples is 0"),
         (lambda: compressor.compress("model", "out", [Prune(experts=4)], ratoi=0.5), "no option 'ratoi'"),
         (lambda: compressor.distill("model", "out", "base", stpes=3), "no option 'stpes'"),
+        (lambda: compressor.GateOptions(max_dorp=1), "GateOptions has no option 'max_dorp'; did you mean"),
+        (lambda: compressor.GateOptions(tasks=("a",), max_drop="x"), "GateOptions: max_drop is 'x'; input should be"),
+        (lambda: compressor.AnswerOptions(max_new_tokens=-1), "AnswerOptions: max_new_tokens is -1"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(make: Any, message: str) -> None:
