@@ -123,6 +123,8 @@ class WeightedSource:
     is_optional: bool = field(default=False, compare=False)  # of a blend, which is read without it if need be
 
     def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise CompressionError(f"a calibration source has no name; {NAME_TEXT}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise CompressionError(
                 f"calibration source {self.source!r} has weight {self.weight}; give a positive number"

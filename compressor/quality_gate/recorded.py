@@ -50,6 +50,7 @@ LIMITS = ("epochs", "message_limit", "token_limit")
 CUT = ("max_tokens", "model_length")  # inspect's reasons to stop
 UNNAMED = "items"  # a task whose file does not name it
 NOT_HELD = "not held"  # among settings: what a file does not tell of how a model was asked
+UNANSWERED = "items without an answer"  # of which some have one of another epoch
 WORDS = {"c": 1.0, "p": 0.5, "i": 0.0, "n": 0.0, "pass": 1.0, "fail": 0.0, "timeout": 0.0, "error": 0.0}
 WORDS |= {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
 
@@ -156,6 +157,7 @@ def gate_results(
     before, settings = read_results(base, tasks, metric)
     after, other_settings = read_results(compressed, tasks, metric)
     unheld = sorted(settings.pop(NOT_HELD) | other_settings.pop(NOT_HELD))
+    neither = sorted(settings.pop(UNANSWERED) & other_settings.pop(UNANSWERED))
     for name, value in settings.items():
         other = other_settings.get(name, value)
         if other != value:
@@ -181,6 +183,9 @@ def gate_results(
     conditions = _worst_conditions(_judge(worst, options), rows, pooled, lacking) if any(lacking) else ()
     anomalies = find_anomalies(rows, [first for first, _ in pairs.values()], {}, {})
     notes = [f"Not compared, since the files do not hold it: {joined(unheld)}."] if unheld else []
+    if neither:
+        more = f" and {len(neither) - NAMED:,} more" if len(neither) > NAMED else ""
+        notes.append(f"Left out, since neither model has an answer: {', '.join(neither[:NAMED])}{more}.")
     return GateResult(
         verdict=overall([*rows, *([] if pooled is None else [pooled])], conditions, anomalies),
         base=str(base),
@@ -330,13 +335,16 @@ def read_results(path: Path, wanted: Sequence[str], metric: str | None) -> tuple
     if files[0].suffix == ".jsonl":
         # the newest of each task, by the time at the end of the name
         files = [*{file.stem.rpartition("_")[0]: file for file in files}.values()]
-    settings = Settings({NOT_HELD: set()})
+    settings = Settings({NOT_HELD: set(), UNANSWERED: set()})
     results = defaultdict[Key, dict[str, list[AnsweredItem]]](dict)
     files_of = dict[tuple[Key, str], Path]()
     with wrap_faults(f"{path} cannot be read as results", KNOWN, KNOWN):
         for file in files:
             for task, name, item, kind in _answers(file, wanted, metric, settings):
                 key = task, name, kind
+                if math.isnan(item.score):
+                    settings[UNANSWERED].add(f"{task} {item.id}")
+                    continue
                 if files_of.setdefault((key, item.id), file) is not file:
                     raise CompressionError(f"{path} has two results on {task}; name one file")
                 results[key].setdefault(item.id, []).append(item)
@@ -567,11 +575,15 @@ def _read_inspect(
         if sample.error is not None:
             score = 0.0
         elif scorer not in scores:
-            continue
-        elif part:
-            score = _score(section({scorer: scores[scorer].value}, scorer).get(part), where)
+            score = math.nan
         else:
-            score = _score(scores[scorer].value, where)
+            value = scores[scorer].value
+            if part:
+                parts_of = section({scorer: value}, scorer)
+                if part not in parts_of:
+                    raise CompressionError(f"{where}: the score has no part {part!r}, only {joined([*parts_of])}")
+                value = parts_of[part]
+            score = _score(math.nan if value is None else value, where)
         if not sample.prompt:
             settings[NOT_HELD].add("prompts")
         yield Answer(task, metric, AnsweredItem(str(sample.id), score, 1.0, sample.content, sample.prompt, sample.cut))
@@ -587,8 +599,8 @@ def _read_csv(file: Path, settings: Settings) -> Iterator[Answer]:
         reader.fieldnames = columns
         settings[NOT_HELD].add("settings" if "prompt" in columns else "prompts (a column prompt) and settings")
         for row in reader:
-            if row["score"] == "" and not row.get("error"):
-                continue
-            score = 0.0 if row.get("error") else _score(row["score"], f"{file}, line {reader.line_num}")
+            score = 0.0 if row.get("error") else math.nan
+            if row["score"] != "" and not row.get("error"):
+                score = _score(row["score"], f"{file}, line {reader.line_num}")
             prompt = _hash(row["prompt"]) if row.get("prompt") else ""
             yield Answer(row.get("task") or UNNAMED, "score", AnsweredItem(row["item"], score, prompt=prompt))

@@ -402,6 +402,7 @@ CASES: dict[str, dict[str, Content]] = {
         "a weight of 400 digits": f"[{{source: a.txt, weight: {HUGE}}}]".encode(),
         "a weight that is true": b"[{source: a.txt, weight: true}]",
         "an option of text": b"[{source: a.txt, weight: 1, strict: false}]",
+        "a source without a name": b"[{source: ' ', weight: 1}]",
         "a source that is null": b"[{source: null, weight: 1}]",
         "a key of a number": b"[{1: a.txt, weight: 1}]",
         "a source twice": b"[{source: a.txt, weight: 1}, {source: a.txt, weight: 1}]",

@@ -239,6 +239,15 @@ def test_an_answer_that_one_model_lacks_is_the_worst_for_the_smaller_one(form: s
         assert judged(*paths, max_drop=0.2).verdict == "pass"
 
 
+@pytest.mark.parametrize("form", ["csv", "inspect"])
+def test_items_that_neither_model_has_answered_are_named(form: str, tmp_path: Path) -> None:
+    cells: Cells = {f"item {number}": None if number < 12 else 1.0 for number in range(400)}
+    result = judged(*(written_as(form, tmp_path / name, cells) for name in ("a", "b")))
+    assert result.pooled is not None and result.pooled.items == 388
+    (note,) = [note for note in result.notes if "neither model has an answer" in note]
+    assert "item 0" in note and "item 12," not in note
+
+
 def test_a_missing_answer_of_several_and_scores_without_an_end(tmp_path: Path) -> None:
     lines = [f"t,{number},{score}" for number in range(50) for score in (0.25, 0.75)]
     first, second = tmp_path / "a.csv", tmp_path / "b.csv"
@@ -286,7 +295,8 @@ def scored(value: Any) -> str:
     [
         ("a.json", scored(float("nan")), None, r"samples\[0\], scorer m: the answer is unscored, its score is NaN"),
         ("a.json", scored({"x": 1, "y": 0}), None, "has the parts x and y; name one as --metric SCORER.PART"),
-        ("a.json", scored({"x": 1}), "m.z", "the score is 'None', no number"),
+        ("a.json", scored({"x": 1}), "m.z", "the score has no part 'z', only x"),
+        ("a.json", scored(None), None, "the answer is unscored"),
         ("a.json", scored(float("inf")), None, "the score is inf, which is not finite"),
         ("a.json", scored([1]), None, r"the score is '\[1\]', no number"),
         ("a.json", scored(1), "n", "has no scorer 'n', only m"),
