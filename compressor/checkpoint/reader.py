@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.files import NAME_ONE, TEMPLATES
-from compressor.records import read_object
+from compressor.records import RESTORE, read_object
 
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
 
@@ -264,6 +264,8 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
     declared = config_field(raw_config, "quantization_config")
     if declared:
+        if not isinstance(declared, Mapping):
+            raise CompressionError(f"{folder}: quantization_config in config.json should be an object; {RESTORE}")
         return {} if packs_nothing(declared) else dict(declared)
     content = modelopt_file(folder)
     return {"quant_method": "modelopt", **content} if content else {}

@@ -75,6 +75,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "quantization as text": (
+        lambda f: (f / "config.json").write_text('{"quantization_config": "fp8"}'),
+        "quantization_config in config.json should be an object",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
     "pickle only": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
