@@ -204,6 +204,9 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
         config = self.hf_quantizer.compressor.quantization_config
         scheme = scheme_of(config, name.removesuffix(".weight"))
+        storage = scheme.format or config.format
+        if scheme.weights is None or storage in ("dense", "fakequant"):
+            raise ValueError(f"config.json does not say how it is quantised (its format is {storage!r})")
         if not scheme.weights.symmetric and "weight_zero_point" not in parts:
             raise ValueError("its weight_zero_point is missing")
         if "weight_shape" in parts:
@@ -216,7 +219,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             parts["weight_zero_point"] = zero_point.reshape(-1, 1).T
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
-        compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+        compressor = BaseCompressor.get_value_from_registry(storage)
         return compressor.decompress(parts, scheme)["weight"]
 
 

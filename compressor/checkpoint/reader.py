@@ -264,6 +264,12 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
     declared = config_field(raw_config, "quantization_config")
     if declared:
+        groups = declared.get("config_groups") or {} if isinstance(declared, dict) else None
+        if not isinstance(groups, dict):
+            raise CompressionError(
+                f"{folder / CONFIG} has a quantization_config, or config_groups in it, that is no JSON object; restore "
+                "the file from its source"
+            )
         return {} if packs_nothing(declared) else dict(declared)
     content = modelopt_file(folder)
     return {"quant_method": "modelopt", **content} if content else {}
