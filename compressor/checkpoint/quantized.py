@@ -207,8 +207,14 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         storage = scheme.format or config.format
         if scheme.weights is None or storage in ("dense", "fakequant"):
             raise ValueError(f"config.json does not say how it is quantised (its format is {storage!r})")
-        if not scheme.weights.symmetric and "weight_zero_point" not in parts:
-            raise ValueError("its weight_zero_point is missing")
+        needed = {
+            "weight_zero_point": not scheme.weights.symmetric,
+            "weight_global_scale": scheme.weights.strategy == "tensor_group",
+            "weight_shape": storage == "pack-quantized",
+        }
+        for part, is_needed in needed.items():
+            if is_needed and part not in parts:
+                raise ValueError(f"its {part} is missing")
         if "weight_shape" in parts:
             width = parts["weight_packed"].shape[-1]
             columns = int(parts["weight_shape"][-1])

@@ -290,6 +290,16 @@ def test_a_group_that_names_no_weights_is_refused(tmp_path: Path) -> None:
         load_layer(tmp_path, 1, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("case", "part"), [("nvfp4-qwen3_moe", "weight_global_scale"), ("packed-qwen3_moe", "weight_shape")]
+)
+def test_a_part_that_all_matrices_lack_is_named(case: str, part: str, tmp_path: Path) -> None:
+    save(tmp_path, case)
+    small.edit_tensors(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith(part)])
+    with pytest.raises(CompressionError, match=f"its {part} is missing"):
+        load_layer(tmp_path, 1, torch.float32)
+
+
 @pytest.mark.parametrize("declared", [[1], "fp8", {"quant_method": "compressed-tensors", "config_groups": [1]}])
 def test_a_quantisation_that_is_no_object_is_refused(declared: Any, tmp_path: Path) -> None:
     zoo.save("qwen3_moe", tmp_path)
