@@ -46,7 +46,7 @@ def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
     if not checkpoint.quantization:
         for node in (config, config.get_text_config()):
             if isinstance(getattr(node, "dtype", None), torch.dtype):
-                return NARROWED.get(node.dtype, node.dtype)
+                return NARROWED.get(node.dtype, node.dtype)  # type: ignore[no-any-return]
         names = ["BF16", "F16", "F32"]
         otherwise = torch.float32
     stored = [info.dtype for info in checkpoint.tensors.values()]

@@ -275,7 +275,7 @@ def test_scaled_weights_of_no_known_storage_are_refused(storage: str | None, tmp
     change_group(tmp_path, {"format": storage} if storage else {})
     if storage is None:
         small.edit_json(tmp_path / "config.json", lambda config: config["quantization_config"].pop("format"))
-    with pytest.raises(CompressionError, match="config.json does not say how it is quantised"):
+    with pytest.raises(CompressionError, match=r"config\.json does not say how it is quantised"):
         load_layer(tmp_path, 1, torch.float32)
 
 
@@ -286,7 +286,7 @@ def test_a_group_that_names_no_weights_is_refused(tmp_path: Path) -> None:
         tmp_path / "config.json",
         lambda config: config["quantization_config"]["config_groups"]["group_0"].update(weights=None),
     )
-    with pytest.raises(CompressionError, match="config.json does not say how it is quantised"):
+    with pytest.raises(CompressionError, match=r"config\.json does not say how it is quantised"):
         load_layer(tmp_path, 1, torch.float32)
 
 
