@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor.api import make_recipe
@@ -336,3 +337,14 @@ def test_what_auto_decided_is_said_once_and_recorded(width: int, tmp_path: Path,
     assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
     first, again = (tensors_of(tmp_path / name) for name in ("out", "again"))
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_pruned_output_is_split_and_pruned_again(tmp_path: Path) -> None:
+    folder = small.save(tmp_path / "in", "qwen3_moe")
+    fewer = compressor.Prune(strategy="aimer", experts=6)
+    text = {"calibration": str(small.text_file(tmp_path)), "samples": 16, "sequence_length": 32}
+    compressor.compress(str(folder), tmp_path / "first", [fewer], **text)
+    steps = [compressor.Split(2), compressor.Prune(strategy="aimer", experts=4)]
+    outcome = compressor.compress(str(tmp_path / "first"), tmp_path / "out", steps, **text)
+    assert {len(layer.groups) for layer in outcome.plan.expert_plan.layers} == {8}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_experts == 8

@@ -204,8 +204,17 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
         config = self.hf_quantizer.compressor.quantization_config
         scheme = scheme_of(config, name.removesuffix(".weight"))
-        if not scheme.weights.symmetric and "weight_zero_point" not in parts:
-            raise ValueError("its weight_zero_point is missing")
+        storage = scheme.format or config.format
+        if scheme.weights is None or storage in ("dense", "fakequant"):
+            raise ValueError(f"config.json does not say how it is quantised (its format is {storage!r})")
+        needed = {
+            "weight_zero_point": not scheme.weights.symmetric,
+            "weight_global_scale": scheme.weights.strategy == "tensor_group",
+            "weight_shape": storage == "pack-quantized",
+        }
+        for part, is_needed in needed.items():
+            if is_needed and part not in parts:
+                raise ValueError(f"its {part} is missing")
         if "weight_shape" in parts:
             width = parts["weight_packed"].shape[-1]
             columns = int(parts["weight_shape"][-1])
@@ -216,7 +225,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             parts["weight_zero_point"] = zero_point.reshape(-1, 1).T
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
-        compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+        compressor = BaseCompressor.get_value_from_registry(storage)
         return compressor.decompress(parts, scheme)["weight"]
 
 

@@ -264,8 +264,11 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
     declared = config_field(raw_config, "quantization_config")
     if declared:
-        if not isinstance(declared, Mapping):
-            raise CompressionError(f"{folder}: quantization_config in config.json should be an object; {RESTORE}")
+        groups = declared.get("config_groups") or {} if isinstance(declared, Mapping) else None
+        if not isinstance(groups, Mapping):
+            raise CompressionError(
+                f"{folder}: quantization_config in config.json, or its config_groups, should be an object; {RESTORE}"
+            )
         return {} if packs_nothing(declared) else dict(declared)
     content = modelopt_file(folder)
     return {"quant_method": "modelopt", **content} if content else {}

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 SPARE = 0.2  # share of a device's free memory kept for hidden states and the computation of layers
 TIED = "tie_word_embeddings"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NARROWED = {torch.float64: torch.float32}  # as no kernel of experts computes in it
 
 
 def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -45,7 +46,7 @@ def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
     if not checkpoint.quantization:
         for node in (config, config.get_text_config()):
             if isinstance(getattr(node, "dtype", None), torch.dtype):
-                return node.dtype  # type: ignore[no-any-return]
+                return NARROWED.get(node.dtype, node.dtype)  # type: ignore[no-any-return]
         names = ["BF16", "F16", "F32"]
         otherwise = torch.float32
     stored = [info.dtype for info in checkpoint.tensors.values()]

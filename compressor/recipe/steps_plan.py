@@ -291,7 +291,7 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
     layers = []
     for layer in second.layers:
         earlier = before.get(layer.module)
-        if earlier is not None:
+        if earlier is not None and len(earlier.groups) == layer.experts:  # not split in between
             groups = [_composed_group(earlier, group) for group in layer.groups]
             groups.sort(key=lambda group: min(group.members))
             later = {name: getattr(layer, name) for name in ("upstream", "decided_by", "figures")}

@@ -26,7 +26,7 @@ from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
 from compressor.model.mtp import Head, find_heads, kept_heads
-from compressor.model.opened import OpenModel, open_model, pick_dtype
+from compressor.model.opened import NARROWED, OpenModel, open_model, pick_dtype
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
@@ -95,7 +95,7 @@ def stored_dtype(model: OpenModel) -> torch.dtype:
     for name, role in {} if model.layout.quantized else model.layout.roles.items():
         if role.kind in ("expert", "fused") and not role.is_router:
             dtype = torch.promote_types(dtype, TORCH_DTYPES[model.checkpoint.tensors[name].dtype])
-    return dtype
+    return NARROWED.get(dtype, dtype)
 
 
 def output_size(model: OpenModel, experts: int, changed: bool = False, through: bool = False) -> Size:

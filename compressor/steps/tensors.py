@@ -42,7 +42,7 @@ Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their byt
 class OutputTensor:
     """One tensor of the output. `content` yields its bytes in order; None: they are made with its decoder layer.
 
-    `each` is how many of the model's weights an element stands for.
+    `density` is how many of the model's weights an element stands for.
     """
 
     name: str

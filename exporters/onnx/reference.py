@@ -109,10 +109,16 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     """
     config = model.config
     cases = []
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    text_config = config.get_text_config(decoder=True)
+    longest = getattr(text_config, "max_position_embeddings", None) or 10**9
+    rotation = getattr(text_config, "rope_parameters", None) or {}
+    is_long = rotation.get("rope_type") == "longrope"
+    turn = rotation.get("original_max_position_embeddings") if is_long else None
 
     def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:
         mask = torch.ones_like(tokens) if mask is None else mask
+        if turn and chunks and chunks[0] <= turn < tokens.shape[1]:
+            chunks = ()  # keys in the cache keep the rotations for short texts, those of the whole text don't
         cases.append(Case(name, tokens, mask, chunks or (tokens.shape[1],)))
 
     for number, (rows, wanted) in enumerate(SHAPES):

@@ -236,14 +236,15 @@ def test_equal_runs_give_equal_records_and_a_wrong_successor_replaces_none(
 SHORT = 250
 
 
-def rotated(name: str, kind: str, folder: Path) -> Path:
-    """A model whose rotary embeddings were made for `SHORT` positions, more than an export is verified with."""
+def rotated(name: str, kind: str, folder: Path, short: int = SHORT) -> Path:
+    """A model whose rotary embeddings were made for so many positions; `SHORT` are more than an export is verified
+    with."""
     config = zoo.configure(name)
     half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * half, "long_factor": [2.0 + place for place in range(half)]}
-        rope |= {"original_max_position_embeddings": SHORT, "short_mscale": 1.1, "long_mscale": 1.3}
+        rope |= {"original_max_position_embeddings": short, "short_mscale": 1.1, "long_mscale": 1.3}
     positions = SHORT if kind == "dynamic" else LENGTH
     return small.save(folder, name, rope_parameters=rope, max_position_embeddings=positions)
 
@@ -271,6 +272,16 @@ def test_rotations_for_long_texts_are_in_the_graph_too(name: str, tmp_path: Path
             output = stock(part, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         torch.testing.assert_close(graph, output.logits, rtol=0, atol=1e-4)
+
+
+def test_rotations_that_change_within_the_verified_lengths_are_exported(tmp_path: Path) -> None:
+    source = rotated("qwen3_moe", "longrope", tmp_path / "source", 16)
+    export(source, tmp_path / "out", ExportOptions())
+    stock = AutoModelForCausalLM.from_pretrained(source).eval()
+    for length in (16, 17, 40):
+        tokens = zoo.tokens(stock, 2, length)
+        found = Runner(session_of(tmp_path / "out"), 2)(tokens)
+        torch.testing.assert_close(found, stock_logits(stock, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mixtral", "dynamic"), ("qwen3_moe", "dynamic"), ("phimoe", "longrope")])

@@ -20,6 +20,7 @@ from compressor import CompressionError
 from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
 from compressor.checkpoint.source import fetch_headers, locate
 from compressor.model.architecture import discover
+from compressor.model.opened import open_model
 from tests.support import small, zoo
 from tests.support.command_line import Run, refused
 from tests.support.hub import point, serve
@@ -489,6 +490,12 @@ def test_a_type_that_is_another_name_of_a_stock_one(tmp_path: Path) -> None:
     small.edit_json(folder / "config.json", lambda config: config.update(model_type="deepseek_v3"))
     check(model, "n_routed_experts", merge(folder, tmp_path / "out"))
     assert "auto_map" not in config_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", [*sorted(zoo.LOOPED), *zoo.sweep(but=[*zoo.LOOPED, *zoo.REPRESENTATIVE])])
+def test_a_plain_checkpoint_lacks_nothing(name: str, tmp_path: Path) -> None:
+    zoo.save(name, tmp_path)
+    assert not open_model(locate(str(tmp_path))).partial.missing
 
 
 def test_an_expert_that_its_selection_bias_switches_off_is_dropped_but_not_merged(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
     "quantization as text": (
         lambda f: (f / "config.json").write_text('{"quantization_config": "fp8"}'),
-        "quantization_config in config.json should be an object",
+        "quantization_config in config.json, .* should be an object",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
     "pickle only": (

@@ -269,6 +269,45 @@ def test_a_config_that_its_packed_tensors_do_not_fit_is_refused(
         open_model(locate(str(tmp_path)))
 
 
+@pytest.mark.parametrize("storage", [None, "dense", "fakequant"])
+def test_scaled_weights_of_no_known_storage_are_refused(storage: str | None, tmp_path: Path) -> None:
+    save(tmp_path, "int8-qwen3_moe")
+    change_group(tmp_path, {"format": storage} if storage else {})
+    if storage is None:
+        small.edit_json(tmp_path / "config.json", lambda config: config["quantization_config"].pop("format"))
+    with pytest.raises(CompressionError, match=r"config\.json does not say how it is quantised"):
+        load_layer(tmp_path, 1, torch.float32)
+
+
+def test_a_group_that_names_no_weights_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "int8-qwen3_moe")
+    change_group(tmp_path, {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {}}}})
+    small.edit_json(
+        tmp_path / "config.json",
+        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(weights=None),
+    )
+    with pytest.raises(CompressionError, match=r"config\.json does not say how it is quantised"):
+        load_layer(tmp_path, 1, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "part"), [("nvfp4-qwen3_moe", "weight_global_scale"), ("packed-qwen3_moe", "weight_shape")]
+)
+def test_a_part_that_all_matrices_lack_is_named(case: str, part: str, tmp_path: Path) -> None:
+    save(tmp_path, case)
+    small.edit_tensors(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith(part)])
+    with pytest.raises(CompressionError, match=f"its {part} is missing"):
+        load_layer(tmp_path, 1, torch.float32)
+
+
+@pytest.mark.parametrize("declared", [[1], "fp8", {"quant_method": "compressed-tensors", "config_groups": [1]}])
+def test_a_quantisation_that_is_no_object_is_refused(declared: Any, tmp_path: Path) -> None:
+    zoo.save("qwen3_moe", tmp_path)
+    small.edit_json(tmp_path / "config.json", lambda config: config.update(quantization_config=declared))
+    with pytest.raises(CompressionError, match="quantization_config .*config_groups, should be an object"):
+        open_model(locate(str(tmp_path)))
+
+
 def test_a_modelopt_weight_that_its_scales_do_not_fit_is_refused(tmp_path: Path) -> None:
     save_modelopt(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.model.opened import open_model
+from compressor.model.opened import load_whole, open_model
 from compressor.pipeline.verify import verify_against_base
 from compressor.recipe.plan import LayerPlan, Source
 from tests.support import small, zoo
@@ -192,3 +192,20 @@ def test_plain_experts_among_fp8_ones_are_read_and_keep_what_they_have(tmp_path:
     smaller = plain_model(tmp_path / "out", torch.float32).state_dict()
     key = "model.layers.0.mlp.experts.down_proj"
     assert torch.equal(smaller[key], whole[key][[*KEPT]])
+
+
+@pytest.mark.parametrize("frag", [".experts.3.", ""], ids=["an-expert", "whole"])
+def test_float64_is_kept_where_nothing_changes_and_computed_in_float32(frag: str, tmp_path: Path) -> None:
+    def widen(tensors: Tensors) -> None:
+        tensors.update({name: value.double() for name, value in tensors.items() if frag in name})
+
+    base = save(tmp_path / "in", "qwen3_moe", widen)
+    if not frag:
+        small.edit_json(base / "config.json", lambda config: config.update(dtype="float64"))
+    made(base, tmp_path / "out", PRUNE)
+    assert verify_against_base(tmp_path / "out", str(base)).passed
+    made(base, tmp_path / "int8", PRUNE, compressor.Quantize("int8"))
+    rounded = load_whole(tmp_path / "int8", dtype=torch.float32).state_dict()
+    for key, value in load_whole(tmp_path / "out", dtype=torch.float32).state_dict().items():
+        apart = (value - rounded[key]).abs().max()
+        assert apart <= (value.abs().max() / 127 if ".experts." in key else 0), key
