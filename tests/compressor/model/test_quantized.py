@@ -304,7 +304,7 @@ def test_a_part_that_all_matrices_lack_is_named(case: str, part: str, tmp_path: 
 def test_a_quantisation_that_is_no_object_is_refused(declared: Any, tmp_path: Path) -> None:
     zoo.save("qwen3_moe", tmp_path)
     small.edit_json(tmp_path / "config.json", lambda config: config.update(quantization_config=declared))
-    with pytest.raises(CompressionError, match="quantization_config .*config_groups, should be an object"):
+    with pytest.raises(CompressionError, match=r"quantization_config .*config_groups, should be an object"):
         open_model(locate(str(tmp_path)))
 
 
