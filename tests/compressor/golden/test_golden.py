@@ -318,14 +318,17 @@ def test_an_export_that_answers_no_numbers_is_different(model: Path, run: Run, t
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_what_was_not_answered_is_no_pass(model: Path, run: Run) -> None:
+def test_what_was_not_answered_is_no_pass(model: Path, run: Run, tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
     with serving(model) as served:
         whole = json.loads(run("check", model, "--server", served.address, "--json").out)
     assert whole["verdict"] == "same" and whole["compared"] == whole["asked"]
     for mute in (range(7, 8), range(3, 10**6)):
         for like_llama in (False, True):
             with serving(model, mute=mute, like_llama=like_llama) as served:
-                result = run("check", model, "--server", served.address, "--json")
+                asked = [gguf, "--answers", model] if like_llama else [model]
+                result = run("check", *asked, "--server", served.address, "--json")
             partial = json.loads(result.out)
             assert (result.status, partial["verdict"]) == (1, "different")
             assert partial["compared"] < partial["asked"]
