@@ -42,13 +42,17 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
     few = ("--tasks", "moe_demo_sorting", "--limit", 4, "--inconclusive", "pass")
     gate = run("gate", model, out, *few, "-o", tmp_path / "gate")
     assert gate.status in (0, 1) and "gate.json" in names(tmp_path / "gate"), gate
+    verdict = json.loads((tmp_path / "gate" / "gate.json").read_text())["verdict"]
     assert run("report", out, "-o", tmp_path / "report.html", "--no-measure").status == 0
+    page = (tmp_path / "report.html").read_text()
+    assert verdict in page and "so nothing is known of its accuracy" not in page
     graph = run("export", out, "-o", tmp_path / "graph", "--json")
     assert graph.status == 0 and {route["route"] for route in json.loads(graph.out)["routes"]} == {"MoE"}, graph
     with logged_in() as hub:
         refused(run("push", out, REPOSITORY), "--yes")
         assert run("push", out, REPOSITORY, "--yes").status == 0
         there = hub.repositories[REPOSITORY].files()
+    assert verdict in there["README.md"].decode()
     assert there["model.safetensors"] == (out / "model.safetensors").read_bytes() and "README.md" in there
 
     sizes = ("--experts", 4, "--calibration", text, "--samples", 16, "--sequence-length", 32)
