@@ -283,7 +283,7 @@ def pushed(hub: Hub, home: Home) -> dict[str, bytes]:
     if home.repository not in hub.repositories:
         return {}
     files = hub.repositories[home.repository].files()
-    return {name: content.replace(home.repository.encode(), b"") for name, content in files.items()}
+    return {name: content.replace(home.folder.name.encode(), b"") for name, content in files.items()}
 
 
 def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Undisturbed:
@@ -404,8 +404,10 @@ def trial(
     tally.faults.update([f"{name} differs" for name in changed] + [f"{name} is left" for name in beside])
     if status != 0:
         tally.faults[f"status {status}: {home.said()}"] += 1
-    if pushed(hub, home) != whole.pushed:
-        tally.faults["the Hub holds something else"] += 1
+    there = pushed(hub, home)
+    for name in sorted(there.keys() | whole.pushed.keys()):
+        if there.get(name) != whole.pushed.get(name):
+            tally.faults[f"the Hub holds another {name}"] += 1
     if run_records(home.folder) != whole.records:
         tally.faults["the record of the run differs"] += 1
 
