@@ -331,7 +331,9 @@ def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: ra
                 return
             time.sleep(PAUSE)
 
-    if kind < 0.75:
+    if not whole.last_name:  # of a push, which leaves no file here
+        wait(dice.uniform(0, whole.end))
+    elif kind < 0.75:
         wait(LIMIT, "")
         wait(time.monotonic() - begin + dice.uniform(0, whole.end - whole.first))
     elif kind < 0.95:
