@@ -101,7 +101,8 @@ def test_the_record_says_how_and_the_same_command_writes_nothing(
     record, own = (json.loads((folder / "compression.json").read_text()) for folder in (out, originals / "smaller"))
     plan = Plan.from_dict(record["plan"])
     done = record["plan"]["steps"].pop()
-    assert record["plan"] == own["plan"] and record["bytes"] == own["bytes"]
+    # The model that was read is the smaller one.
+    assert record["plan"] == own["plan"] and set(record["bytes"].values()) == {own["bytes"]["after"]}
     assert (done["options"]["train"], done["options"]["steps"], done["name"]) == ("experts", 8, "distill")
     assert done["text"]["source"] == "calibration.txt" and len(done["text"]["sha256"]) == 64
     assert [entry["step"] for entry in done["result"]["curve"]] == list(range(9))
