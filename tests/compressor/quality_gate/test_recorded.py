@@ -310,7 +310,7 @@ def scored(value: Any) -> str:
         ("a.csv", f"item,score\na,1{'0' * 400}", None, "not finite"),
         ("a.csv", "item,score\na,NaN", None, "line 2: the answer is unscored"),
         ("a.csv", "item,score\na,-inf", None, "line 2: the score is -inf"),
-        ("a.csv", f"item,score\na,{'x' * 200_000}", None, "field limit"),
+        ("a.csv", f"item,score\na,{'x' * 200_000}", None, "field limit|no number"),
         ("samples_t_1.jsonl", '{"doc_id": 1, "filter": "f", "acc": NaN}', None, "item 1: the answer is un"),
         ("samples_t_1.jsonl", '{"doc_id": 1, "filter": "f", "perplexity": [-1, NaN]}', None, "item 1: the"),
         ("samples_t_1.jsonl", "3", None, "line 1 should be an object"),
