@@ -237,11 +237,6 @@ class Server:
         import anyio
         import httpx2
 
-        late = (
-            f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
-            "see what keeps it, or raise --timeout, and repeat the command"
-        )
-
         async def send() -> Any:
             # A timeout of the client counts anew with each byte, so a slow answer would outlast it.
             with anyio.fail_after(self.timeout):
@@ -249,8 +244,11 @@ class Server:
 
         try:
             return anyio.run(send)
-        except (TimeoutError, httpx2.TimeoutException) as error:
-            raise EndlessError(late) from error
+        except TimeoutError as error:
+            raise EndlessError(
+                f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
+                "see what keeps it, or raise --timeout, and repeat the command"
+            ) from error
         except httpx2.ConnectError as error:
             raise CompressionError(
                 f"{self.address} cannot be reached ({reason_of(error)}); start the server, or correct its address"
