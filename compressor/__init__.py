@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from compressor.steps.split.options import Split
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
-_HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
+# public names by their modules, which are loaded, and torch with them, when a name is first used
+_HOMES = {
     "answers.options": "AnswerOptions ServerOptions",
-    "api": "apply calibrate_router compare compress distill evaluate export gate plan save_baseline split traces "
+    "api": "apply calibrate_router compare compress distill evaluate export gate plan "
+    "save_baseline split traces "
     "write_report",
     "errors": "CompressionError",
     "golden.checking": "check",
@@ -63,7 +65,8 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, loaded on first use (PEP 562): one of ours, or a function that a package announces."""
+    """Return a public name, loaded on first use (PEP 562): one of ours, or a function that a
+    package announces."""
     if name == "__version__":
         value = version("moe-compressor")
     elif name in _MODULES:

@@ -34,7 +34,14 @@ from compressor.prompt_date import dated
 from compressor.quality_gate.baseline import SETTINGS, Baseline, check_path
 from compressor.quality_gate.behaviour import Behaviour, evaluate_behaviour, shown_sentence
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
-from compressor.quality_gate.run import GateRequest, PowerAnalysis, asked_forms, passable, read_tasks, run_gate
+from compressor.quality_gate.run import (
+    GateRequest,
+    PowerAnalysis,
+    asked_forms,
+    passable,
+    read_tasks,
+    run_gate,
+)
 from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import (
@@ -60,7 +67,8 @@ logger = logging.getLogger(__name__)
 # sources by name, or texts: a `datasets.Dataset`, or strings and dicts such as {"messages": [...]}
 Calibrating: TypeAlias = str | Path | Iterable[Any] | TextOptions | None
 Announce: TypeAlias = Callable[[Advice], None]
-ModelLike: TypeAlias = str | Path | PreTrainedModel | LoadedModel  # a folder, a Hub id, or a model in memory
+# a folder, a Hub id, or a model in memory
+ModelLike: TypeAlias = str | Path | PreTrainedModel | LoadedModel
 
 
 def compress(
@@ -87,24 +95,27 @@ def compress(
     announce: Callable[[PowerAnalysis], None] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Carry out steps on a model and write what comes out; an interrupted run goes on when called again.
+    """Carry out steps on a model and write what comes out; an interrupted run goes on when called
+    again.
 
-    `model` is a folder, a Hub id, a whole `Recipe` (or the path of a recipe.yaml), or a transformers model in memory
-    with its `tokenizer`. That one stays as it is and where it is, and computes there; a copy of its weights lies in the
-    temporary folder meanwhile. Without `steps` those of `default_steps(**options)` are taken: `experts=12`,
-    `ratio=0.25`, `strategy="reap"`, `correct="tune"` and so on.
-    Output and base are compared on held-out text unless `evaluate` is false.
-    Where the output of this very request is in place already, nothing is written.
+    `model` is a folder, a Hub id, a whole `Recipe` (or the path of a recipe.yaml), or a
+    transformers model in memory with its `tokenizer`. That one stays as it is and where it is, and
+    computes there; a copy of its weights lies in the temporary folder meanwhile. Without `steps`
+    those of `default_steps(**options)` are taken: `experts=12`, `ratio=0.25`, `strategy="reap"`,
+    `correct="tune"` and so on. Output and base are compared on held-out text unless `evaluate` is
+    false. Where the output of this very request is in place already, nothing is written.
 
-    A recipe is carried out as a whole, as by the command line: its gate, the search for the smallest model that passes,
-    formats, and publishing on the Hub. It has all options but `device`, `overwrite`, `progress`, `command` and
-    `announce`, which gets what the gate can show before any work. Raises `GateFailedError` if its gate is not passed.
-    """
+    A recipe is carried out as a whole, as by the command line: its gate, the search for the
+    smallest model that passes, formats, and publishing on the Hub. It has all options but `device`,
+    `overwrite`, `progress`, `command` and `announce`, which gets what the gate can show before any
+    work. Raises `GateFailedError` if its gate is not passed."""
     is_file = isinstance(model, str | Path) and str(model).endswith((".yaml", ".yml"))
     if (is_file or isinstance(model, Recipe)) and (steps is not None or options):
         raise CompressionError("a recipe names its own steps; change those in it, or name a model")
     if steps is not None and options:
-        raise CompressionError(f"compress has no option {next(iter(options))!r}; options of steps go into the steps")
+        raise CompressionError(
+            f"compress has no option {next(iter(options))!r}; options of steps go into the steps"
+        )
     if isinstance(model, Recipe):
         recipe = model
     elif is_file:
@@ -133,9 +144,12 @@ def compress(
     from compressor.hub.card import warn_of_licence
     from compressor.hub.push import check_access, push_output
 
-    check_access(recipe.output.push_to_hub, recipe.output.private)  # now rather than after hours of work
+    # now rather than after hours of work
+    check_access(recipe.output.push_to_hub, recipe.output.private)
     if isinstance(recipe.model, str):
-        warn_of_licence(recipe.base or recipe.model, recipe.base_revision if recipe.base else recipe.revision)
+        warn_of_licence(
+            recipe.base or recipe.model, recipe.base_revision if recipe.base else recipe.revision
+        )
     outcome = carry_out(recipe, delivery, announce)
     return replace(outcome, pushed=push_output(outcome, recipe.output))
 
@@ -149,7 +163,8 @@ def split(model: ModelLike, out: str | Path, **options: Any) -> Outcome:
 
 
 def calibrate_router(model: ModelLike, out: str | Path, base: str, **options: Any) -> Outcome:
-    """Calibrate a smaller model's routers against its base; `options` are those of `Routers` and `compress`."""
+    """Calibrate a smaller model's routers against its base; `options` are those of `Routers` and
+    `compress`."""
     return _one_step("routers", model, out, {**options, "base": base})
 
 
@@ -162,7 +177,11 @@ def _one_step(name: str, model: ModelLike, out: str | Path, options: dict[str, A
     """Carry out one step on a finished checkpoint, on a text of its own."""
     fields = step_class(name).model_fields.keys() - {"calibration"}
     chosen = {option: options.pop(option) for option in fields & options.keys()}
-    sizes = {option: options.pop(option) for option in ("samples", "sequence_length") if option in options}
+    sizes = {
+        option: options.pop(option)
+        for option in ("samples", "sequence_length")
+        if option in options
+    }
     text = text_options(options.pop("calibration", None), **sizes)
     return compress(model, out, [on_text(name, chosen, text)], **options)
 
@@ -177,7 +196,8 @@ def export(
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
-    """Write a checkpoint in another format and return the exporter's summary; keep-list takes a plan's file, too.
+    """Write a checkpoint in another format and return the exporter's summary; keep-list takes a
+    plan's file, too.
 
     `options` are the exporter's; for ONNX `opset`, `dtype`, `quantize`, `past` and `stream`.
     """
@@ -200,11 +220,12 @@ def write_report(
     overwrite: bool = False,
     **measuring: Any,
 ) -> "tuple[Report, list[Path]]":
-    """Write the HTML page of an output of `compress` or `apply`; returns its data, and its figures as PNG, if any.
+    """Write the HTML page of an output of `compress` or `apply`; returns its data, and its figures
+    as PNG, if any.
 
-    `measuring` is `model` (the base, if it has moved), `revision`, `calibration`, `samples`, `sequence_length`,
-    `speed`, `device`, `dtype` and `progress`. Without `run_models` the page shows what folder and record hold.
-    """
+    `measuring` is `model` (the base, if it has moved), `revision`, `calibration`, `samples`,
+    `sequence_length`, `speed`, `device`, `dtype` and `progress`. Without `run_models` the page
+    shows what folder and record hold."""
     require("matplotlib", "jinja2")
     from compressor.report import page
     from compressor.report.data import report_data
@@ -214,9 +235,12 @@ def write_report(
     if not folder.is_dir():
         raise CompressionError(f"{folder} is not a folder; name one that moe-compress has written")
     if measuring.get("speed") and not run_models:
-        raise CompressionError("--speed runs both models, and --no-measure none; leave one of them out")
+        raise CompressionError(
+            "--speed runs both models, and --no-measure none; leave one of them out"
+        )
     page.check_report(target, figures, overwrite)
-    report_data(folder, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
+    # whatever is wrong with it is refused before anything runs
+    report_data(folder, None, hubs, gate)
     measuring["calibration"] = one_or_several(measuring.get("calibration"))
     with lock_output(target):
         measured = measure(folder, **measuring) if run_models else None
@@ -234,7 +258,9 @@ def make_recipe(
 ) -> Recipe:
     """Return a recipe of these steps."""
     text = text_options(calibration, samples=samples, sequence_length=sequence_length)
-    return Recipe.of({"model": model, "steps": list(steps), "calibration": text, **more}, "compress")
+    return Recipe.of(
+        {"model": model, "steps": list(steps), "calibration": text, **more}, "compress"
+    )
 
 
 def text_options(calibration: Calibrating, **sizes: int | None) -> TextOptions:
@@ -242,7 +268,9 @@ def text_options(calibration: Calibrating, **sizes: int | None) -> TextOptions:
     if isinstance(calibration, TextOptions):
         return calibration
     named = {"data": sources_or_texts(calibration), **sizes}
-    return TextOptions.model_validate({name: value for name, value in named.items() if value is not None})
+    return TextOptions.model_validate(
+        {name: value for name, value in named.items() if value is not None}
+    )
 
 
 def apply(
@@ -259,11 +287,11 @@ def apply(
     resident: str = "auto",
     command: Sequence[str] | None = None,
 ) -> Outcome:
-    """Carry out a plan (an object or a JSON file) and write the checkpoint; `model` overrides its source.
+    """Carry out a plan (an object or a JSON file) and write the checkpoint; `model` overrides its
+    source.
 
-    Steps that have decided are not decided again. Where the output of this very plan is in place already, nothing is
-    written.
-    """
+    Steps that have decided are not decided again. Where the output of this very plan is in place
+    already, nothing is written."""
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     output = {"max_shard_bytes": max_shard_bytes, "evaluate": evaluate}
     changed: dict[str, Any] = {"output": output, "resident": resident}
@@ -274,20 +302,28 @@ def apply(
 
 
 def plan(
-    recipe: Recipe, *, device: str = "auto", progress: Progress | None = None, announce: Announce | None = None
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    progress: Progress | None = None,
+    announce: Announce | None = None,
 ) -> Plan:
     """Decide what a recipe's first stage does with every expert; nothing is written.
 
     `announce` gets what servers make of the output.
     """
     assert recipe.model is not None
-    with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
+    with open_run(
+        recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident
+    ) as opened:
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
         if announce is not None:
             announce(servers_after(task))
         state = first_state(task, opened)
         if state.steps[0].options.order is None:
-            raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
+            raise CompressionError(
+                f"{state.steps[0].name} works on the whole model and decides nothing; run compress"
+            )
         decide(state, state.stage)
         return state.plan
 
@@ -306,13 +342,13 @@ def compare(
     progress: Progress | None = None,
     **options: Any,
 ) -> "Comparison":
-    """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections and strategies.
+    """Compare smaller models on held-out text: experts, sub-experts, number formats, corrections
+    and strategies.
 
-    `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or `nbytes=16_000,
-    schemes=["none", "int4"]`.
-    Without `evaluate` the text is taken from the calibration's sources, beyond what any plan or correction sees. With
-    `tasks` every model answers them; results are kept in the folder `cache`.
-    """
+    `options` are those of `Grid` and `TaskOptions`: `experts=[4, 6], strategies=["reap"]`, or
+    `nbytes=16_000, schemes=["none", "int4"]`. Without `evaluate` the text is taken from the
+    calibration's sources, beyond what any plan or correction sees. With `tasks` every model answers
+    them; results are kept in the folder `cache`."""
     from compressor.report.comparison import candidates_of, compare_strategies
     from compressor.report.grid import Grid
     from compressor.report.sizes import compare_formats
@@ -322,7 +358,9 @@ def compare(
     grid = validated(Grid, options, "compare")
     text = text_options(calibration)
     candidates = candidates_of(grid)  # refused before a model is read
-    tasks = TaskRun.read(validated(TaskOptions, task_options, "compare"), grid, device, dtype, cache)
+    tasks = TaskRun.read(
+        validated(TaskOptions, task_options, "compare"), grid, device, dtype, cache
+    )
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         if grid.schemes:
             return compare_formats(run, grid, candidates, text, seed)
@@ -335,7 +373,8 @@ def _two_sources(
     servers: ServerOptions | None,
     progress: Progress | None,
 ) -> list[tuple[ModelSource, Server | None]]:
-    """`_source` of two models, each a name and a revision; of a smaller one that is served the base's by default."""
+    """`_source` of two models, each a name and a revision; of a smaller one that is served the
+    base's by default."""
     base_server, server = servers_of(servers or ServerOptions())
     model, revision = smaller
     if model is None:
@@ -348,8 +387,11 @@ def _two_sources(
 def _source(
     name: str, revision: str | None, server: Server | None, progress: Progress | None
 ) -> tuple[ModelSource, Server | None]:
-    """Return a model by name and revision; of one that is served its tokenizer alone, and the server, checked."""
-    source = find_model(name, revision, progress) if server is None else locate_tokenizer(name, revision)
+    """Return a model by name and revision; of one that is served its tokenizer alone, and the
+    server, checked."""
+    source = (
+        find_model(name, revision, progress) if server is None else locate_tokenizer(name, revision)
+    )
     return source, server and server.checked(source.folder, source.label)
 
 
@@ -369,13 +411,13 @@ def gate(
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
-    A model that does not fit into memory is streamed, as the options may also ask. Results of earlier runs are kept in
-    the folder `cache`. A model that `servers` name is asked there; of its folder the tokenizer is read, by default the
-    base's. `announce` gets what the gate can show, before any model is loaded. With a baseline among the options there
-    is no base.
+    A model that does not fit into memory is streamed, as the options may also ask. Results of
+    earlier runs are kept in the folder `cache`. A model that `servers` name is asked there; of its
+    folder the tokenizer is read, by default the base's. `announce` gets what the gate can show,
+    before any model is loaded. With a baseline among the options there is no base.
 
-    Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes.
-    """
+    Raises `CompressionError` before any model is loaded for a gate that not even an identical model
+    passes."""
     serving = servers or ServerOptions()
     if serving.server or serving.base_server:
         refuse_several("--server", "start the command without torchrun")
@@ -427,7 +469,8 @@ def save_baseline(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Baseline:
-    """Write a base's answers to the options' tasks into the file `out`, with which `gate` needs no base."""
+    """Write a base's answers to the options' tasks into the file `out`, with which `gate` needs no
+    base."""
     if not options.tasks:
         raise CompressionError("a baseline has answers to tasks; name --tasks")
     ranks().broadcast(lambda: check_path(out, overwrite))
@@ -471,12 +514,13 @@ def evaluate(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Behaviour:
-    """Compare the behaviour of a smaller model with its base: answers to the same prompts, and divergence on text.
+    """Compare the behaviour of a smaller model with its base: answers to the same prompts, and
+    divergence on text.
 
-    Of each source of prompts at most `limit` are taken. Answers are kept in the folder `cache`, so that no model is
-    asked twice. `announce` gets what the answers can show, before any model is loaded. A model that `servers` name
-    writes there, `batch_size` answers at once; of its folder the tokenizer is read, by default the base's.
-    """
+    Of each source of prompts at most `limit` are taken. Answers are kept in the folder `cache`, so
+    that no model is asked twice. `announce` gets what the answers can show, before any model is
+    loaded. A model that `servers` name writes there, `batch_size` answers at once; of its folder
+    the tokenizer is read, by default the base's."""
     check_options(options)
     prompts = PromptSet.read(options, limit)
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
@@ -513,15 +557,17 @@ def traces(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Traces:
-    """Write a model's own complete answers into the JSONL file `out`, and how they were made beside it.
+    """Write a model's own complete answers into the JSONL file `out`, and how they were made beside
+    it.
 
-    Of each source of prompts at most `limit` are taken. A run that was killed goes on when it is repeated. With a
-    `server` the model answers there, and of `model` the tokenizer is read.
-    """
+    Of each source of prompts at most `limit` are taken. A run that was killed goes on when it is
+    repeated. With a `server` the model answers there, and of `model` the tokenizer is read."""
     options.check()
     prompts = PromptSet.read(options, limit, seed)
     if prompts is None:
-        raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
+        raise CompressionError(
+            "nothing is asked; name --prompts, such as a JSONL file with chats, or demo"
+        )
     source, served = _source(model, revision, servers_of(server or ServerOptions())[1], progress)
     writer = writer_of(source, served, batch_size, device, dtype)
     return write_traces(writer, prompts, Path(out), progress or Silent(), overwrite)

@@ -1,4 +1,5 @@
-"""Devices: choosing one, its free memory, where float64 sums are added up, and threads for small pieces."""
+"""Devices: choosing one, its free memory, where float64 sums are added up, and threads for small
+pieces."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,9 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = reason_of(error, 120)
-        raise CompressionError(f"device {name!r} cannot be used ({reason}); pass --device cpu or auto") from error
+        raise CompressionError(
+            f"device {name!r} cannot be used ({reason}); pass --device cpu or auto"
+        ) from error
     return device
 
 
@@ -44,7 +47,8 @@ def free_memory(device: torch.device) -> int | None:
 
 @cache
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device for float64 tensors: this one, or the CPU if it has no float64 (mps, some of xpu)."""
+    """Return the device for float64 tensors: this one, or the CPU if it has no float64 (mps, some
+    of xpu)."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
@@ -53,13 +57,15 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def as_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, moved to the CPU if its device has no float64. Other operands must follow it."""
+    """Return a tensor in float64, moved to the CPU if its device has no float64. Other operands
+    must follow it."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
 @contextmanager
 def one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """A pool of as many threads as torch has, which all compute alone: small pieces gain nothing from being shared."""
+    """A pool of as many threads as torch has, which all compute alone: small pieces gain nothing
+    from being shared."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:

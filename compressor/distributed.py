@@ -1,7 +1,8 @@
-"""The processes of one run: this one's rank, its share of the work, and how all of them join and end.
+"""The processes of one run: this one's rank, its share of the work, and how all of them join and
+end.
 
-A launcher such as `torchrun` starts all processes with the same command line. Rank 0 decides, prints and writes, and
-the ranks take batches of text in turn. Importing this module loads no torch.
+A launcher such as `torchrun` starts all processes with the same command line. Rank 0 decides,
+prints and writes, and the ranks take batches of text in turn. Importing this module loads no torch.
 """
 
 import os
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _T = TypeVar("_T")
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside MASTER_ADDR and MASTER_PORT
+# what a launcher sets, beside MASTER_ADDR and MASTER_PORT
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class LostRankError(BaseException):
-    """Another rank has ended. Not an `Exception`: as after a kill, finished work is left for the next run."""
+    """Another rank has ended. Not an `Exception`: as after a kill, finished work is left for the
+    next run."""
 
 
 @contextmanager
@@ -39,16 +42,20 @@ def _connected() -> Iterator[Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the same nest of lists, tuples and dicts with its tensors copied, without the storage that they share."""
+    """Return the same nest of lists, tuples and dicts with its tensors copied, without the storage
+    that they share."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True).contiguous(), value)
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.detach().to("cpu", copy=True).contiguous(), value
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `size`; `local` is its number on its machine. A single process makes every value itself."""
+    """This process among `size`; `local` is its number on its machine. A single process makes every
+    value itself."""
 
     rank: int = 0
     size: int = 1
@@ -63,14 +70,15 @@ class Ranks:
         return self.size == 1
 
     def takes_turn(self, number: int) -> bool:
-        """Return True if this rank does the piece of work of this number, where ranks take turns."""
+        """Return True if this rank does the piece of work of this number, where ranks take
+        turns."""
         return number % self.size == self.rank
 
     def share(self, *groups: "Sequence[Tensor]") -> frozenset[int]:
         """Return the numbers of this rank's batches of token ids [B, L], of all groups in one row.
 
-        Each group is divided by itself, so that a batch has the same rank in every pass over its group.
-        """
+        Each group is divided by itself, so that a batch has the same rank in every pass over its
+        group."""
         numbers = set[int]()
         begin = 0
         for batches in groups:
@@ -82,7 +90,8 @@ class Ranks:
         self.all_gather(None)
 
     def broadcast(self, make: Callable[[], _T]) -> _T:
-        """Return what rank 0 makes, from several ranks with its tensors on the CPU; the others do not make it."""
+        """Return what rank 0 makes, from several ranks with its tensors on the CPU; the others do
+        not make it."""
         if self.is_alone:
             return make()
         values: list[Any] = [_on_cpu(make()) if self.is_first else None]
@@ -100,7 +109,8 @@ class Ranks:
         return values
 
     def all_reduce(self, value: "Tensor") -> "Tensor":
-        """Return the sum over all ranks in the tensor's own dtype, float64 for statistics; equal bits at all ranks."""
+        """Return the sum over all ranks in the tensor's own dtype, float64 for statistics; equal
+        bits at all ranks."""
         if self.is_alone:
             return value
         total = value.detach().clone().contiguous()
@@ -112,7 +122,8 @@ class Ranks:
         """Refuse ranks whose JSON values for `what` differ."""
         if self.broadcast(lambda: value) != value:
             raise CompressionError(
-                f"rank {self.rank} has another {what} than rank 0; give all the same files, versions and variables"
+                f"rank {self.rank} has another {what} than rank 0; give all the same files, "
+                "versions and variables"
             )
 
     def first_before_others(self, make: Callable[[], _T]) -> _T:
@@ -126,20 +137,25 @@ class Ranks:
 
 
 def launched() -> Ranks:
-    """Return the rank that a launcher gave this process; raises `CompressionError` if it makes no sense."""
+    """Return the rank that a launcher gave this process; raises `CompressionError` if it makes no
+    sense."""
     if int(os.environ.get("WORLD_SIZE") or 1) <= 1:
         return Ranks()
     try:
         rank, size, local = (int(os.environ[name]) for name in LAUNCHED)
     except (KeyError, ValueError) as error:
-        raise CompressionError(f"WORLD_SIZE is set, but not {', '.join(LAUNCHED)} as torchrun sets them") from error
+        raise CompressionError(
+            f"WORLD_SIZE is set, but not {', '.join(LAUNCHED)} as torchrun sets them"
+        ) from error
     return Ranks(rank, size, local)
 
 
 @contextmanager
 def unseen_launcher() -> Iterator[None]:
     """Hide the launcher from a library that would share work among processes in its own way."""
-    hidden = {name: value for name, value in os.environ.items() if name in (*LAUNCHED, "LOCAL_WORLD_SIZE")}
+    hidden = {
+        name: value for name, value in os.environ.items() if name in (*LAUNCHED, "LOCAL_WORLD_SIZE")
+    }
     for name in hidden:
         del os.environ[name]
     try:
@@ -152,7 +168,8 @@ _entered = [Ranks()]
 
 
 def ranks() -> Ranks:
-    """Return the ranks that share this run: a single process, unless `process_group` says otherwise."""
+    """Return the ranks that share this run: a single process, unless `process_group` says
+    otherwise."""
     return _entered[-1]
 
 
@@ -163,17 +180,19 @@ def refuse_several(what: str, instead: str = "start it without torchrun") -> Non
 
 
 JOINING = timedelta(minutes=5)  # for all ranks to join
-PLANNING = timedelta(days=30)  # that ranks may wait for rank 0; torchrun ends those whose peers are gone
+# that ranks may wait for rank 0; torchrun ends those whose peers are gone
+PLANNING = timedelta(days=30)
 ALIKE = 50  # tenths of a second for rank 0 to fail as another rank did
 
 
 @contextmanager
 def process_group() -> Iterator[Ranks]:
-    """Share the work of the block with the ranks that a launcher has started; do it alone if there are none.
+    """Share the work of the block with the ranks that a launcher has started; do it alone if there
+    are none.
 
-    A failing rank raises its error, rank 0 alone if it fails as well. A rank that loses its connection to another one
-    leaves with exit status 2; if no rank has failed with an error, but one was killed, rank 0 says so.
-    """
+    A failing rank raises its error, rank 0 alone if it fails as well. A rank that loses its
+    connection to another one leaves with exit status 2; if no rank has failed with an error, but
+    one was killed, rank 0 says so."""
     group = launched()
     if group.is_alone:
         yield group
@@ -188,9 +207,12 @@ def process_group() -> Iterator[Ranks]:
         yield group
         group.barrier()
     except LostRankError as error:
-        if group.is_first and not any(store.check([f"failed/{rank}"]) for rank in range(group.size)):
+        if group.is_first and not any(
+            store.check([f"failed/{rank}"]) for rank in range(group.size)
+        ):
             raise CompressionError(
-                "another rank was ended; run the same command again, with any number of ranks, to go on"
+                "another rank was ended; run the same command again, with any number of ranks, to "
+                "go on"
             ) from error
         raise SystemExit(2) from error
     except BaseException as error:
@@ -235,7 +257,8 @@ def _joined(group: Ranks) -> Any:
         )
     except (RuntimeError, ValueError, KeyError) as error:
         raise CompressionError(
-            f"the {group.size} ranks did not come together ({reason_of(error, 160)}); start them with torchrun, and "
+            f"the {group.size} ranks did not come together ({reason_of(error, 160)}); start them "
+            "with torchrun, and "
             "see that MASTER_ADDR can be reached"
         ) from error
     return store
@@ -243,7 +266,8 @@ def _joined(group: Ranks) -> Any:
 
 @contextmanager
 def held(out: Path) -> Iterator[Path]:
-    """Yield the hidden folder beside `out`, on storage that all ranks see; rank 0 holds its lock."""
+    """Yield the hidden folder beside `out`, on storage that all ranks see; rank 0 holds its
+    lock."""
     with lock_output(out) if ranks().is_first else nullcontext(work_folder(out)) as folder:
         ranks().barrier()  # the lock is held now
         yield folder

@@ -1,4 +1,5 @@
-"""Plugins that packages announce by entry points, and their options; built-in ones are found in the same way."""
+"""Plugins that packages announce by entry points, and their options; built-in ones are found in the
+same way."""
 
 import inspect
 import json
@@ -41,7 +42,8 @@ KINDS = {
 
 
 def _entries(group: str) -> EntryPoints:
-    """Return the entry points of a group; the installed packages are read once, unless a folder with some changes."""
+    """Return the entry points of a group; the installed packages are read once, unless a folder
+    with some changes."""
     folders = [path or "." for path in sys.path if os.path.isdir(path or ".")]
     stamps = tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders)
     entries: EntryPoints = _installed(stamps).select(group=group)
@@ -72,10 +74,14 @@ def find(group: str, name: str, place: str = "") -> EntryPoint:
     offers = {entry.value: entry for entry in _entries(group) if entry.name == name}
     if not offers:
         where = f" at {place}" if place else ""
-        raise CompressionError(f"there is no {kind} {name!r}{where}; {known_names(name, names(group))}")
+        raise CompressionError(
+            f"there is no {kind} {name!r}{where}; {known_names(name, names(group))}"
+        )
     value, *others = offers
     if others:
-        raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")
+        raise CompressionError(
+            f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one"
+        )
     return offers[value]
 
 
@@ -86,20 +92,25 @@ def load(group: str, name: str, place: str = "") -> Any:
         return entry.load()
     except (Exception, SystemExit) as error:  # plugins raise any exception
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise CompressionError(f"{KINDS[group]} {name!r} ({entry.value}) cannot be imported: {reason}") from error
+        raise CompressionError(
+            f"{KINDS[group]} {name!r} ({entry.value}) cannot be imported: {reason}"
+        ) from error
 
 
 def takes(function: Any, count: int) -> bool:
-    """Return True if something can be called with this number of positional arguments, as far as is known."""
+    """Return True if something can be called with this number of positional arguments, as far as is
+    known."""
     try:
         inspect.signature(function).bind(*range(count))
-    except (TypeError, ValueError) as error:  # what is not written in Python may have no signature: ValueError
+    # what is not written in Python may have no signature: ValueError
+    except (TypeError, ValueError) as error:
         return isinstance(error, ValueError)
     return True
 
 
 def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
-    """Yield every plugin of a group that can be loaded; the others are named in a warning and left out."""
+    """Yield every plugin of a group that can be loaded; the others are named in a warning and left
+    out."""
     for name in names(group):
         try:
             yield load(name)
@@ -108,7 +119,8 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
 
 
 def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
-    """Return a field of an `Options` dataclass with its help text, and its values if they are few."""
+    """Return a field of an `Options` dataclass with its help text, and its values if they are
+    few."""
     option: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
     return option
 
@@ -123,19 +135,32 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
 
     `what` names it in a `CompressionError`.
     """
-    if options_class is not None and not (isinstance(options_class, type) and is_dataclass(options_class)):
+    if options_class is not None and not (
+        isinstance(options_class, type) and is_dataclass(options_class)
+    ):
         raise CompressionError(f"{what}: Options should be a frozen dataclass")
-    entries = {} if options_class is None else {entry.name: entry for entry in fields(options_class)}
+    entries = (
+        {} if options_class is None else {entry.name: entry for entry in fields(options_class)}
+    )
     for name, value in settings.items():
         if name not in entries:
-            raise CompressionError(f"{what} has no option {name!r}; it has {', '.join(sorted(entries)) or 'none'}")
+            raise CompressionError(
+                f"{what} has no option {name!r}; it has {', '.join(sorted(entries)) or 'none'}"
+            )
         default = entries[name].default
         choices = entries[name].metadata.get("choices")
-        is_alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
-        if isinstance(default, bool | int | float | str) and not is_alike:  # one without a plain default checks itself
-            raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")
+        is_alike = type(value) is type(default) or (
+            isinstance(default, float) and type(value) is int
+        )
+        # one without a plain default checks itself
+        if isinstance(default, bool | int | float | str) and not is_alike:
+            raise CompressionError(
+                f"{what}: option {name} is {value!r}, it should be like its default {default!r}"
+            )
         if choices and value not in choices:
-            raise CompressionError(f"there is no {name} {value!r}; known are {', '.join(map(str, choices))}")
+            raise CompressionError(
+                f"there is no {name} {value!r}; known are {', '.join(map(str, choices))}"
+            )
     try:
         return None if options_class is None else options_class(**settings)
     except CompressionError:
@@ -145,7 +170,8 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
 
 
 def read_option(text: str, message: str) -> tuple[str, Any]:
-    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with the `message`."""
+    """'steps=3' -> ('steps', 3): the value as JSON, or else as text; raises `CompressionError` with
+    the `message`."""
     name, separator, value = text.partition("=")
     if not separator:
         raise CompressionError(message)

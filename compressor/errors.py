@@ -1,4 +1,5 @@
-"""The one exception meant for users, what keeps secrets out of its text, and one bad item of many."""
+"""The one exception meant for users, what keeps secrets out of its text, and one bad item of
+many."""
 
 import logging
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
+# as the Hub gives them out
+TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")
 KEY_VARIABLE = "OPENAI_API_KEY"  # of servers
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", KEY_VARIABLE)
 SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary words
@@ -20,7 +22,8 @@ PATIENCE = 1_000  # items with a fault before the first one without
 
 
 class CompressionError(Exception):
-    """An error that a user can mend, in one sentence. Names that it quotes cannot hide or reverse the rest."""
+    """An error that a user can mend, in one sentence. Names that it quotes cannot hide or reverse
+    the rest."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(plain(sentence))
@@ -32,10 +35,11 @@ class ItemError(CompressionError):
 
 @dataclass(slots=True)
 class LeftOut:
-    """Counts the items of a file or data set that have a fault; with `strict` the first one ends the run.
+    """Counts the items of a file or data set that have a fault; with `strict` the first one ends
+    the run.
 
-    Where the first `PATIENCE` items all have one, the file or data set is at fault, and the first of them is raised.
-    """
+    Where the first `PATIENCE` items all have one, the file or data set is at fault, and the first
+    of them is raised."""
 
     what: str  # the items, in the plural
     strict: bool = False
@@ -58,17 +62,28 @@ class LeftOut:
                 raise self.first[0] from error
 
     def report(self) -> None:
-        """Warn once of what was left out and of unread columns; raises the first fault if nothing else was there."""
+        """Warn once of what was left out and of unread columns; raises the first fault if nothing
+        else was there."""
         if self.first and not self.used:
             raise self.first[0]
         if self.first:
-            more = f", and {self.faults - len(self.first):,} more" if self.faults > len(self.first) else ""
+            more = (
+                f", and {self.faults - len(self.first):,} more"
+                if self.faults > len(self.first)
+                else ""
+            )
             named = "; ".join(str(error) for error in self.first)
             total = self.used + self.faults
-            logger.warning("%d of %d %s are left out: %s%s", self.faults, total, self.what, named, more)
+            logger.warning(
+                "%d of %d %s are left out: %s%s", self.faults, total, self.what, named, more
+            )
         if self.unread:
             names = ", ".join(sorted(self.unread))
-            why = "a chat goes first where the model has a template; " if "text" in self.unread else ""
+            why = (
+                "a chat goes first where the model has a template; "
+                if "text" in self.unread
+                else ""
+            )
             message = "%s have columns of text that are not read: %s (%sSOURCE#column reads one)"
             logger.warning(message, self.what, names, why)
 
@@ -77,12 +92,16 @@ def plain(text: str) -> str:
     """Return text in which what cannot be seen is escaped."""
     if text.isprintable():
         return text
-    shown = (x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode() for x in text)
+    shown = (
+        x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode()
+        for x in text
+    )
     return "".join(shown)
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if a library in Rust panicked, as a tokenizer whose pattern backtracks for ever: no `Exception`."""
+    """Return True if a library in Rust panicked, as a tokenizer whose pattern backtracks for ever:
+    no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -93,16 +112,18 @@ def reason_of(error: BaseException, most: int = 300) -> str:
         text = "nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         text = f"byte {error.start:,} is no UTF-8"
-    text = text.partition(" for integer string conversion")[0]  # before Python's advice to programmers
+    # before Python's advice to programmers
+    text = text.partition(" for integer string conversion")[0]
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
 @contextmanager
 def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
-    """Turn the exceptions of models and runtimes, which raise what they like, into one sentence with its remedy.
+    """Turn the exceptions of models and runtimes, which raise what they like, into one sentence
+    with its remedy.
 
-    `memory` is the remedy where that ran out, `otherwise` the one where neither memory nor a file is at fault.
-    """
+    `memory` is the remedy where that ran out, `otherwise` the one where neither memory nor a file
+    is at fault."""
     try:
         yield
     except CompressionError:
@@ -110,7 +131,9 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY):
+        if isinstance(error, MemoryError) or any(
+            words in str(error).lower() for words in NO_MEMORY
+        ):
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
         hint = "check its files" if isinstance(error, OSError) else otherwise
         reason = "it is not built as expected" if _is_of_content(error) else reason_of(error)
@@ -118,16 +141,20 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
 
 
 def _is_of_content(error: BaseException) -> bool:
-    """Return True if this package's own code met a value of another kind than it reads, as Python words it."""
+    """Return True if this package's own code met a value of another kind than it reads, as Python
+    words it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    is_ours = frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
+    is_ours = frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(
+        Path(__file__).parent
+    )
     return is_ours and isinstance(error, AttributeError | TypeError | LookupError)
 
 
 def without_tokens(text: str) -> str:
-    """The text with every access token replaced by `***`: those in use here, and all that look like the Hub's."""
+    """The text with every access token replaced by `***`: those in use here, and all that look like
+    the Hub's."""
     for token in tokens_in_use():
         text = text.replace(token, "***")
     return TOKEN.sub("***", text)
@@ -143,4 +170,6 @@ def tokens_in_use() -> list[str]:
     tokens = {os.environ.get(name, "").strip() for name in TOKEN_VARIABLES}
     with suppress(OSError, ValueError):  # nobody has logged in, or what lies there is no text
         tokens.add(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip())
-    return sorted((token for token in tokens if len(token) >= SHORTEST_TOKEN), key=len, reverse=True)
+    return sorted(
+        (token for token in tokens if len(token) >= SHORTEST_TOKEN), key=len, reverse=True
+    )

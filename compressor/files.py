@@ -1,8 +1,9 @@
-"""Files and folders that are complete or absent, written by one run at a time, and the rules of overwriting.
+"""Files and folders that are complete or absent, written by one run at a time, and the rules of
+overwriting.
 
-A run holds a hidden folder beside its output until it ends or is killed, or inside an empty folder or a mount point, to
-which the content then moves. --overwrite replaces what this tool wrote, by its records, or nothing but a checkpoint.
-"""
+A run holds a hidden folder beside its output until it ends or is killed, or inside an empty folder
+or a mount point, to which the content then moves. --overwrite replaces what this tool wrote, by its
+records, or nothing but a checkpoint."""
 
 import errno
 import hashlib
@@ -24,17 +25,20 @@ from compressor import entry_points
 from compressor.errors import CompressionError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REPORTED = ("rows", "senders")  # fields of comparison.json and attribution.json; other files name their format
+# fields of comparison.json and attribution.json; other files name their format
+REPORTED = ("rows", "senders")
 LOCK = "lock"
 OUTPUT = "output"  # the new output
-REPLACED = "replaced"  # where an older output lies between the two renames that put a new one in its place
+# where an older output lies between the two renames that put a new one in its place
+REPLACED = "replaced"
 ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GRAPH = "model.onnx"  # of an ONNX export
-LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
+# names of files may hold what UTF-8 cannot; this is what JSON writes for it
+LONE_HALVES = "backslashreplace"
 SUMS = "SHA256SUMS"  # digests of an output's files
 GOLDEN = "golden_answers.json"  # what the model answers, by which a copy is known
 RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
@@ -43,15 +47,19 @@ PAGE_END = 2_000  # bytes at a page's end that hold who made it
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx\.data)")
 BESIDE = re.compile(
-    r"(.+[_-])?(config|tokenizer|template|params)\.json|(special_tokens_map|added_tokens|vocab|gate|golden_answers)\.json"
-    r"|.+\.index\.json|(vocab|merges)\.txt|.+\.(tiktoken|spm|bpe|codes|jinja)|.*(tokenizer|spiece|sentencepiece).*\.model"
-    r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py|recipe\.yaml|\.git(attributes|ignore)"
+    r"(.+[_-])?(config|tokenizer|template|params)\.json|(special_tokens_map"
+    r"|added_tokens|vocab|gate|golden_answers)\.json"
+    r"|.+\.index\.json|(vocab|merges)\.txt|.+\.(tiktoken|spm|bpe|codes|jinja)"
+    r"|.*(tokenizer|spiece|sentencepiece).*\.model"
+    r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
+    r"|recipe\.yaml|\.git(attributes|ignore)"
     r"|(readme|licen[cs]e|notice|copying|use_policy|acceptable_use_policy)([._-].*)?",
     re.IGNORECASE,
 )
 REPORTS = re.compile(  # what other commands may have added to an output
     r"(gate|graph|hubs|attribution|comparison)\.(json|md|xml|png|graphml)"
-    r"|(influence|scores|experts|causal|sizes|similarity|visits|errors|times|distillation|active)\.png"
+    r"|(influence|scores|experts|causal|sizes|similarity|visits|errors|times"
+    r"|distillation|active)\.png"
 )
 MADE_BY = "Made by moe-compress"  # at the end of every page
 MOST_NAMED = 3  # stray files in one sentence
@@ -86,13 +94,17 @@ def wrap_full_disk(path: Path) -> Iterator[None]:
         is_full = any(os.strerror(number) in str(error) for number in FULL)
         if not is_full and getattr(error, "errno", None) not in FULL:
             raise
-        sentence = f"the disk of {os.path.abspath(path)} is full; free some space and run the command again"
+        sentence = (
+            f"the disk of {os.path.abspath(path)} is full; free some space and run the "
+            "command again"
+        )
         raise CompressionError(sentence) from error
 
 
 @contextmanager
 def replacing(path: Path, fresh: Path) -> Iterator[Path]:
-    """Yield `fresh` to write to; the file there becomes `path` at the end, or is removed if anything fails."""
+    """Yield `fresh` to write to; the file there becomes `path` at the end, or is removed if
+    anything fails."""
     with wrap_full_disk(path.parent):
         try:
             if fresh.is_symlink():
@@ -105,7 +117,8 @@ def replacing(path: Path, fresh: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in a folder that exists, replacing what is there only once the new one is complete."""
+    """Write a file in a folder that exists, replacing what is there only once the new one is
+    complete."""
     with wrap_full_disk(path.parent):
         handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with replacing(path, Path(fresh)), os.fdopen(handle, "wb") as stream:
@@ -123,7 +136,8 @@ def write_file(out: Path, content: str, check: Callable[[], None]) -> None:
 
 
 def replace_folder(finished: Path, target: Path, old: Path) -> None:
-    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back if that fails.
+    """Rename a finished folder into place; what it replaces then lies at `old`, and comes back if
+    that fails.
 
     Of a folder that was made inside `target`, the content moves.
     """
@@ -151,13 +165,17 @@ def _work_name(folder: Path) -> str:
 
 
 def _content(folder: Path) -> list[Path]:
-    """Return the content of a folder but its work folder, in the order in which it moves: config.json is the last."""
+    """Return the content of a folder but its work folder, in the order in which it moves:
+    config.json is the last."""
     content = [path for path in folder.iterdir() if path.name not in (_work_name(folder), LOST)]
-    return sorted(content, key=lambda path: (path.name == "config.json", path.suffix == ".json", path.name))
+    return sorted(
+        content, key=lambda path: (path.name == "config.json", path.suffix == ".json", path.name)
+    )
 
 
 def _move_content(source: Path, target: Path) -> None:
-    """Move what lies in a folder into another one; what leaves the folder of the output does so in reverse order."""
+    """Move what lies in a folder into another one; what leaves the folder of the output does so in
+    reverse order."""
     target.mkdir(exist_ok=True)
     content = _content(source)
     for path in reversed(content) if source in target.parents else content:
@@ -167,7 +185,8 @@ def _move_content(source: Path, target: Path) -> None:
 
 
 def _undo_move(folder: Path, target: Path) -> None:
-    """Bring back to the work folder inside `target` what had left it, and to `target` what a new output replaced."""
+    """Bring back to the work folder inside `target` what had left it, and to `target` what a new
+    output replaced."""
     if (folder / ARRIVING).exists():
         _move_content(target, folder / ARRIVING)
         (folder / ARRIVING).replace(folder / OUTPUT)
@@ -176,7 +195,8 @@ def _undo_move(folder: Path, target: Path) -> None:
 
 
 def is_free(out: Path) -> bool:
-    """Return True if nothing is at `out`, or an empty folder. What a killed run left half moved is put back first."""
+    """Return True if nothing is at `out`, or an empty folder. What a killed run left half moved is
+    put back first."""
     folder = work_folder(out)
     if (folder / REPLACED).exists() or (folder / ARRIVING).exists():
         with suppress(CompressionError), lock_output(out):  # unless another run holds it
@@ -189,7 +209,8 @@ def _is_empty(out: Path) -> bool:
 
 
 def work_folder(out: Path) -> Path:
-    """Return the hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
+    """Return the hidden folder in which `out` is made: a sibling, but inside a folder that is empty
+    or has to stay."""
     target = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
     beside = target.parent / _work_name(target)
     inside = target / _work_name(target)
@@ -200,7 +221,8 @@ def work_folder(out: Path) -> Path:
 
 
 def _stays(folder: Path) -> bool:
-    """Return True if nothing can be renamed to a folder: a mount point, or one in a folder that can't be written to."""
+    """Return True if nothing can be renamed to a folder: a mount point, or one in a folder that
+    can't be written to."""
     table = Path("/proc/self/mountinfo")  # which has bind mounts, too
     points = [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
     is_mounted = os.path.ismount(folder) or os.path.realpath(folder) in points
@@ -208,13 +230,16 @@ def _stays(folder: Path) -> bool:
 
 
 def refuse_links_in(folder: Path) -> None:
-    """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
+    """Refuse a folder to work in that is a link, or holds one: what is written there would land
+    elsewhere."""
     paths = [folder]
     if not folder.is_symlink():
         paths += folder.rglob("*")
     for path in paths:
         if path.is_symlink():
-            raise CompressionError(f"{path} is a link, and nothing is written through one; remove it and run again")
+            raise CompressionError(
+                f"{path} is a link, and nothing is written through one; remove it and run again"
+            )
 
 
 def check_parent(out: Path, what: str = "output folder") -> None:
@@ -225,16 +250,19 @@ def check_parent(out: Path, what: str = "output folder") -> None:
     if not parent.is_dir():
         raise CompressionError(f"{parent} is not a folder; create it or name another {what}")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise CompressionError(f"{parent} cannot be written to; change its permissions or name another {what}")
+        raise CompressionError(
+            f"{parent} cannot be written to; change its permissions or name another {what}"
+        )
 
 
 @contextmanager
 def lock_output(out: Path) -> Iterator[Path]:
-    """Yield the `work_folder` of `out`, locked by this run, which may lock it again within the block.
+    """Yield the `work_folder` of `out`, locked by this run, which may lock it again within the
+    block.
 
-    What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
-    away comes back, and what one killed after the last rename left is cleared. Raises `CompressionError` while another
-    run holds it, but not on a file system without locks.
+    What lies in it in the end is left to the next run with this output. An older output that a
+    killed run had moved away comes back, and what one killed after the last rename left is cleared.
+    Raises `CompressionError` while another run holds it, but not on a file system without locks.
     """
     folder = work_folder(out)
     holder = (folder, threading.get_ident())
@@ -249,8 +277,11 @@ def lock_output(out: Path) -> Iterator[Path]:
         try:
             lock.acquire()
         except Timeout as error:
-            if (folder / LOCK).exists():  # otherwise the run that held it has just ended, and removed it
-                raise CompressionError(f"another run is writing {out}; wait for it or stop it") from error
+            # otherwise the run that held it has just ended, and removed it
+            if (folder / LOCK).exists():
+                raise CompressionError(
+                    f"another run is writing {out}; wait for it or stop it"
+                ) from error
         except FileNotFoundError:
             continue  # the folder, too
         except OSError as error:
@@ -271,7 +302,8 @@ def lock_output(out: Path) -> Iterator[Path]:
 
 
 def _recover(folder: Path, out: Path) -> None:
-    """Put back an output that a killed run was replacing, or clear away what a finished one left."""
+    """Put back an output that a killed run was replacing, or clear away what a finished one
+    left."""
     target = Path(os.path.abspath(out))
     replaced = folder / REPLACED
     is_inside = folder.parent == target
@@ -297,15 +329,18 @@ def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:
 
 
 def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> None:
-    """Refuse a folder for reports that cannot be made, or exists and is not to be replaced by files of these names.
+    """Refuse a folder for reports that cannot be made, or exists and is not to be replaced by files
+    of these names.
 
-    `overwrite` replaces a folder with a report of the first name, and nothing but files of these names.
-    """
+    `overwrite` replaces a folder with a report of the first name, and nothing but files of these
+    names."""
     check_parent(folder, "folder for the reports")
     if is_free(folder):
         return
     if not overwrite:
-        raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
+        raise CompressionError(
+            f"{folder} exists already; name a new folder for the reports or pass --overwrite"
+        )
     first = folder / names[0]
     hint = "so --overwrite will not replace it; name a new folder for the reports"
     if first.suffix == ".json":
@@ -317,7 +352,9 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
         raise CompressionError(f"{folder} holds no {names[0]}, {hint}")
     for path in _content(folder):
         if path.name not in names or not path.is_file():
-            raise CompressionError(f"{folder} holds {path.name} beside {names[0]}, {hint} or move that")
+            raise CompressionError(
+                f"{folder} holds {path.name} beside {names[0]}, {hint} or move that"
+            )
 
 
 def _is_of_tool(content: Mapping[str, Any]) -> bool:
@@ -325,16 +362,21 @@ def _is_of_tool(content: Mapping[str, Any]) -> bool:
     return str(content.get("format", "")).startswith(f"{TOOL}-")
 
 
-def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> AbstractContextManager[Path]:
+def whole_folder(
+    folder: Path, names: Sequence[str], overwrite: bool = False
+) -> AbstractContextManager[Path]:
     """Return a `new_folder` for reports of these names."""
     return new_folder(folder, partial(check_folder, folder, names, overwrite))
 
 
-def write_files(folder: Path, contents: Mapping[str, Any], names: Sequence[str], overwrite: bool = False) -> list[Path]:
-    """Write reports, text or bytes, into a new folder, or nothing when anything fails; return their paths.
+def write_files(
+    folder: Path, contents: Mapping[str, Any], names: Sequence[str], overwrite: bool = False
+) -> list[Path]:
+    """Write reports, text or bytes, into a new folder, or nothing when anything fails; return their
+    paths.
 
-    With `overwrite` an earlier folder of reports of these `names` is replaced once the new one is complete.
-    """
+    With `overwrite` an earlier folder of reports of these `names` is replaced once the new one is
+    complete."""
     with whole_folder(folder, names, overwrite) as fresh:
         for name, content in contents.items():
             data = content if isinstance(content, bytes) else content.encode("utf-8", LONE_HALVES)
@@ -344,10 +386,11 @@ def write_files(folder: Path, contents: Mapping[str, Any], names: Sequence[str],
 
 @contextmanager
 def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """A folder to fill, which becomes `out`, or nothing when anything fails; what was there stays until then.
+    """A folder to fill, which becomes `out`, or nothing when anything fails; what was there stays
+    until then.
 
-    `check` refuses an `out` that is not to be written: at once, and again in the end, as filling may take a while.
-    """
+    `check` refuses an `out` that is not to be written: at once, and again in the end, as filling
+    may take a while."""
     check()
     target = Path(os.path.abspath(out))
     with wrap_full_disk(work_folder(out).parent), lock_output(out) as work:
@@ -391,12 +434,15 @@ def is_page(path: Path, made_by: str) -> bool:
 
 
 def refuse_replacing(out: Path) -> None:
-    """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a checkpoint's files."""
+    """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a
+    checkpoint's files."""
     hint = "so --overwrite will not replace it"
     if out.is_symlink() or not out.is_dir():
         raise CompressionError(f"{out} is not a checkpoint folder, {hint}; name another folder")
     entries = _content(out)
-    is_checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
+    is_checkpoint = (out / "config.json").is_file() and any(
+        WEIGHTS.fullmatch(path.name) for path in entries
+    )
     if entries and not is_checkpoint and not _records(out):
         raise CompressionError(f"{out} is not a checkpoint folder, {hint}; name another folder")
     strays = _strays(out)
@@ -404,7 +450,8 @@ def refuse_replacing(out: Path) -> None:
         more = f" and {len(strays) - MOST_NAMED} more" if len(strays) > MOST_NAMED else ""
         names = f"{', '.join(strays[:MOST_NAMED])}{more}"
         raise CompressionError(
-            f"{out} holds {names}, no part of a checkpoint, {hint}; move what you need or name another folder"
+            f"{out} holds {names}, no part of a checkpoint, {hint}; move what you need or name "
+            "another folder"
         )
 
 
@@ -415,7 +462,8 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _strays(folder: Path) -> list[str]:
-    """Return the names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
+    """Return the names of what was neither written by this tool nor is, by its name, part of a
+    checkpoint."""
     records = _records(folder)
     strays = list[str]()
     known = {*RECORDS, SUMS}
@@ -443,4 +491,6 @@ def _is_report(path: Path) -> bool:
         return False
     if path.suffix == ".html":
         return is_page(path, MADE_BY)
-    return bool(REPORTS.fullmatch(path.name)) or (path.suffix == ".json" and _is_of_tool(json_object(path)))
+    return bool(REPORTS.fullmatch(path.name)) or (
+        path.suffix == ".json" and _is_of_tool(json_object(path))
+    )

@@ -1,4 +1,5 @@
-"""Formatting for reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
+"""Formatting for reports: names shown as they are written, without folders or tokens, short lists,
+counts and sizes."""
 
 import difflib
 import math
@@ -9,11 +10,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from compressor.errors import CompressionError, without_tokens
 
 MOST_LETTERS = 300  # of a name; what is longer is no name
-FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
+# how a path begins that is no Hub id
+FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")
 FILE = re.compile(r"[^/\\]+\.(txt|jsonl?|parquet)(#.*)?")  # how the path of a text file ends
-NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
+NOT_TEXT = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]"
+)
 STEP = r"[^=,:/\\]*[/\\]"  # a folder within a path
-PATH = re.compile(  # of an argument, up to the last name: a path from somewhere, or one that ends like a text file
+# of an argument, up to the last name: a path from somewhere, or one that ends like a text file
+PATH = re.compile(
     rf"(?<![^=,:])(?:(?:~[^=,:/\\]*|\.{{1,2}}|[A-Za-z]:|file:)?[/\\](?:{STEP})*"
     rf"|(?:{STEP})+(?=[^=,:/\\]+\.(?:txt|jsonl?|parquet)\b))"
 )
@@ -21,7 +26,8 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.I)  # of bytes
 
 
 def readable(text: object) -> str:
-    """Return text without what neither HTML nor XML can hold, or what turns the direction of the text after it.
+    """Return text without what neither HTML nor XML can hold, or what turns the direction of the
+    text after it.
 
     Lone surrogates, which names of files may hold and UTF-8 cannot, are written as their numbers.
     """
@@ -29,21 +35,24 @@ def readable(text: object) -> str:
 
 
 def one_line(text: str, most: int | None = MOST_LETTERS) -> str:
-    """Return text on one line, of printable characters, without tokens; cut off where it is too long for a name."""
+    """Return text on one line, of printable characters, without tokens; cut off where it is too
+    long for a name."""
     printable = "".join(letter if letter.isprintable() else " " for letter in without_tokens(text))
     line = " ".join(printable.split())
     return line if most is None or len(line) <= most else f"{line[:most]} ..."
 
 
 def label(name: str) -> str:
-    """Return a model, a data set or a file by its name, without the folders of a machine; a Hub id stays whole."""
+    """Return a model, a data set or a file by its name, without the folders of a machine; a Hub id
+    stays whole."""
     line = one_line(name)
     parts = [part for part in re.split(r"[/\\]", line) if part]
     return parts[-1] if parts and (FOLDER.match(line) or FILE.fullmatch(parts[-1])) else line
 
 
 def without_paths(command: str) -> str:
-    """Command lines in which paths are names: './data/a.txt' and '/home/me/a.txt' become 'a.txt'."""
+    """Command lines in which paths are names: './data/a.txt' and '/home/me/a.txt' become
+    'a.txt'."""
     lines = list[str]()
     for line in command.replace("\\\n", " ").splitlines():
         try:
@@ -57,7 +66,12 @@ def without_paths(command: str) -> str:
 
 def ranges(numbers: Iterable[int], dash: str = "-", comma: str = ",", none: str = "-") -> str:
     """[0, 1, 2, 5] -> '0-2,5'."""
-    return comma.join(str(first) if first == last else f"{first}{dash}{last}" for first, last in runs(numbers)) or none
+    return (
+        comma.join(
+            str(first) if first == last else f"{first}{dash}{last}" for first, last in runs(numbers)
+        )
+        or none
+    )
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -81,7 +95,8 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Return each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
+    """Return each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b',
+    'a-2']."""
     unique = dict[str, None]()
     for plain_name in names:
         name = plain_name
@@ -117,7 +132,8 @@ def joined(words: Sequence[str], last: str = "and") -> str:
 
 
 def short(value: object, digits: int = 3) -> str:
-    """Return a figure for a sentence or a cell, with `digits` digits or all before the point; a dash for none."""
+    """Return a figure for a sentence or a cell, with `digits` digits or all before the point; a
+    dash for none."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
@@ -152,7 +168,9 @@ def read_bytes(text: str, option: str) -> int:
     """'16GB' -> 16000000000, '2.5GiB' -> 2684354560; a plain number is bytes."""
     match = SIZE.fullmatch(text.strip())
     if match is None:
-        raise CompressionError(f"{option} {text!r} is no size; write 16GB, 500MB, 2.5GiB or a number of bytes")
+        raise CompressionError(
+            f"{option} {text!r} is no size; write 16GB, 500MB, 2.5GiB or a number of bytes"
+        )
     number, prefix, binary = match.groups(default="")
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
 

@@ -1,4 +1,5 @@
-"""Memory: what this process holds, sampled without the pages of mapped files, and what it may still take."""
+"""Memory: what this process holds, sampled without the pages of mapped files, and what it may still
+take."""
 
 import ctypes
 import os
@@ -33,7 +34,8 @@ def _field(file: Path, field: str) -> int | None:
 
 
 def available() -> int | None:
-    """Return the bytes that this process may still take: the least that machine, cgroup and limits leave.
+    """Return the bytes that this process may still take: the least that machine, cgroup and limits
+    leave.
 
     None: not known.
     """
@@ -65,7 +67,9 @@ def _left_in_groups() -> Iterator[int]:
             with suppress(OSError, ValueError):  # the root has no limit, and `max` is none
                 most = int((folder / "memory.max").read_text())
                 held = int((folder / "memory.current").read_text())
-                cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                cached = re.search(
+                    r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE
+                )
                 yield most - held + (int(cached[1]) if cached else 0)
 
 
@@ -91,12 +95,14 @@ class PeakMemory:
         self.anonymous = max(self.anonymous, resident())
 
 
-CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
+# oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
+CACHED_KERNELS = "32"
 # glibc's names for them
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
-HEAP = 2**25  # bytes: smaller blocks come from the heap, larger ones each time from the system, in fresh pages
+# bytes: smaller blocks come from the heap, larger ones each time from the system, in fresh pages
+HEAP = 2**25
 
 
 @cache
@@ -111,17 +117,22 @@ def _libc() -> Any:
 def limit_caches() -> None:
     """Bound what stays behind of computing: for a program's start, before torch computes anything.
 
-    Otherwise oneDNN keeps up to a thousand compiled kernels, and every loading thread its own heap. What is computed
-    with in small pieces stays in the heap: fresh pages for each would take longer than the computation.
-    """
+    Otherwise oneDNN keeps up to a thousand compiled kernels, and every loading thread its own heap.
+    What is computed with in small pieces stays in the heap: fresh pages for each would take longer
+    than the computation."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, CACHED_KERNELS)
     if _libc() is not None:
-        for parameter, value in ((M_ARENA_MAX, 2), (M_MMAP_THRESHOLD, HEAP), (M_TRIM_THRESHOLD, 2 * HEAP)):
+        for parameter, value in (
+            (M_ARENA_MAX, 2),
+            (M_MMAP_THRESHOLD, HEAP),
+            (M_TRIM_THRESHOLD, 2 * HEAP),
+        ):
             _libc().mallopt(parameter, value)
 
 
 def give_back() -> None:
-    """Return freed memory to the system: what a finished layer leaves in the heap would outweigh the next one."""
+    """Return freed memory to the system: what a finished layer leaves in the heap would outweigh
+    the next one."""
     if _libc() is not None:
         _libc().malloc_trim(0)

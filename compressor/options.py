@@ -1,4 +1,5 @@
-"""Options as pydantic models, of which recipes, command line, plan and reference are made. Loads no torch."""
+"""Options as pydantic models, of which recipes, command line, plan and reference are made. Loads no
+torch."""
 
 import inspect
 import reprlib
@@ -21,7 +22,8 @@ def _without_options(schema: dict[str, Any]) -> None:
 
 
 class Options(BaseModel):
-    """Frozen options, unknown ones refused; a switch is no number, nor is infinity. The text below one is its help."""
+    """Frozen options, unknown ones refused; a switch is no number, nor is infinity. The text below
+    one is its help."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -36,7 +38,11 @@ class Options(BaseModel):
         """Add the meaning of every option to the docstring, which help() shows."""
         lines = [inspect.cleandoc(cls.__doc__ or ""), "", OPTIONS]
         for name, field in cls.model_fields.items():
-            default = "" if field.is_required() else f" = {field.get_default(call_default_factory=True)!r}"
+            default = (
+                ""
+                if field.is_required()
+                else f" = {field.get_default(call_default_factory=True)!r}"
+            )
             if field.description:
                 lines.append(f"    {name}{default}: {' '.join(field.description.split())}")
         cls.__doc__ = "\n".join(lines)
@@ -88,9 +94,14 @@ def separated(value: Any) -> Any:
 
 
 def validated(
-    kind: type[Model], content: Mapping[str, Any], where: str, unknown: str = "there is no option", at: str = ""
+    kind: type[Model],
+    content: Mapping[str, Any],
+    where: str,
+    unknown: str = "there is no option",
+    at: str = "",
 ) -> Model:
-    """An instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
+    """An instance of these values; raises `CompressionError` naming the value that is unknown or
+    impossible."""
     refuse_unknown(kind, content, unknown, at)
     try:
         return kind(**content)
@@ -101,11 +112,15 @@ def validated(
         raise CompressionError(f"{where}: {fault_of(cause)}") from cause
 
 
-def refuse_unknown(kind: type[BaseModel], content: Mapping[str, Any], unknown: str, at: str = "") -> None:
+def refuse_unknown(
+    kind: type[BaseModel], content: Mapping[str, Any], unknown: str, at: str = ""
+) -> None:
     """Refuse a name that is no field, with the one that may be meant."""
     for name in content:
         if name not in kind.model_fields:
-            raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
+            raise CompressionError(
+                f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}"
+            )
 
 
 def fault_of(error: ValidationError) -> str:

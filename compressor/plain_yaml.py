@@ -12,7 +12,8 @@ from yaml.constructor import ConstructorError
 from compressor.errors import CompressionError, reason_of
 from compressor.records import read_data
 
-EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")  # of numbers, which PyYAML reads as text
+# of numbers, which PyYAML reads as text
+EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
 MOST_NODES = 100_000  # of a file, with its aliases written out
 MOST_BYTES = 2**21
 TOO_MANY = f"more than {MOST_NODES:,} values"
@@ -29,7 +30,9 @@ class _Loader(yaml.SafeLoader):
         if self.nodes > MOST_NODES:
             raise ConstructorError(None, None, TOO_MANY, event.start_mark)
         if getattr(event, "tag", None) is not None:
-            raise ConstructorError(None, None, f"the tag {event.tag} is not read here", event.start_mark)
+            raise ConstructorError(
+                None, None, f"the tag {event.tag} is not read here", event.start_mark
+            )
         return super().compose_node(parent, index)
 
     def get_single_node(self) -> Any:
@@ -63,14 +66,17 @@ def _size(node: Any, sizes: dict[int, int]) -> int:
     """Return the number of values in a node; too many for one that holds itself."""
     if id(node) not in sizes:
         sizes[id(node)] = MOST_NODES
-        inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        inner = (
+            chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        )
         children = () if isinstance(node, yaml.ScalarNode) else inner
         sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
     return sizes[id(node)]
 
 
 def read_yaml(path: Path | Traversable, name: str, remedy: str = "mend it") -> Any:
-    """Return the plain values in a file; raises `CompressionError` for one that cannot be read, or is no such YAML."""
+    """Return the plain values in a file; raises `CompressionError` for one that cannot be read, or
+    is no such YAML."""
     try:
         return yaml.load(read_data(path, MOST_BYTES).decode("utf-8-sig"), Loader=_Loader)
     except OSError as error:
@@ -84,5 +90,10 @@ def read_yaml(path: Path | Traversable, name: str, remedy: str = "mend it") -> A
 
 def yaml_text(content: Any) -> str:
     """Return YAML that `read_yaml` reads back."""
-    form: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": False, "width": 120}
+    form: dict[str, Any] = {
+        "sort_keys": False,
+        "allow_unicode": True,
+        "default_flow_style": False,
+        "width": 120,
+    }
     return str(yaml.dump(content, Dumper=_Dumper, **form))

@@ -1,9 +1,9 @@
 """Public API for authors of plugins: everything imported here, and nothing else need be.
 
-A step of a recipe is a class of options that derives from `StepOptions`, with behaviour that derives from `Step`; a
-strategy is a module with `NEEDS` and `plan(stats, keep, protected[, options])`, an exporter one with
-`export(checkpoint, output, options, progress)`. Entry points announce them. docs/plugins.md has the contract, and the
-built-in strategies are written with this.
+A step of a recipe is a class of options that derives from `StepOptions`, with behaviour that
+derives from `Step`; a strategy is a module with `NEEDS` and `plan(stats, keep, protected[,
+options])`, an exporter one with `export(checkpoint, output, options, progress)`. Entry points
+announce them. docs/plugins.md has the contract, and the built-in strategies are written with this.
 
 A strategy is tested on a fake layer, without a model and calibration data:
 
@@ -45,7 +45,13 @@ from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
 from compressor.steps.job import plain_job, rewritten, rewritten_size
 from compressor.steps.prune.partition import agglomerate, group_experts
-from compressor.steps.prune.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error
+from compressor.steps.prune.reconstruction import (
+    KeptErrors,
+    Routed,
+    original,
+    reconstruct,
+    relative_error,
+)
 from compressor.steps.prune.selection import (
     Block,
     MergeOptions,
@@ -81,11 +87,12 @@ def fake_statistics(
     routing_groups: int = 1,
     seed: int = 0,
 ) -> LayerStatistics:
-    """Return every statistic of a stock layer with random weights on random tokens; the same for the same arguments.
+    """Return every statistic of a stock layer with random weights on random tokens; the same for
+    the same arguments.
 
-    They are collected as calibration does; only the effect on later routers is made up. With no `tokens` sums are zero
-    and samples empty. Of each of the `routing_groups` equally many experts have to stay.
-    """
+    They are collected as calibration does; only the effect on later routers is made up. With no
+    `tokens` sums are zero and samples empty. Of each of the `routing_groups` equally many experts
+    have to stay."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from compressor.data.batches import sample_positions
@@ -111,7 +118,9 @@ def fake_statistics(
         model: typing.Any = Qwen3MoeForCausalLM(config).float().eval()
         model.set_experts_implementation("eager")  # the others do not take every width
         architecture = discover(config)
-        layer = dataclasses.replace(architecture.layers[0], routing_groups=routing_groups, chosen_groups=routing_groups)
+        layer = dataclasses.replace(
+            architecture.layers[0], routing_groups=routing_groups, chosen_groups=routing_groups
+        )
 
         routers = functools.partial(smaller_routers(architecture), layer)
 
@@ -124,53 +133,86 @@ def fake_statistics(
         return stats.adding(rank_change=torch.rand(experts) * stats.routed_count / max(tokens, 1))
 
 
-def check_strategy(module: typing.Any, settings: typing.Mapping[str, typing.Any] | None = None, name: str = "") -> None:
-    """Hold a strategy's module to the contract, with these settings of its options; raises `CompressionError`.
+def check_strategy(
+    module: typing.Any, settings: typing.Mapping[str, typing.Any] | None = None, name: str = ""
+) -> None:
+    """Hold a strategy's module to the contract, with these settings of its options; raises
+    `CompressionError`.
 
-    On layers with and without routing groups and tokens it must plan as many experts as it is asked to, leave protected
-    ones as they are, read no statistic but those it needs, write to none, and plan alike twice, whatever the state of
-    torch's random generator. Its similarity, if it has one, must be a label and a finite matrix [E, E].
-    """
+    On layers with and without routing groups and tokens it must plan as many experts as it is asked
+    to, leave protected ones as they are, read no statistic but those it needs, write to none, and
+    plan alike twice, whatever the state of torch's random generator. Its similarity, if it has one,
+    must be a label and a finite matrix [E, E]."""
     from compressor.recipe.plan import touched
     from compressor.recipe.registry import strategy_of
 
-    strategy = strategy_of(module, name or getattr(module, "__name__", "strategy").rpartition(".")[2], settings)
+    strategy = strategy_of(
+        module, name or getattr(module, "__name__", "strategy").rpartition(".")[2], settings
+    )
     who = f"strategy {strategy.name!r}"
 
     def only(stats: LayerStatistics, needs: frozenset[str]) -> LayerStatistics:
-        return dataclasses.replace(stats, values={name: stats.values[name] for name in stats.values.keys() & needs})
+        return dataclasses.replace(
+            stats, values={name: stats.values[name] for name in stats.values.keys() & needs}
+        )
 
     for groups, tokens in ((1, 64), (1, 0), (2, 64), (2, 0)):
         full = fake_statistics(routing_groups=groups, tokens=tokens)
-        before = {name: value.clone() for name, value in full.values.items() if isinstance(value, torch.Tensor)}
+        before = {
+            name: value.clone()
+            for name, value in full.values.items()
+            if isinstance(value, torch.Tensor)
+        }
         for keep in (4, 6, 8):
             for protected in (frozenset[int](), frozenset({1, 7})):
                 plans = list[LayerPlan]()
                 for seed in range(2):
                     with torch.random.fork_rng(devices=[]):
                         torch.manual_seed(seed)
-                        plans.append(strategy.plan_layer(only(full, strategy.needs), keep, protected))
+                        plans.append(
+                            strategy.plan_layer(only(full, strategy.needs), keep, protected)
+                        )
                 if plans[0] != plans[1]:
                     raise CompressionError(
-                        f"{who} plans the same layer in two ways; draw from a torch.Generator with stats.seed"
+                        f"{who} plans the same layer in two ways; draw from a torch.Generator "
+                        "with stats.seed"
                     )
                 if strategy.score is not None:
                     stats = only(full, strategy.needs)
-                    stats = dataclasses.replace(stats, sources=(stats,))  # of a single source, so the plan is the same
-                    if strategy.balancing("worst").plan_layer(stats, keep, protected).groups != plans[0].groups:
+                    # of a single source, so the plan is the same
+                    stats = dataclasses.replace(stats, sources=(stats,))
+                    if (
+                        strategy.balancing("worst").plan_layer(stats, keep, protected).groups
+                        != plans[0].groups
+                    ):
                         raise CompressionError(
-                            f"{who} does not keep experts by its score(); return what plan() ranks by"
+                            f"{who} does not keep experts by its score(); return what plan() "
+                            "ranks by"
                         )
                 changed = touched(plans[0], protected)
                 if changed:
                     raise CompressionError(f"{who} does not keep protected expert {changed[0]}")
         for name, value in before.items():
             if not torch.equal(value, full.values[name]):
-                raise CompressionError(f"{who} changed the statistic {name!r}; clone() it before writing to it")
+                raise CompressionError(
+                    f"{who} changed the statistic {name!r}; clone() it before writing to it"
+                )
         if strategy.similarity is not None and tokens:
-            label, table = strategy.similarity(only(full, strategy.similarity_needs), strategy.options)
-            if not isinstance(label, str) or table.shape != (8, 8) or not bool(table.isfinite().all()):
-                raise CompressionError(f"{who}: similarity should return a label and a matrix [8, 8]")
+            label, table = strategy.similarity(
+                only(full, strategy.similarity_needs), strategy.options
+            )
+            if (
+                not isinstance(label, str)
+                or table.shape != (8, 8)
+                or not bool(table.isfinite().all())
+            ):
+                raise CompressionError(
+                    f"{who}: similarity should return a label and a matrix [8, 8]"
+                )
 
 
-__all__ = [name for name, value in globals().items() if not (name.startswith("_") or inspect.ismodule(value))]
+__all__ = [
+    name
+    for name, value in globals().items()
+    if not (name.startswith("_") or inspect.ismodule(value))
+]

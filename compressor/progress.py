@@ -1,4 +1,5 @@
-"""Progress of long jobs, silent by default, and the time of their phases; transformers, silenced."""
+"""Progress of long jobs, silent by default, and the time of their phases; transformers,
+silenced."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A listener: `start` opens a phase of `total` steps, which may lie within another, `advance` finishes a step."""
+    """A listener: `start` opens a phase of `total` steps, which may lie within another, `advance`
+    finishes a step."""
 
     def start(self, phase: str, total: int) -> None: ...
 
@@ -44,7 +46,8 @@ class Clock:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' own progress bars and warnings while its loader works on one part at a time."""
+    """Silence transformers' own progress bars and warnings while its loader works on one part at a
+    time."""
     from transformers.utils import logging as transformers_logging
 
     enabled = transformers_logging.is_progress_bar_enabled()

@@ -1,4 +1,5 @@
-"""The date that chat templates are given: one for a plan, a baseline, a run, and what is kept of their answers."""
+"""The date that chat templates are given: one for a plan, a baseline, a run, and what is kept of
+their answers."""
 
 import json
 import os
@@ -12,7 +13,18 @@ from typing import Any
 from compressor.errors import CompressionError, wrap_faults
 
 FUNCTION = "strftime_now"  # by which a template asks for the date
-DIRECTIVES = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", "-y", *"aAbBcCdDeFfgGhHIjmMnprRStTuUVwWxXyYzZ")  # of strftime
+# of strftime
+DIRECTIVES = (
+    "-d",
+    "-m",
+    "-H",
+    "-I",
+    "-M",
+    "-S",
+    "-j",
+    "-y",
+    *"aAbBcCdDeFfgGhHIjmMnprRStTuUVwWxXyYzZ",
+)
 EPOCH = "SOURCE_DATE_EPOCH"  # environment variable whose seconds take the place of the clock's
 
 
@@ -26,6 +38,7 @@ class PromptDate:
     def __str__(self) -> str:
         return self.day.isoformat()
 
+
 _current = ContextVar[PromptDate | None]("current", default=None)
 
 
@@ -34,7 +47,9 @@ def today() -> str:
     seconds = os.environ.get(EPOCH)
     if not seconds:
         return date.today().isoformat()
-    with wrap_faults(f"{EPOCH} is {seconds}", "unset it", "give it seconds since 1970, or unset it"):
+    with wrap_faults(
+        f"{EPOCH} is {seconds}", "unset it", "give it seconds since 1970, or unset it"
+    ):
         return datetime.fromtimestamp(int(seconds), UTC).date().isoformat()
 
 
@@ -45,11 +60,14 @@ def prompt_date() -> str:
 
 @contextmanager
 def dated(day: Any = None) -> Iterator[PromptDate]:
-    """Fix the date until the block ends: the given one, or that of the surrounding block, or today's."""
+    """Fix the date until the block ends: the given one, or that of the surrounding block, or
+    today's."""
     try:
         current = PromptDate(date.fromisoformat(day or prompt_date()))
     except (TypeError, ValueError) as error:
-        raise CompressionError(f"{day!r} is no date; restore the file that names it, or make it anew") from error
+        raise CompressionError(
+            f"{day!r} is no date; restore the file that names it, or make it anew"
+        ) from error
     token = _current.set(current)
     try:
         yield current
@@ -58,10 +76,11 @@ def dated(day: Any = None) -> Iterator[PromptDate]:
 
 
 def dated_template(templates: Mapping[str, str], name: str = "default") -> dict[str, str]:
-    """Return the argument of `apply_chat_template` that makes a template write the date; none for one without it.
+    """Return the argument of `apply_chat_template` that makes a template write the date; none for
+    one without it.
 
-    Templates are given data alone and no functions, so a macro of that name stands before it. Its time is midnight.
-    """
+    Templates are given data alone and no functions, so a macro of that name stands before it. Its
+    time is midnight."""
     template = templates.get(name, "")
     if FUNCTION not in template:
         return {}
@@ -71,12 +90,21 @@ def dated_template(templates: Mapping[str, str], name: str = "default") -> dict[
     midnight = datetime.fromisoformat(prompt_date())
     written = "part"
     for directive in DIRECTIVES:
-        written += f".replace({json.dumps(f'%{directive}')}, {json.dumps(midnight.strftime(f'%{directive}'))})"
-    parts = "{%- for part in format.split('%%') %}{{ '%' if not loop.first }}{{ " + written + " }}{% endfor -%}"
+        written += (
+            f".replace({json.dumps(f'%{directive}')}, "
+            f"{json.dumps(midnight.strftime(f'%{directive}'))})"
+        )
+    parts = (
+        "{%- for part in format.split('%%') %}{{ '%' if not loop.first }}{{ "
+        + written
+        + " }}{% endfor -%}"
+    )
     macro = "{%- macro " + FUNCTION + "(format) -%}" + parts + "{%- endmacro %}"
-    return {"chat_template": macro + "{{ '' }}" + template}  # an output, so that no newline after it is trimmed
+    # an output, so that no newline after it is trimmed
+    return {"chat_template": macro + "{{ '' }}" + template}
 
 
 def date_facts(templates: Mapping[str, str], name: str = "default") -> dict[str, str]:
-    """Return the date as a fact of answers in a chat template that writes it; nothing for others."""
+    """Return the date as a fact of answers in a chat template that writes it; nothing for
+    others."""
     return {"date": prompt_date()} if FUNCTION in templates.get(name, "") else {}

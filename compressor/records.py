@@ -1,4 +1,5 @@
-"""JSON files, and dataclasses as JSON there and back: an error names the field that does not fit."""
+"""JSON files, and dataclasses as JSON there and back: an error names the field that does not
+fit."""
 
 import gzip
 import json
@@ -17,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
 
-NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
+# as text, which Python's float() and JavaScript's Number() read
+NOT_FINITE = ("Infinity", "-Infinity", "NaN")
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 RESTORE = "restore the file from its source"
 LARGEST = sys.float_info.max
@@ -32,18 +34,22 @@ _hints = lru_cache(partial(get_type_hints, include_extras=True))
 
 
 def read_data(path: Path | Traversable, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file, unpacked if it is named .gz; raises `CompressionError` for more than `most`."""
+    """Return the bytes of a file, unpacked if it is named .gz; raises `CompressionError` for more
+    than `most`."""
     is_packed = path.name.endswith(".gz")
     with path.open("rb") as raw:
         stream = gzip.GzipFile(fileobj=raw) if is_packed else raw
         data: bytes = stream.read(most + 1)
     if len(data) > most:
-        raise CompressionError(f"{path} holds more than {most:,} bytes, too many for what it should be; name another")
+        raise CompressionError(
+            f"{path} holds more than {most:,} bytes, too many for what it should be; name another"
+        )
     return data
 
 
 def read_json(path: Path, hint: str, unreadable: str | None = None, most: int = MOST_BYTES) -> Any:
-    """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a remedy is given."""
+    """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a
+    remedy is given."""
     try:
         return json.loads(read_data(path, most).decode("utf-8-sig"))
     except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -55,7 +61,8 @@ def read_json(path: Path, hint: str, unreadable: str | None = None, most: int = 
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in one of a checkpoint's files; raises `CompressionError` for anything else."""
+    """Return the JSON object in one of a checkpoint's files; raises `CompressionError` for anything
+    else."""
     content = read_json(path, RESTORE)
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a JSON object; {RESTORE}")
@@ -77,7 +84,8 @@ def finite(value: float) -> float | None:
 
 
 def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
-    """Return dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything else as text."""
+    """Return dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything
+    else as text."""
     if isinstance(value, float):
         return number(value)
     if isinstance(value, Mapping):
@@ -85,12 +93,17 @@ def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_json(entry, number) for entry in value]
     if is_dataclass(value):
-        return {entry.name: plain_json(getattr(value, entry.name), number) for entry in fields(value)}
+        return {
+            entry.name: plain_json(getattr(value, entry.name), number) for entry in fields(value)
+        }
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def number(value: Any, where: str, least: float = -LARGEST, most: float = LARGEST, whole: bool = False) -> Any:
-    """Return a finite number from `least` to `most`, or a whole one; raises `CompressionError` for anything else.
+def number(
+    value: Any, where: str, least: float = -LARGEST, most: float = LARGEST, whole: bool = False
+) -> Any:
+    """Return a finite number from `least` to `most`, or a whole one; raises `CompressionError` for
+    anything else.
 
     Text is no number, nor is true; `where` names the value.
     """
@@ -106,10 +119,9 @@ def number(value: Any, where: str, least: float = -LARGEST, most: float = LARGES
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
     """Return a dataclass from a JSON object with its fields; those with a default may be missing.
 
-    Further fields are left aside, or refused where the object is `closed`; `where` is the object's name, or a file's
-    with ": ". Raises `CompressionError` naming the first
-    field that is missing, unknown or of another type; true is no whole number.
-    """
+    Further fields are left aside, or refused where the object is `closed`; `where` is the object's
+    name, or a file's with ": ". Raises `CompressionError` naming the first field that is missing,
+    unknown or of another type; true is no whole number."""
     hints = _hints(kind)  # type: ignore[arg-type]
     known = ", ".join(sorted(hints))
     if not isinstance(content, dict):
@@ -130,24 +142,29 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
 
 
 def check_fields(record: Any) -> None:
-    """Check a dataclass by the types and pydantic bounds of its fields; a `CompressionError` names the first misfit."""
+    """Check a dataclass by the types and pydantic bounds of its fields; a `CompressionError` names
+    the first misfit."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
         value = getattr(record, name)
         try:
             TypeAdapter(hint).validate_python(value)
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
-            raise CompressionError(f"{name} is {value}; {message[0].lower()}{message[1:]}") from error
+            raise CompressionError(
+                f"{name} is {value}; {message[0].lower()}{message[1:]}"
+            ) from error
 
 
 def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
-    """Return a JSON value as the type that its field has; `where` names it in a `CompressionError`."""
+    """Return a JSON value as the type that its field has; `where` names it in a
+    `CompressionError`."""
     origin = get_origin(hint)
     inner = get_args(hint)
     if hint is Any:
         return value
     if is_dataclass(hint):
-        return value if isinstance(value, hint) else read_as(hint, value, where, closed)  # type: ignore[arg-type]
+        kind: Any = hint
+        return value if isinstance(value, kind) else read_as(kind, value, where, closed)
     if origin in (Union, UnionType):
         options = [option for option in inner if option is not NoneType]
         kind = type(value) if type(value) in options else options[0]
@@ -163,11 +180,16 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
         if len(kinds) != len(value):
             raise _misfit(value, f"a list of {len(kinds)}", where)
         pairs = enumerate(zip(value, kinds, strict=True))
-        return tuple(value_as(entry, kind, f"{where}[{number}]", closed) for number, (entry, kind) in pairs)
+        return tuple(
+            value_as(entry, kind, f"{where}[{number}]", closed) for number, (entry, kind) in pairs
+        )
     if origin is Mapping:
         if not isinstance(value, dict):
             raise _misfit(value, "an object", where)
-        return {name: value_as(entry, inner[1], f"{where}.{name}", closed) for name, entry in value.items()}
+        return {
+            name: value_as(entry, inner[1], f"{where}.{name}", closed)
+            for name, entry in value.items()
+        }
     if origin is Annotated:
         if not isinstance(inner[1], tuple):
             return value_as(value, inner[0], where, closed)
@@ -195,14 +217,17 @@ def report_json(content: Any, indent: int | None = 2) -> str:
 
 
 def readable_json(content: Mapping[str, Any]) -> str:
-    """Return indented JSON in which lists of plain values stand on one line, so that a person can read it."""
+    """Return indented JSON in which lists of plain values stand on one line, so that a person can
+    read it."""
     as_json = json.loads(json.dumps(content))  # lists for tuples, text for keys
     return _lines(as_json, "") + "\n"
 
 
 def _lines(content: Any, margin: str) -> str:
     if isinstance(content, dict) and content:
-        inner = [f"{_plain(name)}: {_lines(value, margin + '  ')}" for name, value in content.items()]
+        inner = [
+            f"{_plain(name)}: {_lines(value, margin + '  ')}" for name, value in content.items()
+        ]
     elif isinstance(content, list) and any(isinstance(value, dict | list) for value in content):
         inner = [_lines(value, margin + "  ") for value in content]
     else:
@@ -212,5 +237,6 @@ def _lines(content: Any, margin: str) -> str:
 
 
 def _plain(content: Any) -> str:
-    """Return JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as their escapes."""
+    """Return JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as
+    their escapes."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

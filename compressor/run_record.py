@@ -1,11 +1,12 @@
-"""Facts of a run that its output does not record: folders, times, memory and the command, in the user's cache.
+"""Facts of a run that its output does not record: folders, times, memory and the command, in the
+user's cache.
 
-compression.json holds none of them, so that equal runs write equal bytes. The record is found again by the SHA-256 of
-that file; only its owner can read it, and without it a report merely says less of the run.
+compression.json holds none of them, so that equal runs write equal bytes. The record is found again
+by the SHA-256 of that file; only its owner can read it, and without it a report merely says less of
+the run.
 
-The request is kept before an output is put in place: a command that is stopped at any moment after that finds it when
-it is repeated, and does nothing.
-"""
+The request is kept before an output is put in place: a command that is stopped at any moment after
+that finds it when it is repeated, and does nothing."""
 
 import hashlib
 import json
@@ -26,7 +27,8 @@ from compressor.records import read_as
 logger = logging.getLogger(__name__)
 
 COMPRESSION = "compression.json"
-PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")  # which decide the bytes of an output
+# which decide the bytes of an output
+PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class RunRecord:
     peak_memory: int = 0  # bytes of anonymous memory at the highest
     command: tuple[str, ...] | None = None  # None: not through the command line
     finished: str = ""  # UTC, ISO 8601; set when the record is written
-    acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
+    # of multi-token-prediction heads, by experts module
+    acceptance: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None  # that was named, as `source`; None without one
     speed: Mapping[str, Any] = field(default_factory=dict)  # of inference, if a report measured it
 
@@ -57,11 +60,13 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored evaluations."""
+    """Return a folder of the user's cache: in $MOE_COMPRESSOR_CACHE, or beside the stored
+    evaluations."""
     own = os.environ.get("MOE_COMPRESSOR_CACHE")
     try:
         return (default_folder() if own else default_folder().parent) / name
-    except RuntimeError:  # the user has no home folder: a place where nothing can be written or found
+    # the user has no home folder: a place where nothing can be written or found
+    except RuntimeError:
         return Path(os.devnull) / name
 
 
@@ -78,11 +83,15 @@ def record_run(folder: Path, record: RunRecord) -> None:
     key = digest_of(folder)
     if key is not None:
         kept = replace(record, finished=finished)
-        write_cached(cache_folder("runs") / f"{key}.json", json.loads(without_tokens(json.dumps(asdict(kept)))))
+        write_cached(
+            cache_folder("runs") / f"{key}.json",
+            json.loads(without_tokens(json.dumps(asdict(kept)))),
+        )
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Return the record of the run that made an output; None if this machine has none, or none that can be read."""
+    """Return the record of the run that made an output; None if this machine has none, or none that
+    can be read."""
     key = digest_of(folder)
     content = None if key is None else read_cached(cache_folder("runs") / f"{key}.json")
     try:
@@ -114,12 +123,14 @@ def request_key(*facts: Any) -> str:
 
 
 def record_request(folder: Path, key: str) -> None:
-    """Record that the finished `folder`, which is about to be renamed into place, is what `key` requests."""
+    """Record that the finished `folder`, which is about to be renamed into place, is what `key`
+    requests."""
     write_cached(_request(folder, key), {"weights": _weights(folder)})
 
 
 def answers(out: Path, key: str) -> bool:
-    """Return True if `out` was made for this request on this machine, and its weights have not been touched since."""
+    """Return True if `out` was made for this request on this machine, and its weights have not been
+    touched since."""
     if out.is_symlink() or not out.is_dir():
         return False
     kept = read_cached(_request(out, key)) or {}
@@ -127,11 +138,14 @@ def answers(out: Path, key: str) -> bool:
 
 
 def report_in_place(out: Path) -> None:
-    logger.warning("%s is in place already and is what this command asks for, so nothing was written", out)
+    logger.warning(
+        "%s is in place already and is what this command asks for, so nothing was written", out
+    )
 
 
 def stamp(folder: Path) -> list[list[Any]]:
-    """Return path, size and time of change of each file, which a rename keeps; nothing if they cannot be read.
+    """Return path, size and time of change of each file, which a rename keeps; nothing if they
+    cannot be read.
 
     A file is treated like a folder that holds it alone.
     """
@@ -140,7 +154,10 @@ def stamp(folder: Path) -> list[list[Any]]:
         files = [(path, path.stat()) for path in paths if path.is_file()]
     except OSError:
         return []
-    return [[path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns] for path, entry in files]
+    return [
+        [path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns]
+        for path, entry in files
+    ]
 
 
 def _request(folder: Path, key: str) -> Path:

@@ -41,13 +41,16 @@ from compressor.steps.prune.selection import blocks_of
 from strategies.enumerate_subsets import count_subsets, subsets
 
 ROWS = 8  # of a batch
-SCORE = TypeAdapter(tuple[str, tuple[int, ...], float])  # a decoder layer, the experts that stay, the mean score
+SCORE = TypeAdapter(
+    tuple[str, tuple[int, ...], float]
+)  # a decoder layer, the experts that stay, the mean score
 
 Kept = tuple[int, ...]
 
 
 def candidates(layer: MoeLayer, experts: int, most: int, seed: int) -> Iterator[Kept]:
-    """Yield the sets of experts that can stay in a layer: all of them, or as many as are wanted, drawn at random."""
+    """Yield the sets of experts that can stay in a layer: all of them, or as many as are wanted,
+    drawn at random."""
     blocks = blocks_of(layer, experts, frozenset())
     if count_subsets(blocks) <= most:
         yield from subsets(blocks)
@@ -86,7 +89,9 @@ def variant_model(model: OpenModel, rows: int) -> Any:
     return VariantModel(model, rows)
 
 
-def mean_score(answering: Any, tasks: Sequence[EvaluationTask], options: EvaluationOptions) -> float:
+def mean_score(
+    answering: Any, tasks: Sequence[EvaluationTask], options: EvaluationOptions
+) -> float:
     """Return the mean score of all items that a streamed model answers."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -107,21 +112,40 @@ def mean_score(answering: Any, tasks: Sequence[EvaluationTask], options: Evaluat
 
 
 def search(
-    model: OpenModel, options: EvaluationOptions, experts: int, most: int, seed: int, alone: bool, out: Path
+    model: OpenModel,
+    options: EvaluationOptions,
+    experts: int,
+    most: int,
+    seed: int,
+    alone: bool,
+    out: Path,
 ) -> list[dict[str, Any]]:
     """Return the experts that stay, as `--protect` takes them."""
     refuse_shared_experts(model)
     for layer in model.architecture.layers:
         if not layer.top_k <= experts < layer.experts:
-            raise CompressionError(f"{layer.name} has {layer.experts} experts and a top-k of {layer.top_k}")
+            raise CompressionError(
+                f"{layer.name} has {layer.experts} experts and a top-k of {layer.top_k}"
+            )
     tasks = resolve_tasks(options)
     if any("generate_until" in task.kinds for task in tasks):
-        raise CompressionError("tasks that write their answers are not possible; name tasks of multiple choice")
-    facts = [model.fingerprint, [task.version for task in tasks], options.facts(), experts, most, seed]
+        raise CompressionError(
+            "tasks that write their answers are not possible; name tasks of multiple choice"
+        )
+    facts = [
+        model.fingerprint,
+        [task.version for task in tasks],
+        options.facts(),
+        experts,
+        most,
+        seed,
+    ]
     facts += ["alone"] if alone else []  # earlier journals stay valid
     journal = Journal(out.with_name(f"{out.name}.{request_key(facts)[:8]}.jsonl"), SCORE)
     known = {(decoder_layer, kept): score for decoder_layer, kept, score in journal.read()}
-    answering = variant_model(model, options.batch_size if isinstance(options.batch_size, int) else ROWS)
+    answering = variant_model(
+        model, options.batch_size if isinstance(options.batch_size, int) else ROWS
+    )
     answering.watch(model.source.label, "all tasks", Silent())
     plans = dict[str, LayerPlan]()
     entries = list[dict[str, Any]]()
@@ -135,24 +159,37 @@ def search(
                 journal.add((decoder_layer, kept, known[decoder_layer, kept]))
             scores[kept] = known[decoder_layer, kept]
         best = max(scores, key=lambda kept: scores[kept])
-        print(f"{decoder_layer}: {', '.join(map(str, best))} of {len(scores)} sets, mean score {scores[best]:.4f}")
+        print(
+            f"{decoder_layer}: {', '.join(map(str, best))} of {len(scores)} sets, mean score "
+            f"{scores[best]:.4f}"
+        )
         for layer in layers:
             plans[layer.name] = LayerPlan.keep(layer, best)
-            entries += [{"layer": layer.index, "module": layer.name, "expert": expert} for expert in best]
+            entries += [
+                {"layer": layer.index, "module": layer.name, "expert": expert} for expert in best
+            ]
     return entries
 
 
 def main() -> None:
     """Search with the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--experts", type=int, required=True, help="experts to keep in every layer")
     parser.add_argument("--tasks", required=True, help="lm-eval tasks, comma-separated")
     parser.add_argument("--limit", type=int, help="items of each task, the first ones")
-    parser.add_argument("--include-path", type=Path, help="a folder with lm-eval task files of your own")
+    parser.add_argument(
+        "--include-path", type=Path, help="a folder with lm-eval task files of your own"
+    )
     parser.add_argument("--batch-size", default="auto")
-    parser.add_argument("--most", type=int, default=100, help="sets to try in a layer; more are drawn from (100)")
-    parser.add_argument("--alone", action="store_true", help="score each layer with all others whole")
+    parser.add_argument(
+        "--most", type=int, default=100, help="sets to try in a layer; more are drawn from (100)"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="score each layer with all others whole"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -163,7 +200,9 @@ def main() -> None:
         task_options = TaskOptions(**{name: getattr(given, name) for name in names})
         options = EvaluationOptions.of(task_options, given.device, given.dtype)
         with open_run(given.model, dtype=given.dtype, device=given.device) as run:
-            entries = search(run.model, options, given.experts, given.most, given.seed, given.alone, given.output)
+            entries = search(
+                run.model, options, given.experts, given.most, given.seed, given.alone, given.output
+            )
     except CompressionError as error:
         raise SystemExit(f"Error: {error}") from error
     write_whole(given.output, json.dumps(entries))

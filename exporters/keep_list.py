@@ -1,12 +1,13 @@
-"""A plan as the list that a server takes beside a checkpoint: vllm-ascend's keep list, or vLLM's `constant-v1`.
+"""A plan as the list that a server takes beside a checkpoint: vllm-ascend's keep list, or vLLM's
+`constant-v1`.
 
-vllm-ascend (pull request 12525 at e8f9ee3, Qwen3-MoE) prunes the base while it loads it. `experts.jsonl` has a line
-`{"LAYER": [EXPERT, ...]}` for each MoE layer. The client keeps the first int(E (1 - expert_prune_ratio)) of each line,
-in this order, with the router's rows.
+vllm-ascend (pull request 12525 at e8f9ee3, Qwen3-MoE) prunes the base while it loads it.
+`experts.jsonl` has a line `{"LAYER": [EXPERT, ...]}` for each MoE layer. The client keeps the first
+int(E (1 - expert_prune_ratio)) of each line, in this order, with the router's rows.
 
-vLLM 0.33 reads constants from `approximate_experts`, as the step `constants` writes it, or from `compression_config`,
-which names each constant's tensor, and refuses a config with both. `hf_overrides.json` trades the one for the other.
-"""
+vLLM 0.33 reads constants from `approximate_experts`, as the step `constants` writes it, or from
+`compression_config`, which names each constant's tensor, and refuses a config with both.
+`hf_overrides.json` trades the one for the other."""
 
 import json
 import shlex
@@ -38,7 +39,8 @@ class ListSummary:
 
     folder: Path
     client: str
-    model: str  # that is served with the list: the base, or the output itself where that holds constants
+    # that is served with the list: the base, or the output itself where that holds constants
+    model: str
     revision: str | None
     layers: int
     experts: int  # of each layer, before
@@ -54,7 +56,10 @@ class ListSummary:
         """The server's command line."""
         model = shlex.join([self.model, *(["--revision", self.revision] if self.revision else [])])
         if self.expert_prune_ratio is None:
-            return f'vllm serve {model} --hf-overrides "$(cat {shlex.quote(str(self.folder / OVERRIDES))})"'
+            return (
+                f'vllm serve {model} --hf-overrides "$(cat '
+                f'{shlex.quote(str(self.folder / OVERRIDES))})"'
+            )
         config = {
             "expert_list_file": str(self.folder / LIST),
             "expert_prune_ratio": self.expert_prune_ratio,
@@ -71,20 +76,26 @@ class ListSummary:
         notes = [Text(("Serve with ", Code(self.command)))]
         if self.not_listed:
             steps = ", ".join(self.not_listed)
-            note = f"The list has the base's experts as they are, without what these steps did: {steps}"
+            note = (
+                "The list has the base's experts as they are, without what these steps did: "
+                f"{steps}"
+            )
             notes.insert(0, Text(note))
         return Heading("Exported as keep-list"), Facts(tuple(facts.items())), *notes
 
 
 def export(checkpoint: Path, output: Path, options: None, progress: Progress) -> ListSummary:
-    """Write the list of a plan file, or of the plan in an output folder, to the new folder `output`.
+    """Write the list of a plan file, or of the plan in an output folder, to the new folder
+    `output`.
 
-    Raises `CompressionError` for a plan that no list can express: merged or split experts, a smaller top-k.
-    """
+    Raises `CompressionError` for a plan that no list can express: merged or split experts, a
+    smaller top-k."""
     plan = read_plan(checkpoint)
     expert_plan = plan.expert_plan
     if not expert_plan.layers:
-        raise CompressionError(f"{checkpoint.name} decides on no experts, so there is nothing to list; prune first")
+        raise CompressionError(
+            f"{checkpoint.name} decides on no experts, so there is nothing to list; prune first"
+        )
     if expert_plan.has_constants:
         summary, name, content = _constants(plan, checkpoint, output)
     else:
@@ -103,7 +114,8 @@ def read_summary(output: Path) -> ListSummary:
 
 
 def prune_ratio(experts: int, kept: int) -> float:
-    """The `expert_prune_ratio` by which vllm-ascend keeps so many: int(experts * (1 - ratio)) == kept."""
+    """The `expert_prune_ratio` by which vllm-ascend keeps so many: int(experts * (1 - ratio)) ==
+    kept."""
     ratio = 1 - kept / experts
     return ratio if int(experts * (1 - ratio)) == kept else (experts - kept - 0.5) / experts
 
@@ -122,7 +134,9 @@ def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
         experts=experts,
         kept=expert_plan.experts * len(expert_plan.layers),
         expert_prune_ratio=prune_ratio(experts, expert_plan.experts),
-        not_listed=tuple(dict.fromkeys(step.name for step in plan.steps if step.name not in LISTED)),
+        not_listed=tuple(
+            dict.fromkeys(step.name for step in plan.steps if step.name not in LISTED)
+        ),
     )
     return summary, LIST, "".join(f"{line}\n" for line in lines)
 
@@ -132,26 +146,36 @@ def _refuse_inexpressible(plan: Plan) -> None:
     expert_plan = plan.expert_plan
     if plan.split is not None:
         parts = plan.split["parts"]
-        raise CompressionError(f"a keep list names experts of the base, and this plan splits each into {parts}")
+        raise CompressionError(
+            f"a keep list names experts of the base, and this plan splits each into {parts}"
+        )
     if expert_plan.top_k is not None:
         raise CompressionError(
-            f"a keep list leaves the base's top-k, and this plan routes tokens to {expert_plan.top_k} experts"
+            "a keep list leaves the base's top-k, and this plan routes tokens to "
+            f"{expert_plan.top_k} experts"
         )
     for layer in expert_plan.layers:
         if not layer.is_drop:
             raise CompressionError(
-                f"{layer.module}: a keep list can drop experts, and this plan merges or scales them; plan with a "
+                f"{layer.module}: a keep list can drop experts, and this plan merges or scales "
+                "them; plan with a "
                 "strategy that drops, such as reap"
             )
     if len({layer.layer for layer in expert_plan.layers}) < len(expert_plan.layers):
-        raise CompressionError("a keep list has one line for a decoder layer, and this model's have several routers")
+        raise CompressionError(
+            "a keep list has one line for a decoder layer, and this model's have several routers"
+        )
     if len({(layer.experts, len(layer.groups)) for layer in expert_plan.layers}) > 1:
-        raise CompressionError("a keep list has one ratio for all layers, and this model's have unequal numbers")
+        raise CompressionError(
+            "a keep list has one ratio for all layers, and this model's have unequal numbers"
+        )
 
 
 def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str, str]:
     if folder.is_file():
-        raise CompressionError(f"{folder.name} is a plan, which holds no constants; name the output made by it")
+        raise CompressionError(
+            f"{folder.name} is a plan, which holds no constants; name the output made by it"
+        )
     experts = {layer.layer: layer.experts for layer in plan.expert_plan.layers}
     constants = SubstitutedCheckpoint(folder).constants
     targets = dict[str, dict[str, Any]]()

@@ -28,18 +28,25 @@ SHARED_DOWN = "shared_experts.down_proj.weight"
 
 def qwen2_moe(config: dict) -> dict:
     """Return the config of a Qwen2-MoE that computes the same."""
-    refused = {"scoring_func": "softmax", "attention_bias": False, "moe_layer_freq": 1, "routed_scaling_factor": 1.0}
+    refused = {
+        "scoring_func": "softmax",
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0,
+    }
     for name, needed in refused.items():
         if config.get(name, needed) != needed:
             raise SystemExit(
-                f"{name} is {config[name]!r}, and Qwen2-MoE has no such field; {needed!r} alone can be written"
+                f"{name} is {config[name]!r}, and Qwen2-MoE has no such field; {needed!r} alone "
+                "can be written"
             )
     return {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
         **{name: config[name] for name in SAME if name in config},
         "num_experts": config["n_routed_experts"],
-        "shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "shared_expert_intermediate_size": config["n_shared_experts"]
+        * config["moe_intermediate_size"],
         "mlp_only_layers": list(range(config.get("first_k_dense_replace", 0))),
         "qkv_bias": False,
     }
@@ -58,7 +65,9 @@ def main(source: str, out: Path) -> None:
         with safe_open(shard, "pt") as file:
             for name in [*file.keys()]:
                 value = file.get_tensor(name)
-                tensors[name.replace("shared_experts", "shared_expert")] = value * 2 if SHARED_DOWN in name else value
+                tensors[name.replace("shared_experts", "shared_expert")] = (
+                    value * 2 if SHARED_DOWN in name else value
+                )
                 if SHARED_DOWN in name:
                     gate = name.replace(SHARED_DOWN, "shared_expert_gate.weight")
                     tensors[gate] = torch.zeros(1, config["hidden_size"], dtype=value.dtype)

@@ -1,22 +1,26 @@
 """Run real clients on outputs of ours, and compare what they answer with stock transformers.
 
-    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised|served] [--llama-cpp CHECKOUT]
+    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised|served] [--llama-cpp
+    CHECKOUT]
         [--python PYTHON] [--vllm-python PYTHON]
 
-Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after
-the split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes
-each of them as float32 GGUF, whose expert tensors and routers are compared with the checkpoint's; llama-cpp-python and
-vLLM then answer random tokens. The table has the largest difference of log probabilities to transformers in float32 and
-the share of positions whose likeliest token is the same. A client that is missing is left out, and a sentence says so.
+Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split,
+compressed after the split, and compressed by constants (`--format mone`, for vLLM alone).
+llama.cpp's converter of a checkout writes each of them as float32 GGUF, whose expert tensors and
+routers are compared with the checkpoint's; llama-cpp-python and vLLM then answer random tokens. The
+table has the largest difference of log probabilities to transformers in float32 and the share of
+positions whose likeliest token is the same. A client that is missing is left out, and a sentence
+says so.
 
-The tiny models, compressed or split, are also quantised in every scheme, and compared with stock transformers on the
-dequantised weights in float32. vLLM runs them twice: in bfloat16 as they are, if it has kernels for them on this CPU,
-and in float32 with its own loader and the loaded experts dequantised, which needs no such kernel.
+The tiny models, compressed or split, are also quantised in every scheme, and compared with stock
+transformers on the dequantised weights in float32. vLLM runs them twice: in bfloat16 as they are,
+if it has kernels for them on this CPU, and in float32 with its own loader and the loaded experts
+dequantised, which needs no such kernel.
 
-Served, the compressed models answer as the gate asks servers: vLLM's with the checkpoint, llama-cpp-python's with a
-GGUF of it. The table then has the largest difference of a text's log-likelihood, in nats, to the model in memory, and
-how many prompts both continue with the same text.
-"""
+Served, the compressed models answer as the gate asks servers: vLLM's with the checkpoint,
+llama-cpp-python's with a GGUF of it. The table then has the largest difference of a text's
+log-likelihood, in nats, to the model in memory, and how many prompts both continue with the same
+text."""
 
 import argparse
 import json
@@ -56,9 +60,17 @@ from tests.support.quantized import plain_model
 RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
 SCHEMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
-WIDE = 256  # hidden and expert width of the models to quantise: that of the smallest kernels, halved by a split, too
-STARTING, POSITIONS = 180, 512  # seconds that a server has to start; tokens of a text with its answer
-TEXTS = [f"Document {number}: the quick brown fox jumps over {number * 37} lazy dogs." for number in range(6)]
+# hidden and expert width of the models to quantise: that of the smallest kernels, halved by a
+# split, too
+WIDE = 256
+STARTING, POSITIONS = (
+    180,
+    512,
+)  # seconds that a server has to start; tokens of a text with its answer
+TEXTS = [
+    f"Document {number}: the quick brown fox jumps over {number * 37} lazy dogs."
+    for number in range(6)
+]
 CUT = "\ufffd"  # a character that is cut off at the end of a text
 TASK = """
 task: texts
@@ -76,12 +88,22 @@ metric_list:
   - metric: perplexity
     aggregation: perplexity
 """
-SEQUENCES, LENGTH, HEAD = 2, 24, 64  # the width of an attention head is one that vLLM has a kernel for
+SEQUENCES, LENGTH, HEAD = (
+    2,
+    24,
+    64,
+)  # the width of an attention head is one that vLLM has a kernel for
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **QUIET}
 Values = dict[int, torch.Tensor]  # a constant [H] by expert
 Row = tuple[str, ...]
-COLUMNS = ("checkpoint", "client", "largest difference", "likeliest token the same", "tensors alike")
+COLUMNS = (
+    "checkpoint",
+    "client",
+    "largest difference",
+    "likeliest token the same",
+    "tensors alike",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +116,55 @@ class Client:
 
 
 def call(python: str, *arguments: object) -> str:
-    """The last line that the runner prints; a RuntimeError with the client's last words if it fails."""
+    """The last line that the runner prints; a RuntimeError with the client's last words if it
+    fails."""
     command = [python, str(RUNNER), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False
+    )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise RuntimeError(lines[-1].strip() if lines else f"it ended with status {done.returncode}")
+        raise RuntimeError(
+            lines[-1].strip() if lines else f"it ended with status {done.returncode}"
+        )
     return done.stdout.splitlines()[-1]
 
 
 def find(name: str, python: str, checkout: str = "") -> Client | None:
     """A client, or None and a sentence on why it is left out."""
     try:
-        return Client(name, python, call(python, "version", name, *([checkout] if checkout else [])))
+        return Client(
+            name, python, call(python, "version", name, *([checkout] if checkout else []))
+        )
     except (RuntimeError, OSError) as error:
         print(f"{name} is left out: {error}")
         return None
 
 
 def tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
-    """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there is one."""
-    zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD, **sizes).to(dtype).save_pretrained(folder)
+    """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there
+    is one."""
+    zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD, **sizes).to(
+        dtype
+    ).save_pretrained(folder)
     small.tokenizer().save_pretrained(folder)
-    merged = {"vocab": lambda vocab: vocab | {"th": small.VOCABULARY}, "merges": lambda _: [["t", "h"]]}
+    merged = {
+        "vocab": lambda vocab: vocab | {"th": small.VOCABULARY},
+        "merges": lambda _: [["t", "h"]],
+    }
     small.edit_json(
         folder / "tokenizer.json",
-        lambda told: told["model"].update({name: change(told["model"][name]) for name, change in merged.items()}),
+        lambda told: told["model"].update(
+            {name: change(told["model"][name]) for name, change in merged.items()}
+        ),
     )
     return folder
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A checkpoint, and the folder that keeps what belongs to it: tokens, what is expected, what clients answer."""
+    """A checkpoint, and the folder that keeps what belongs to it: tokens, what is expected, what
+    clients answer."""
 
     label: str
     folder: Path
@@ -144,7 +182,9 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
         (own := place / f"{name}-{kind}-files").mkdir()
         return Case(label, folder, own, of)
 
-    cut, parts, both, constants = (place / f"{name}-{kind}" for kind in ("cut", "split", "both", "constants"))
+    cut, parts, both, constants = (
+        place / f"{name}-{kind}" for kind in ("cut", "split", "both", "constants")
+    )
     yield case(f"{name}, {experts} experts", source, "source")
     compressor.compress(str(source), cut, experts=kept, strategy="model-centric")
     yield case(f"{name} compressed, {kept}", cut, "cut")
@@ -159,7 +199,10 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
 
 def served_case(source: Path, place: Path) -> Case:
     """A model with half of its experts."""
-    kept, out = max(2, compressor.inspect(str(source)).experts // 2), place / f"{source.name}-served"
+    kept, out = (
+        max(2, compressor.inspect(str(source)).experts // 2),
+        place / f"{source.name}-served",
+    )
     compressor.compress(str(source), out, experts=kept, strategy="model-centric")
     (own := place / f"{source.name}-served-files").mkdir()
     return Case(f"{source.name} compressed, {kept}", out, own)
@@ -168,23 +211,33 @@ def served_case(source: Path, place: Path) -> Case:
 def quantised_cases(family: str, place: Path) -> Iterator[Case]:
     """A wide tiny model, compressed or split, in every scheme."""
     width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
-    source = tiny(place / f"{family}-wide", family, torch.bfloat16, hidden_size=WIDE, **{width: WIDE})
+    source = tiny(
+        place / f"{family}-wide", family, torch.bfloat16, hidden_size=WIDE, **{width: WIDE}
+    )
     (own := place / f"{family}-wide-files").mkdir()
     yield Case(f"{family} in bfloat16", source, own)
-    changes = {"compressed": compressor.Prune(experts=6, strategy="model-centric"), "split by 2": compressor.Split(2)}
+    changes = {
+        "compressed": compressor.Prune(experts=6, strategy="model-centric"),
+        "split by 2": compressor.Split(2),
+    }
     for scheme, (change, step) in product(SCHEMES, changes.items()):
-        folder, files = (place / f"{family}-{change.replace(' ', '-')}-{scheme}{end}" for end in ("", "-files"))
+        folder, files = (
+            place / f"{family}-{change.replace(' ', '-')}-{scheme}{end}" for end in ("", "-files")
+        )
         files.mkdir()
         compressor.compress(str(source), folder, [step, compressor.Quantize(scheme=scheme)])
         yield Case(f"{family} {change}, {scheme}", folder, files, quantised=True)
 
 
 def expect(case: Case) -> None:
-    """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a GGUF must hold."""
+    """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a
+    GGUF must hold."""
     if case.quantised:
         model = plain_model(case.folder)
     else:
-        model = AutoModelForCausalLM.from_pretrained(case.source or case.folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            case.source or case.folder, dtype=torch.float32
+        ).eval()
     if case.source is not None:
         put_constants(model, case.folder)
     drawn = torch.Generator().manual_seed(0)
@@ -193,23 +246,38 @@ def expect(case: Case) -> None:
         expected = torch.log_softmax(model(tokens).logits.double(), -1)
     np.save(case.place / "tokens.npy", tokens.numpy())
     np.save(case.place / "expected.npy", expected.numpy())
-    np.savez(case.place / "expected.npz", **{name: value.numpy() for name, value in gguf_tensors(model)})  # type: ignore[arg-type]
+    np.savez(
+        case.place / "expected.npz", **{name: value.numpy() for name, value in gguf_tensors(model)}
+    )  # type: ignore[arg-type]
 
 
 @torch.no_grad()
 def put_constants(model: torch.nn.Module, folder: Path) -> None:
-    """Let the constants that a folder has stand for experts: their outputs become zero, and what they add a hook."""
+    """Let the constants that a folder has stand for experts: their outputs become zero, and what
+    they add a hook."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    stored = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    stored = {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     for number, (_, experts) in enumerate(experts_modules(model)):  # all layers are MoE layers
         gone = config["approximate_experts"].get(str(number), [])
-        ends = {expert: re.compile(rf"layers\.{number}\..*experts\.{expert}\.approx_value") for expert in gone}
+        ends = {
+            expert: re.compile(rf"layers\.{number}\..*experts\.{expert}\.approx_value")
+            for expert in gone
+        }
         values = {
-            expert: value.float() for expert, end in ends.items() for name, value in stored.items() if end.search(name)
+            expert: value.float()
+            for expert, end in ends.items()
+            for name, value in stored.items()
+            if end.search(name)
         }
         experts.down_proj[gone] = 0  # type: ignore[index, operator]
 
-        def add(_: object, args: tuple[Any, ...], output: torch.Tensor, values: Values = values) -> torch.Tensor:
+        def add(
+            _: object, args: tuple[Any, ...], output: torch.Tensor, values: Values = values
+        ) -> torch.Tensor:
             _, index, weights = args
             shares = {expert: ((index == expert) * weights).sum(-1) for expert in values}
             return output + sum(share[:, None] * values[expert] for expert, share in shares.items())
@@ -218,11 +286,14 @@ def put_constants(model: torch.nn.Module, folder: Path) -> None:
 
 
 def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and contents that llama.cpp gives experts and routers of a model whose layers all are MoE layers."""
+    """Names and contents that llama.cpp gives experts and routers of a model whose layers all are
+    MoE layers."""
     for number, (name, experts) in enumerate(experts_modules(model)):
         gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)  # type: ignore[operator, union-attr]
         block = model.get_submodule(name.rpartition(".")[0])
-        router = next(child for child in block.children() if child is not experts and hasattr(child, "weight"))
+        router = next(
+            child for child in block.children() if child is not experts and hasattr(child, "weight")
+        )
         yield f"blk.{number}.ffn_gate_exps.weight", gate
         yield f"blk.{number}.ffn_up_exps.weight", up
         yield f"blk.{number}.ffn_down_exps.weight", experts.down_proj.detach()  # type: ignore[operator, union-attr]
@@ -230,9 +301,13 @@ def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compared(case: Case, name: str) -> tuple[str, str]:
-    """The largest difference of log probabilities, and the share of positions with the same likeliest token."""
+    """The largest difference of log probabilities, and the share of positions with the same
+    likeliest token."""
     if not (file := case.place / f"{name}.npy").exists():
-        return f"failed: {file.with_suffix('.npy.txt').read_text(encoding='utf-8').splitlines()[0]}", "-"
+        return (
+            f"failed: {file.with_suffix('.npy.txt').read_text(encoding='utf-8').splitlines()[0]}",
+            "-",
+        )
     found, expected = np.load(file), np.load(case.place / "expected.npy")
     same = (found.argmax(-1) == expected.argmax(-1)).mean()
     return f"{abs(found - expected).max():.1e}", f"{same:.0%}"
@@ -255,7 +330,9 @@ def with_llama(case: Case, converter: Client, checkout: str, client: Client | No
         gguf.unlink(missing_ok=True)
 
 
-def with_vllm(every: list[Case], client: Client, does: str = "vllm", dtype: str = "float32") -> Iterator[Row]:
+def with_vllm(
+    every: list[Case], client: Client, does: str = "vllm", dtype: str = "float32"
+) -> Iterator[Row]:
     """All checkpoints in one process, which takes most of its time to start."""
     if not every:
         return
@@ -306,43 +383,90 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
             server = found.checked(source.folder, source.label)
             servers = (None, server) if server.scored else ()
             values = [
-                plan_evaluation(source, tasks, options, place / "cache", each).run(Silent())["texts"].values
+                plan_evaluation(source, tasks, options, place / "cache", each)
+                .run(Silent())["texts"]
+                .values
                 for each in servers
             ]
             writers = StockGenerator(source, dtype="float32"), ServedGenerator(server, source)
-            mine, theirs = ({x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers)
+            mine, theirs = (
+                {x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers
+            )
     except (RuntimeError, CompressionError) as error:
         return case.label, shown, f"failed: {error}", "-", "-"
-    apart = f"{max(abs(one - other) for one, other in zip(*values, strict=True)):.1e}" if values else "-"
+    apart = (
+        f"{max(abs(one - other) for one, other in zip(*values, strict=True)):.1e}"
+        if values
+        else "-"
+    )
     alike = sum(mine[key].rstrip(CUT) == theirs[key].rstrip(CUT) for key in mine)
     return case.label, f"{shown}, prompts as {server.scored}", apart, f"{alike} of {len(mine)}", "-"
 
 
-def served_rows(every: list[Case], given: Any, vllm: Client | None, llama: Client | None) -> Iterator[Row]:
+def served_rows(
+    every: list[Case], given: Any, vllm: Client | None, llama: Client | None
+) -> Iterator[Row]:
     """Each checkpoint behind each server."""
     for case in every:
         if vllm is not None:
-            settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", POSITIONS, "--max-num-seqs", 8)
+            settings = (
+                "--dtype",
+                "float32",
+                "--enforce-eager",
+                "--max-model-len",
+                POSITIONS,
+                "--max-num-seqs",
+                8,
+            )
             module = "vllm.entrypoints.openai.api_server"
             yield with_server(
-                case, f"server of vLLM {vllm.version}", vllm.python, module, "--model", case.folder, *settings
+                case,
+                f"server of vLLM {vllm.version}",
+                vllm.python,
+                module,
+                "--model",
+                case.folder,
+                *settings,
             )
         if llama is not None and given.llama_cpp:
             gguf = case.place / "model.gguf"
             call(given.python, "convert", given.llama_cpp, case.folder, gguf)
-            settings = ("--n_ctx", POSITIONS, "--n_threads", 1, "--type_k", 0, "--type_v", 0)  # a cache in float32
+            settings = (
+                "--n_ctx",
+                POSITIONS,
+                "--n_threads",
+                1,
+                "--type_k",
+                0,
+                "--type_v",
+                0,
+            )  # a cache in float32
             shown = f"server of llama-cpp-python {llama.version}"
-            yield with_server(case, shown, llama.python, "llama_cpp.server", "--model", gguf, *settings)
+            yield with_server(
+                case, shown, llama.python, "llama_cpp.server", "--model", gguf, *settings
+            )
 
 
 def main() -> None:
     """Make the checkpoints, run the clients, print the table as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="further models")
-    parser.add_argument("--only", choices=("plain", "quantised", "served"), help="leave the others out")
-    parser.add_argument("--llama-cpp", default="", metavar="CHECKOUT", help="a folder with convert_hf_to_gguf.py")
-    parser.add_argument("--python", default=sys.executable, help="has torch, transformers, llama_cpp (default: this)")
-    parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="has vllm (default: this)")
+    parser.add_argument(
+        "--only", choices=("plain", "quantised", "served"), help="leave the others out"
+    )
+    parser.add_argument(
+        "--llama-cpp", default="", metavar="CHECKOUT", help="a folder with convert_hf_to_gguf.py"
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="has torch, transformers, llama_cpp (default: this)",
+    )
+    parser.add_argument(
+        "--vllm-python", default=sys.executable, metavar="PYTHON", help="has vllm (default: this)"
+    )
     given = parser.parse_args()
     llama, vllm = find("llama", given.python), find("vllm", given.vllm_python)
     converter = find("converter", given.python, given.llama_cpp) if given.llama_cpp else None
@@ -364,7 +488,11 @@ def main() -> None:
             smaller = [served_case(source, place) for source in sources]
             for row in served_rows(smaller, given, vllm, llama):
                 tell(row)
-        plain = [case for source in sources for case in cases(source, place)] if given.only in (None, "plain") else []
+        plain = (
+            [case for source in sources for case in cases(source, place)]
+            if given.only in (None, "plain")
+            else []
+        )
         quantised = FAMILIES if given.only in (None, "quantised") else ()
         wide = [case for family in quantised for case in quantised_cases(family, place)]
         for case in (*plain, *wide):
@@ -372,7 +500,11 @@ def main() -> None:
             if converter is not None and case.source is None:
                 tell(with_llama(case, converter, given.llama_cpp, llama))
         if vllm is not None:
-            runs = (plain, "vllm", "float32"), (wide, "vllm", "bfloat16"), (wide, "vllm-loader", "float32")
+            runs = (
+                (plain, "vllm", "float32"),
+                (wide, "vllm", "bfloat16"),
+                (wide, "vllm-loader", "float32"),
+            )
             for run in runs:
                 for row in with_vllm(run[0], vllm, *run[1:]):
                     tell(row)

@@ -1,8 +1,7 @@
 """Five synthetic skills that a tiny model can learn, each with its own surface format.
 
-Every line is a question and its answer. A stable hash of the question holds one question in ten out of
-the training text; multiple-choice items and held-out documents are drawn from those alone.
-"""
+Every line is a question and its answer. A stable hash of the question holds one question in ten out
+of the training text; multiple-choice items and held-out documents are drawn from those alone."""
 
 import hashlib
 import itertools
@@ -52,7 +51,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A kind of fact: ways to ask for it, and values of one length among which a hash of the name picks."""
+    """A kind of fact: ways to ask for it, and values of one length among which a hash of the name
+    picks."""
 
     templates: tuple[str, ...]
     values: tuple[str, ...]
@@ -65,19 +65,46 @@ def words(text: str) -> tuple[str, ...]:
 
 RELATIONS = (
     Relation(
-        ("{} lives in", "The home of {} is", "{} comes from", "Letters for {} go to", "Find {} in", "{} left"),
-        words("Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna"),
+        (
+            "{} lives in",
+            "The home of {} is",
+            "{} comes from",
+            "Letters for {} go to",
+            "Find {} in",
+            "{} left",
+        ),
+        words(
+            "Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby "
+            "Ostra Pirna"
+        ),
     ),
     Relation(
-        ("{} is a", "The trade of {} is", "{} works as a", "{} is paid as a", "{} was always a", "Hire {} as a"),
+        (
+            "{} is a",
+            "The trade of {} is",
+            "{} works as a",
+            "{} is paid as a",
+            "{} was always a",
+            "Hire {} as a",
+        ),
         words(
             "tailor farmer potter weaver sailor miller carver hunter "
             "dancer singer writer lawyer doctor barber glazer joiner"
         ),
     ),
     Relation(
-        ("{} keeps a", "The pet of {} is a", "{} feeds a", "{} walks with a", "{} talks to a", "{} once found a"),
-        words("horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison"),
+        (
+            "{} keeps a",
+            "The pet of {} is a",
+            "{} feeds a",
+            "{} walks with a",
+            "{} talks to a",
+            "{} once found a",
+        ),
+        words(
+            "horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur "
+            "hyena bison"
+        ),
     ),
 )
 
@@ -111,7 +138,9 @@ def arithmetic(rng: random.Random) -> Problem:
     question = f"add mod {MODULUS}: {''.join(map(str, left))}+{''.join(map(str, right))} ="
     total = "".join(str((one + other) % MODULUS) for one, other in zip(left, right, strict=True))
     place = _pick(question, ADDED_DIGITS)
-    others = ((left[place] + small) % MODULUS for small in range(SMALL_DIGITS) if small != right[place])
+    others = (
+        (left[place] + small) % MODULUS for small in range(SMALL_DIGITS) if small != right[place]
+    )
     wrong = tuple(f" {total[:place]}{digit}{total[place + 1 :]}" for digit in others)
     return Problem(question, f" {total}", wrong)
 
@@ -121,12 +150,15 @@ def sorting(rng: random.Random) -> Problem:
     digits = rng.sample(DIGITS, rng.choice(LIST_LENGTHS))
     question = f"sort {''.join(digits)} ->"
     old = digits[_pick(question, len(digits))]
-    others = ([new if digit == old else digit for digit in digits] for new in DIGITS if new not in digits)
+    others = (
+        [new if digit == old else digit for digit in digits] for new in DIGITS if new not in digits
+    )
     return Problem(question, f" {_rising(digits)}", tuple(f" {_rising(other)}" for other in others))
 
 
 def reversal(rng: random.Random) -> Problem:
-    """Distinct letters from the last to the first; the wrong answers put three of them in another order."""
+    """Distinct letters from the last to the first; the wrong answers put three of them in another
+    order."""
     letters = rng.sample(LETTERS, rng.choice(WORD_LENGTHS))
     question = f"<flip> {''.join(letters)} |"
     backwards = letters[::-1]
@@ -150,7 +182,8 @@ def recall(rng: random.Random) -> Problem:
 
 
 def facts(rng: random.Random) -> Problem:
-    """A memorised property of an invented person; a wrong answer is another value of that property."""
+    """A memorised property of an invented person; a wrong answer is another value of that
+    property."""
     name = rng.choice(NAME_HEADS) + rng.choice(NAME_TAILS)
     relation = rng.choice(RELATIONS)
     answer = fact_value(name, relation)
@@ -187,8 +220,11 @@ def item(skill: str, rng: random.Random) -> DemoItem:
     return DemoItem(skill, problem.question, tuple(choices), answer)
 
 
-def problems(skill: str, rng: random.Random, count: int = DOCUMENT_LINES, *, held_out: bool = False) -> list[Problem]:
-    """The problems of one document, nine in ten of one skill; all training questions or all held out."""
+def problems(
+    skill: str, rng: random.Random, count: int = DOCUMENT_LINES, *, held_out: bool = False
+) -> list[Problem]:
+    """The problems of one document, nine in ten of one skill; all training questions or all held
+    out."""
     drawn = []
     for _ in range(count):
         foreign = rng.random() < FOREIGN_LINE_SHARE
@@ -202,7 +238,8 @@ def document(skill: str, rng: random.Random, *, held_out: bool = False) -> str:
 
 
 def documents(seed: int, count: int) -> list[str]:
-    """Training documents that take the skills in turn: document i is mostly of skill `SKILLS[i % 5]`."""
+    """Training documents that take the skills in turn: document i is mostly of skill `SKILLS[i %
+    5]`."""
     rng = random.Random(seed)
     return [document(SKILLS[index % len(SKILLS)], rng) for index in range(count)]
 

@@ -1,7 +1,7 @@
 """Put the generated parts of the reference into the site; mkdocs.yml names this file as a hook.
 
-The page of commands is generated as a whole; the tables of plans and of servers replace a mark in their pages.
-"""
+The page of commands is generated as a whole; the tables of plans and of servers replace a mark in
+their pages."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,9 @@ from scripts import write_cli_reference, write_schema_reference, write_serving_r
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the page of commands to the files of the site."""
-    files.append(File.generated(config, write_cli_reference.PAGE, content=write_cli_reference.page()))
+    files.append(
+        File.generated(config, write_cli_reference.PAGE, content=write_cli_reference.page())
+    )
     return files
 
 

@@ -1,12 +1,12 @@
-"""Read many mutated files as tests/compressor/test_damaged_files.py makes and judges them, for longer than a test may.
+"""Read many mutated files as tests/compressor/test_damaged_files.py makes and judges them, for
+longer than a test may.
 
     python -m scripts.fuzz [--cases 100000] [--seed 0] [--seconds 3600]
 
-The cases are divided among the kinds of files. For each kind it prints how many were read, accepted and refused, what
-the slowest took and how many a second were read, by the processor's time. What ends in anything but a
-`CompressionError` is printed once for each place that it comes from, with the file that did it, and makes the exit
-status 1.
-"""
+The cases are divided among the kinds of files. For each kind it prints how many were read, accepted
+and refused, what the slowest took and how many a second were read, by the processor's time. What
+ends in anything but a `CompressionError` is printed once for each place that it comes from, with
+the file that did it, and makes the exit status 1."""
 
 import argparse
 import time
@@ -33,7 +33,9 @@ class Tally:
     failed: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
-    failures: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # by place: the file and the traceback
+    failures: dict[str, tuple[bytes, str]] = field(
+        default_factory=dict
+    )  # by place: the file and the traceback
 
     def row(self, kind: str) -> str:
         """A line of the table."""
@@ -55,11 +57,16 @@ def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
         place = f"{type(error).__name__} at {last.filename}:{last.lineno}"
         tally.failures.setdefault(place, (raw, traceback.format_exc()))
     spent = time.process_time() - begin
-    tally.cases, tally.seconds, tally.slowest = tally.cases + 1, tally.seconds + spent, max(tally.slowest, spent)
+    tally.cases, tally.seconds, tally.slowest = (
+        tally.cases + 1,
+        tally.seconds + spent,
+        max(tally.slowest, spent),
+    )
 
 
 def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int) -> None:
-    """Read so many files of the kind that a test of tests/compressor/test_damaged_files.py reads."""
+    """Read so many files of the kind that a test of tests/compressor/test_damaged_files.py
+    reads."""
     reads = test.hypothesis.inner_test  # type: ignore[attr-defined]
 
     @hypothesis.seed(seed)
@@ -90,14 +97,20 @@ def shown(raw: bytes) -> str:
 
 def main() -> int:
     """Print the table and the findings; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=100_000, help="of all kinds together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further round after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="begin no further round after so many"
+    )
     asked = parser.parse_args()
     logging.set_verbosity_error()  # of transformers, which has much to say of odd configs
     tallies = fuzz(asked.cases, asked.seed, asked.seconds)
-    print(f"{'kind':14}{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}")
+    print(
+        f"{'kind':14}{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}"
+    )
     for kind, tally in tallies.items():
         print(tally.row(kind))
     for kind, tally in tallies.items():

@@ -1,18 +1,19 @@
-"""Record what command lines write, as a file of digests and figures, and compare a later version of the code with it.
+"""Record what command lines write, as a file of digests and figures, and compare a later version of
+the code with it.
 
-    python -m scripts.golden record FILE [--only drop,ridge] [--keep FOLDER] [--model FOLDER --calibration FILE]
-    python -m scripts.golden compare FILE [the same options]
+    python -m scripts.golden record FILE [--only drop,ridge] [--keep FOLDER] [--model FOLDER
+    --calibration FILE] python -m scripts.golden compare FILE [the same options]
 
-Every case runs in a fresh folder with a cache of its own, on one thread and offline. Recorded are its exit status, a
-SHA-256 of all tensors, the members of every layer's groups, the experts that are gone, and the figures of layers and
-steps; nothing of it names an option, so that a record outlives their names. `compare` prints what differs and then
-exits with 1. `record --keep` leaves the outputs in FOLDER; `compare --keep` finds them there and measures the largest
-absolute difference of weights that differ. `record --only` leaves the other cases of FILE as they are.
+Every case runs in a fresh folder with a cache of its own, on one thread and offline. Recorded are
+its exit status, a SHA-256 of all tensors, the members of every layer's groups, the experts that are
+gone, and the figures of layers and steps; nothing of it names an option, so that a record outlives
+their names. `compare` prints what differs and then exits with 1. `record --keep` leaves the outputs
+in FOLDER; `compare --keep` finds them there and measures the largest absolute difference of weights
+that differ. `record --only` leaves the other cases of FILE as they are.
 
-With --model the cases marked as generic run on that checkpoint and text instead of the embedded demo, keeping half of
-its experts. `scripts/golden_files/demo.json` is the record on the demo. The same code on another machine, or with
-another torch, may round differently: record there first.
-"""
+With --model the cases marked as generic run on that checkpoint and text instead of the embedded
+demo, keeping half of its experts. `scripts/golden_files/demo.json` is the record on the demo. The
+same code on another machine, or with another torch, may round differently: record there first."""
 
 import argparse
 import json
@@ -42,11 +43,11 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Command lines, run one after the other; `make` writes their model, which is the demo or the given one if None.
+    """Command lines, run one after the other; `make` writes their model, which is the demo or the
+    given one if None.
 
-    Of the words, MODEL, TEXT (a small text file) and DATA (the calibration source) are replaced, KEEP by the
-    number of experts to keep, and OUT by `output`.
-    """
+    Of the words, MODEL, TEXT (a small text file) and DATA (the calibration source) are replaced,
+    KEEP by the number of experts to keep, and OUT by `output`."""
 
     name: str
     commands: tuple[str, ...]
@@ -82,7 +83,8 @@ CASES = (
     Case("merge", (f"{MERGE} --correct none",), generic=True),
     Case("ridge", (f"{MERGE} --correct ridge",), generic=True),
     Case("tune", (f"{MERGE} --correct tune {FINE}",), generic=True),
-    Case("split", (f"compress MODEL -o OUT --experts KEEP --split 2 --strategy auto --correct ridge {FINE} {TEXTS}",),
+    Case("split", ("compress MODEL -o OUT --experts KEEP --split 2 --strategy auto --correct "
+    f"ridge {FINE} {TEXTS}",),
          generic=True),
     Case("sequential", (f"{MERGE} --correct ridge --sequential {FINE}",), generic=True),
     Case("routers", (f"{MERGE} --correct none {ROUTERS} {FINE}",), generic=True),
@@ -95,7 +97,8 @@ CASES = (
          partial(mtp_checkpoints.make, "deepseek_v3")),
     Case("quantised", (f"{TINY} --strategy count-guided --correct none",), make_quantised),
     Case("onnx", (f"{BASE} --strategy count-guided --correct none --format onnx",)),
-    Case("gguf", ("compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy count-guided",), make_gguf,
+    Case("gguf", ("compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy "
+    "count-guided",), make_gguf,
          output="out.gguf"),
 )  # fmt: skip
 
@@ -115,7 +118,9 @@ def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -
             source.mkdir()
             case.make(source)
     config = json.loads((source / "config.json").read_text()) if source.is_dir() else {}
-    experts = next((config[name] for name in ("num_local_experts", "num_experts") if name in config), 0)
+    experts = next(
+        (config[name] for name in ("num_local_experts", "num_experts") if name in config), 0
+    )
     keep = experts // 2 if model else experts * 3 // 4
     words = {"MODEL": source.name, "TEXT": small.text_file(place).name, "OUT": case.output, "KEEP": str(keep),
              "DATA": str(calibration) if calibration else "demo"}  # fmt: skip
@@ -124,9 +129,17 @@ def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -
         given = [words.get(word, word) for word in command.split()]
         with (place / "stdout.json").open("wb") as out, (place / "errors").open("wb") as errors:
             line = [sys.executable, "-m", "compressor", *given, "--json"]
-            status = status or subprocess.run(line, cwd=place, env=environment, stdout=out, stderr=errors).returncode
+            status = (
+                status
+                or subprocess.run(
+                    line, cwd=place, env=environment, stdout=out, stderr=errors
+                ).returncode
+            )
         if status:
-            print(f"{case.name}: {(place / 'errors').read_text().strip().splitlines()[-1:]}", file=sys.stderr)
+            print(
+                f"{case.name}: {(place / 'errors').read_text().strip().splitlines()[-1:]}",
+                file=sys.stderr,
+            )
             return {"status": status}
     return {"status": status, **facts(place)}
 
@@ -150,15 +163,21 @@ def facts(place: Path) -> Facts:
         figures |= dict(_flat(name, value))
     return {
         "weights": digest(tensors(out)),
-        "groups": {layer["module"]: [group["members"] for group in layer["groups"]] for layer in decided["layers"]},
+        "groups": {
+            layer["module"]: [group["members"] for group in layer["groups"]]
+            for layer in decided["layers"]
+        },
         "dropped": {layer["module"]: layer["dropped"] for layer in decided["layers"]},
         "figures": figures,
     }
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
-    """Numbers below an entry by their path; of texts, only which of several candidates was chosen."""
-    if isinstance(value, int | float) or (isinstance(value, str) and name.endswith((".kept", ".chosen"))):
+    """Numbers below an entry by their path; of texts, only which of several candidates was
+    chosen."""
+    if isinstance(value, int | float) or (
+        isinstance(value, str) and name.endswith((".kept", ".chosen"))
+    ):
         yield name, value
     elif isinstance(value, list | dict):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
@@ -166,16 +185,24 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
 
 
 def tensors(out: Path) -> dict[str, Tensor]:
-    """All weights of an output: a folder of safetensors, an ONNX graph with its kinds of nodes, or a GGUF file."""
+    """All weights of an output: a folder of safetensors, an ONNX graph with its kinds of nodes, or
+    a GGUF file."""
     if out.is_file():
         contents = gguf_models.contents(out).items()
         return {f"{name} {kind} {shape}": torch.tensor(list(raw), dtype=torch.uint8)
                 for name, (shape, kind, raw) in contents}  # fmt: skip
-    found = {name: value for file in sorted(out.glob("*.safetensors")) for name, value in load_file(file).items()}
+    found = {
+        name: value
+        for file in sorted(out.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
     for file in out.glob("*.onnx"):
         graph = onnx.load(file).graph
         nodes = " ".join(node.op_type for node in graph.node)
-        found |= {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
+        found |= {
+            each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
+            for each in graph.initializer
+        }
         found["nodes"] = torch.tensor(list(nodes.encode()), dtype=torch.uint8)
     return found
 
@@ -190,8 +217,11 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def differences(old: Facts, new: Facts, kept: Path, place: Path) -> list[str]:
-    """What differs between two records of a case, whose outputs are in `kept`, maybe, and `place`."""
-    lines = [] if old["status"] == new["status"] else [f"status: {old['status']} -> {new['status']}"]
+    """What differs between two records of a case, whose outputs are in `kept`, maybe, and
+    `place`."""
+    lines = (
+        [] if old["status"] == new["status"] else [f"status: {old['status']} -> {new['status']}"]
+    )
     if old.get("weights") != new.get("weights"):
         lines.append("weights differ" + _distance(kept, place))
     for part in ("groups", "dropped", "figures"):
@@ -208,15 +238,27 @@ def differences(old: Facts, new: Facts, kept: Path, place: Path) -> list[str]:
 def _distance(kept: Path, place: Path) -> str:
     """How far the weights of two outputs are apart, in words, where both are there."""
     pairs = [(kept / name, place / name) for name in ("out", "out.gguf")]
-    old, new = next(((tensors(a), tensors(b)) for a, b in pairs if a.exists() and b.exists()), ({}, {}))
+    old, new = next(
+        ((tensors(a), tensors(b)) for a, b in pairs if a.exists() and b.exists()), ({}, {})
+    )
     if not old:
         return ""
-    odd = [name for name in {**old, **new} if name not in old or name not in new or old[name].shape != new[name].shape]
+    odd = [
+        name
+        for name in {**old, **new}
+        if name not in old or name not in new or old[name].shape != new[name].shape
+    ]
     apart = {name: float((old[name].double() - new[name].double()).abs().max()) for name in old
              if name not in odd and old[name].numel() and old[name].dtype == new[name].dtype}  # fmt: skip
     most = max(apart, key=lambda name: apart[name], default="")
-    far = f", at most by {apart[most]:.3g} ({most}), in {sum(map(bool, apart.values()))} tensors" if most else ""
-    return far + (f"; {len(odd)} tensors are new, gone or of another shape, such as {min(odd)}" if odd else "")
+    far = (
+        f", at most by {apart[most]:.3g} ({most}), in {sum(map(bool, apart.values()))} tensors"
+        if most
+        else ""
+    )
+    return far + (
+        f"; {len(odd)} tensors are new, gone or of another shape, such as {min(odd)}" if odd else ""
+    )
 
 
 def main(words: list[str] | None = None) -> int:
@@ -243,8 +285,17 @@ def main(words: list[str] | None = None) -> int:
             place, kept = Path(scratch) / name, (given.keep or Path(scratch) / "kept") / name
             new = run(known[name], place, given.model, calibration)
             if given.what == "compare":
-                lines = differences(recorded[name], new, kept, place) if name in recorded else ["not recorded"]
-                print(f"{name}: differs" if lines else f"{name}: same", *lines, sep="\n    ", flush=True)
+                lines = (
+                    differences(recorded[name], new, kept, place)
+                    if name in recorded
+                    else ["not recorded"]
+                )
+                print(
+                    f"{name}: differs" if lines else f"{name}: same",
+                    *lines,
+                    sep="\n    ",
+                    flush=True,
+                )
                 failed |= bool(lines)
                 continue
             print(f"{name}: status {new['status']}", flush=True)
@@ -256,7 +307,9 @@ def main(words: list[str] | None = None) -> int:
                         shutil.move(entry, kept / entry.name)
             recorded[name] = new
             given.file.parent.mkdir(parents=True, exist_ok=True)
-            lines = [f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in sorted(recorded)]
+            lines = [
+                f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in sorted(recorded)
+            ]
             given.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return int(failed)
 

@@ -1,18 +1,20 @@
-"""Kill commands at random moments, run them again, and compare what they leave with what undisturbed runs leave.
+"""Kill commands at random moments, run them again, and compare what they leave with what
+undisturbed runs leave.
 
     python -m scripts.kill_tests [--kills 100] [--seed 0] [--model FOLDER] [--only apply,export]
 
-Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to three times, and
-then lets the same command through. Half of the kills fall just before or after a rename, or while a layer's file,
-golden answers, a baseline or another file is written; each moment of the undisturbed run is as likely. A quarter falls
-anywhere between the first file of the work and the end, a fifth between the last new file and the end, when the output
-is put in place, and the rest into the start-up.
+Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to
+three times, and then lets the same command through. Half of the kills fall just before or after a
+rename, or while a layer's file, golden answers, a baseline or another file is written; each moment
+of the undisturbed run is as likely. A quarter falls anywhere between the first file of the work and
+the end, a fifth between the last new file and the end, when the output is put in place, and the
+rest into the start-up.
 
-After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
-holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
-holds no name that an undisturbed run does not leave there. Times and memory in the run's record and in a gate's reports
-are left out. Pushes go to a Hub on loopback, which has to hold the same files. Exits with 1 when anything differed.
-"""
+After each kill an output is whole: the older one, or the new one, or absent where none was. In the
+end the folder holds what the undisturbed run left, byte for byte, and nothing else, hidden files
+included, and the temporary folder holds no name that an undisturbed run does not leave there. Times
+and memory in the run's record and in a gate's reports are left out. Pushes go to a Hub on loopback,
+which has to hold the same files. Exits with 1 when anything differed."""
 
 import argparse
 import json
@@ -39,9 +41,19 @@ import numpy as np
 from tests.support.audit import Moment, happening, listening
 from tests.support.hub import Hub, serve
 
-NOT_COMPARED = ("seconds", "peak_memory", "finished")  # of a run's record: durations, bytes of memory, a date
-NOT_COMPARED_OF_GATES = ("seconds", "reused_base")  # and the times of change of the weights that were judged
-TOLD_AGAIN = ("gate.md", "gate.xml")  # which say what gate.json says, times included: they have to be there
+NOT_COMPARED = (
+    "seconds",
+    "peak_memory",
+    "finished",
+)  # of a run's record: durations, bytes of memory, a date
+NOT_COMPARED_OF_GATES = (
+    "seconds",
+    "reused_base",
+)  # and the times of change of the weights that were judged
+TOLD_AGAIN = (
+    "gate.md",
+    "gate.xml",
+)  # which say what gate.json says, times included: they have to be there
 OUT = "out"
 CACHE = "home/cache"
 BASELINE = "out.baseline.json"
@@ -54,10 +66,11 @@ DATA = ("--calibration", "calibration.txt", "--samples", "16", "--sequence-lengt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a gate needs.
+    """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a
+    gate needs.
 
-    An output in `parts` is put in place one after another. REPOSITORY stands for one of the trial's own on the Hub.
-    """
+    An output in `parts` is put in place one after another. REPOSITORY stands for one of the trial's
+    own on the Hub."""
 
     name: str
     command: tuple[str, ...]
@@ -73,27 +86,84 @@ def _compress(*more: str, experts: str = "4") -> tuple[str, ...]:
 
 RIDGE = ("--strategy", "hc-smoe", "--correct", "ridge")
 PLAN = ("plan", "MODEL", "-o", "plan.json", "--experts", "4", *DATA, *RIDGE)
-SMALL = ("compress", "MODEL", "-o", "small", "--experts", "4", *DATA, "--strategy", "count-guided", "--correct", "none")
-OWN = ("--calibration", "calibration.txt", "--sequence-length", "32")  # text of a command that is one step
-TRAIN = ("--steps", "6", "--tokens-per-step", "128", "--learning-rate", "1e-3", "--evaluate-every", "2", *OWN)
+SMALL = (
+    "compress",
+    "MODEL",
+    "-o",
+    "small",
+    "--experts",
+    "4",
+    *DATA,
+    "--strategy",
+    "count-guided",
+    "--correct",
+    "none",
+)
+OWN = (
+    "--calibration",
+    "calibration.txt",
+    "--sequence-length",
+    "32",
+)  # text of a command that is one step
+TRAIN = (
+    "--steps",
+    "6",
+    "--tokens-per-step",
+    "128",
+    "--learning-rate",
+    "1e-3",
+    "--evaluate-every",
+    "2",
+    *OWN,
+)
 MOVE = ("--rounds", "2", "--sequences", "16", *OWN)
 ALL = ("--routers", "router", "--set", "routers.sequences=16", "--set", "routers.sequence_length=32",
        "--distill", "experts", "--set", "distill.steps=6", "--set", "distill.tokens_per_step=128",
        "--set", "distill.sequence_length=32")  # fmt: skip
-SEARCH = ("--strategy", "model-centric", "--search", "--gate", "moe_demo_sorting", "--limit", "20", "--max-drop", "0.2")
+SEARCH = (
+    "--strategy",
+    "model-centric",
+    "--search",
+    "--gate",
+    "moe_demo_sorting",
+    "--limit",
+    "20",
+    "--max-drop",
+    "0.2",
+)
 ASKED = ("--prompts", "demo", "--limit", "40", "--max-new-tokens", "64", "--temperature", "0.7")
-GATED = ("--tasks", "moe_demo_sorting,moe_demo_facts", "--limit", "20", "--max-drop", "0.9", "--inconclusive", "pass")
+GATED = (
+    "--tasks",
+    "moe_demo_sorting,moe_demo_facts",
+    "--limit",
+    "20",
+    "--max-drop",
+    "0.9",
+    "--inconclusive",
+    "pass",
+)
 CASES = (
     Case("compress drop", _compress("--strategy", "count-guided", "--correct", "none")),
     Case("compress ridge", _compress(*RIDGE)),
     Case("compress tune", _compress("--strategy", "hc-smoe", "--correct", "tune")),
     Case("compress --sequential", _compress(*RIDGE, "--sequential")),
-    Case("compress --overwrite", _compress(*RIDGE, "--overwrite"), (_compress("--correct", "none", experts="2"),)),
+    Case(
+        "compress --overwrite",
+        _compress(*RIDGE, "--overwrite"),
+        (_compress("--correct", "none", experts="2"),),
+    ),
     Case("compress --format onnx", _compress("--correct", "none", "--format", "onnx")),
-    Case("compress --format safetensors,onnx", _compress("--correct", "none", "--format", "safetensors,onnx")),
+    Case(
+        "compress --format safetensors,onnx",
+        _compress("--correct", "none", "--format", "safetensors,onnx"),
+    ),
     Case("compress all steps", _compress(*RIDGE, *ALL)),
     Case("split", ("split", "MODEL", "-o", OUT, "--parts", "2")),
-    Case("calibrate-router", ("calibrate-router", "small", "-o", OUT, "--base", "MODEL", *MOVE), (SMALL,)),
+    Case(
+        "calibrate-router",
+        ("calibrate-router", "small", "-o", OUT, "--base", "MODEL", *MOVE),
+        (SMALL,),
+    ),
     Case("distill", ("distill", "small", "-o", OUT, "--base", "MODEL", *TRAIN), (SMALL,)),
     Case("apply", ("apply", "plan.json", "-o", OUT), (PLAN,)),
     Case("export", ("export", "MODEL", "-o", OUT)),
@@ -103,7 +173,11 @@ CASES = (
     Case("gate", ("gate", "MODEL", "small", "-o", OUT, *GATED), (SMALL,), demo=True),
     Case("baseline", ("gate", "MODEL", "--save-baseline", BASELINE, *GATED[:4]), demo=True),
     Case("check --write", ("check", "--write", "MODEL", "--output", f"{OUT}.json")),
-    Case("gguf", ("compress", "MODEL", "-o", f"{OUT}.gguf", "--experts", "4", "--imatrix", "imatrix.gguf"), gguf=True),
+    Case(
+        "gguf",
+        ("compress", "MODEL", "-o", f"{OUT}.gguf", "--experts", "4", "--imatrix", "imatrix.gguf"),
+        gguf=True,
+    ),
     Case("quantize", ("compress", "quantize.yaml", "-o", OUT)),
     Case("push", ("push", "small", "REPOSITORY", "--yes"), (SMALL,)),
 )
@@ -122,7 +196,8 @@ class Content:
 
     @classmethod
     def of(cls, folder: Path) -> "Content":
-        """The content of `folder`, which is empty where there is none; links count as what they name."""
+        """The content of `folder`, which is empty where there is none; links count as what they
+        name."""
         files, folders = {}, set()
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -145,7 +220,11 @@ class Content:
 def _without_times(gate: bytes) -> bytes:
     """gate.json without the fields that no two runs share; as it is where it is not whole."""
     try:
-        content = {name: value for name, value in json.loads(gate).items() if name not in NOT_COMPARED_OF_GATES}
+        content = {
+            name: value
+            for name, value in json.loads(gate).items()
+            if name not in NOT_COMPARED_OF_GATES
+        }
         for identity in (content["base_identity"], content["compressed_identity"]):
             identity["weights"] = [entry[:2] for entry in identity["weights"]]  # name and size
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -162,11 +241,14 @@ def differences(expected: Content, found: Content) -> tuple[list[str], list[str]
 
 
 def run_records(home: Path) -> dict[str, dict[str, Any]]:
-    """What is kept of each run, by the digest of its output, without `home` and the fields that no two runs share."""
+    """What is kept of each run, by the digest of its output, without `home` and the fields that no
+    two runs share."""
     found = {}
     for path in sorted((home / "home" / "cache" / "runs").glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8").replace(str(home), ""))
-        found[path.stem] = {name: value for name, value in content.items() if name not in NOT_COMPARED}
+        found[path.stem] = {
+            name: value for name, value in content.items() if name not in NOT_COMPARED
+        }
     return found
 
 
@@ -188,10 +270,17 @@ class Home:
     @property
     def moments(self) -> list[Moment]:
         """What a run that was watched has renamed, and what it has opened to write."""
-        return [Moment(*json.loads(line)) for line in (self.folder / "moments").read_text().splitlines()]
+        return [
+            Moment(*json.loads(line)) for line in (self.folder / "moments").read_text().splitlines()
+        ]
 
     def start(
-        self, command: Sequence[str], model: Path, hub: Hub, moment: Moment | None = None, is_watched: bool = False
+        self,
+        command: Sequence[str],
+        model: Path,
+        hub: Hub,
+        moment: Moment | None = None,
+        is_watched: bool = False,
     ) -> "subprocess.Popen[bytes]":
         """The command in a process group of its own, on one thread and offline but for the Hub.
 
@@ -225,8 +314,13 @@ class Home:
         return {os.path.join(at, name) for at, *names in walks for name in (*names[0], *names[1])}
 
     def output(self) -> dict[str, str]:
-        """The digests of the files of the output, and of those beside it that are named after it."""
-        return {name: digest for name, digest in Content.of(self.place).files.items() if name.startswith(OUT)}
+        """The digests of the files of the output, and of those beside it that are named after
+        it."""
+        return {
+            name: digest
+            for name, digest in Content.of(self.place).files.items()
+            if name.startswith(OUT)
+        }
 
     def said(self) -> str:
         """The last line of the errors, without the trial's own folder."""
@@ -235,7 +329,8 @@ class Home:
 
 
 def run_watched(moment: Moment | None) -> None:
-    """Run the command of this process, and kill its group at a moment, or write down all moments."""
+    """Run the command of this process, and kill its group at a moment, or write down all
+    moments."""
     from compressor.cli import main as cli
 
     if moment is not None:
@@ -255,7 +350,9 @@ def run_watched(moment: Moment | None) -> None:
             counts[event, pattern] += 1
             if event == "os.rename" or arguments[2] & WRITING:
                 for is_after in (False, True):
-                    moments.write(json.dumps([event, pattern, counts[event, pattern], is_after]) + "\n")
+                    moments.write(
+                        json.dumps([event, pattern, counts[event, pattern], is_after]) + "\n"
+                    )
 
         with listening(note):
             cli.main()
@@ -263,7 +360,8 @@ def run_watched(moment: Moment | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
-    """A run that nobody killed: when its first and last new file appeared, when it ended, and what it left."""
+    """A run that nobody killed: when its first and last new file appeared, when it ended, and what
+    it left."""
 
     first: float
     last: float
@@ -283,7 +381,9 @@ def pushed(hub: Hub, home: Home) -> dict[str, bytes]:
     if home.repository not in hub.repositories:
         return {}
     files = hub.repositories[home.repository].files()
-    return {name: content.replace(home.folder.name.encode(), b"") for name, content in files.items()}
+    return {
+        name: content.replace(home.folder.name.encode(), b"") for name, content in files.items()
+    }
 
 
 def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Undisturbed:
@@ -315,11 +415,17 @@ def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Un
     )  # fmt: skip
 
 
-def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub) -> bool:
-    """Start the command and kill it at a moment drawn by the dice; whether it was still running then."""
+def run_killed(
+    case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub
+) -> bool:
+    """Start the command and kill it at a moment drawn by the dice; whether it was still running
+    then."""
     kind = dice.random()
     if kind < 0.5 and whole.moments:
-        return home.start(case.command, model, hub, dice.choice(whole.moments)).wait() == -signal.SIGKILL
+        return (
+            home.start(case.command, model, hub, dice.choice(whole.moments)).wait()
+            == -signal.SIGKILL
+        )
     begin, known = time.monotonic(), home.seen(CACHE)
     process = home.start(case.command, model, hub)
 
@@ -349,7 +455,8 @@ def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: ra
 
 
 def run_through(case: Case, home: Home, model: Path, hub: Hub) -> tuple[int, bool]:
-    """The command's exit status, and whether it took up files, or the output, that an earlier run had left."""
+    """The command's exit status, and whether it took up files, or the output, that an earlier run
+    had left."""
     with ExitStack() as held:  # an open file's inode is given to no other
         earlier, hidden = set[tuple[str, int]](), set[tuple[str, int]]()
         for name in filter(os.path.isfile, home.seen()):
@@ -384,7 +491,14 @@ class Tally:
 
 
 def trial(
-    case: Case, home: Home, base: Home, model: Path, whole: Undisturbed, dice: random.Random, tally: Tally, hub: Hub
+    case: Case,
+    home: Home,
+    base: Home,
+    model: Path,
+    whole: Undisturbed,
+    dice: random.Random,
+    tally: Tally,
+    hub: Hub,
 ) -> None:
     """Kill a command up to three times, let it through, and count what is wrong."""
     shutil.copytree(base.folder, home.folder)
@@ -403,7 +517,9 @@ def trial(
         status = 0  # the last kill came after a report was in place, which no repeat replaces
     tally.identical += not changed and status == 0
     tally.beside += bool(beside)
-    tally.faults.update([f"{name} differs" for name in changed] + [f"{name} is left" for name in beside])
+    tally.faults.update(
+        [f"{name} differs" for name in changed] + [f"{name} is left" for name in beside]
+    )
     if status != 0:
         tally.faults[f"status {status}: {home.said()}"] += 1
     there = pushed(hub, home)
@@ -429,17 +545,26 @@ def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -
         while sum(tally.kills for tally in tallies.values()) < kills:
             case = cases[number % len(cases)]
             if case.name not in prepared:
-                base, own = Home(folder / f"base-{number}"), Path(demo) if case.demo and not given else model
+                base, own = (
+                    Home(folder / f"base-{number}"),
+                    Path(demo) if case.demo and not given else model,
+                )
                 own = file if case.gguf else own
                 base.place.mkdir(parents=True)
                 small.text_file(base.place)
-                counts = {f"blk.{block}.ffn_down_exps.weight": (SQUARES, COUNTS) for block in (1, 2)}
+                counts = {
+                    f"blk.{block}.ffn_down_exps.weight": (SQUARES, COUNTS) for block in (1, 2)
+                }
                 gguf_models.imatrix(base.place / "imatrix.gguf", counts)
                 (base.place / "quantize.yaml").write_text(QUANTIZE.replace("MODEL", str(own)))
                 for command in case.before:
                     if base.start(command, own, hub).wait() != 0:
                         raise SystemExit(f"{case.name}: {command[0]} failed: {base.said()}")
-                prepared[case.name] = base, undisturbed(case, base, Home(folder / f"whole-{number}"), own, hub), own
+                prepared[case.name] = (
+                    base,
+                    undisturbed(case, base, Home(folder / f"whole-{number}"), own, hub),
+                    own,
+                )
             base, whole, own = prepared[case.name]
             home = Home(folder / f"trial-{number}")
             trial(case, home, base, own, whole, dice, tallies[case.name], hub)
@@ -451,10 +576,15 @@ def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -
 
 def table(tallies: dict[str, Tally]) -> str:
     """The result as Markdown; shares are of the trials, each of which is one to three kills."""
-    columns = "| command | kills | ran to identical bytes | left something beside | took up earlier work |"
+    columns = (
+        "| command | kills | ran to identical bytes | left something beside | took up "
+        "earlier work |"
+    )
     lines = [columns, "|---|---|---|---|---|"]
     for name, tally in tallies.items():
-        shares = [f"{count}/{tally.trials}" for count in (tally.identical, tally.beside, tally.taken_up)]
+        shares = [
+            f"{count}/{tally.trials}" for count in (tally.identical, tally.beside, tally.taken_up)
+        ]
         lines.append(f"| {name} | {tally.kills} | {' | '.join(shares)} |")
     found = [(name, *fault) for name, tally in tallies.items() for fault in tally.faults.items()]
     faults = [f"- {name}: {fault} ({count})" for name, fault, count in found]
@@ -466,11 +596,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="a checkpoint folder (default: tiny ones that are made here)")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint folder (default: tiny ones that are made here)"
+    )
     parser.add_argument("--only", help="names of commands, separated by commas (default: all)")
     given = parser.parse_args()
     names = given.only.split(",") if given.only else [case.name for case in CASES]
-    tallies = measured([case for case in CASES if case.name in names], given.kills, given.seed, given.model)
+    tallies = measured(
+        [case for case in CASES if case.name in names], given.kills, given.seed, given.model
+    )
     print(table(tallies))
     raise SystemExit(any(tally.faults for tally in tallies.values()))
 

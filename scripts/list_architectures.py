@@ -1,9 +1,10 @@
-"""Write docs/architectures.md: what works, found out by compressing a tiny model of every family, and what is refused.
+"""Write docs/architectures.md: what works, found out by compressing a tiny model of every family,
+and what is refused.
 
 Run from the repository's root: python -m scripts.list_architectures [FAMILY ...]
 
-With names, only the rows of those families are made anew. All of them take half an hour on one core.
-"""
+With names, only the rows of those families are made anew. All of them take half an hour on one
+core."""
 
 import argparse
 import inspect
@@ -37,9 +38,14 @@ COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX
 EXACT = "exact"
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
-RUNTIME_FAULT = re.compile(r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?")
-SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}  # defaults that do not build
-INDEX_HEADS = 32  # as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
+RUNTIME_FAULT = re.compile(
+    r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?"
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}}
+}  # defaults that do not build
+# as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
+INDEX_HEADS = 32
 HEADER = """# Architectures
 
 {supported} families of transformers {version} are supported: all that have its uniform experts interface, and
@@ -88,7 +94,8 @@ class Row:
 
 
 def _source(module: Any) -> str:
-    """The source of a module's class, and of the functions of its file that it calls, without comments."""
+    """The source of a module's class, and of the functions of its file that it calls, without
+    comments."""
     text = inspect.getsource(type(module))
     home = sys.modules[type(module).__module__]
     called = [getattr(home, name, None) for name in sorted(set(re.findall(r"\b(\w+)\(", text)))]
@@ -122,16 +129,26 @@ def _routing(opened: list[OpenModel]) -> str:
 def _beside(opened: OpenModel) -> Iterator[str]:
     """What an MoE block holds beside the routed experts."""
     architecture, model = opened.architecture, opened.partial.model
-    routers = [t for layer in architecture.layers for t in layer.tensors if not t.key.startswith(f"{layer.name}.")]
+    routers = [
+        t
+        for layer in architecture.layers
+        for t in layer.tensors
+        if not t.key.startswith(f"{layer.name}.")
+    ]
     sizes = {tensor.key: opened.partial.empty[tensor.key].dim() for tensor in routers}
-    leaves = sorted({key.rpartition(".")[2] for key, dims in sizes.items() if "weight" not in key or dims == 1})
+    leaves = sorted(
+        {key.rpartition(".")[2] for key, dims in sizes.items() if "weight" not in key or dims == 1}
+    )
     if leaves:
         yield f"beside the router's weight: {', '.join(f'`{leaf}`' for leaf in leaves)}"
     extra = max(tensor.extra for tensor in routers)
     names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
     shared = any("shared" in name and re.search("expert|mlp", name) for name in names)
     if extra:
-        yield f"{extra} more router row{'s' if extra > 1 else ''}, {'for shared experts' if shared else 'to skip'}"
+        yield (
+            f"{extra} more router row{'s' if extra > 1 else ''}, "
+            f"{'for shared experts' if shared else 'to skip'}"
+        )
     if shared:
         yield "shared experts"
     if any(layer.tables for layer in architecture.layers):
@@ -146,7 +163,9 @@ def _notes(opened: OpenModel) -> str:
         notes.append("stored one by one" if "expert" in kinds else "stored fused")
     else:
         notes.append("stored with the vision experts, so written through the model")
-    dense = len(architecture.decoder_layers) - len({layer.decoder_layer for layer in architecture.layers})
+    dense = len(architecture.decoder_layers) - len(
+        {layer.decoder_layer for layer in architecture.layers}
+    )
     names = {name for name, _ in experts_modules(opened.partial.model)}
     if names - {layer.name for layer in architecture.layers}:
         notes.append("two stacks of layers share their experts")
@@ -158,7 +177,9 @@ def _notes(opened: OpenModel) -> str:
         notes.append("its layers run several times, so only what needs no calibration")
     notes += _beside(opened)
     fields = vars(opened.config) | vars(opened.config.get_text_config())
-    heads = sorted(key for key, value in fields.items() if announces_head(key) and isinstance(value, int))
+    heads = sorted(
+        key for key, value in fields.items() if announces_head(key) and isinstance(value, int)
+    )
     if heads:
         notes.append(f"its config announces a head by {', '.join(f'`{key}`' for key in heads)}")
     return "; ".join(notes)
@@ -175,8 +196,11 @@ def _attribution(opened: OpenModel) -> str:
 
 
 def bound(rounding: float) -> str:
-    """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it holds elsewhere."""
-    return next(f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits)
+    """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it
+    holds elsewhere."""
+    return next(
+        f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits
+    )
 
 
 def _for_graph(name: str, place: Path, scratch: Path) -> Path:
@@ -203,7 +227,8 @@ def _branches_by_length(model: Any) -> bool:
 
 
 def _onnx(place: Path, out: Path) -> str:
-    """How far the exported graph is from the stock model, without its cache if need be, or why there is none."""
+    """How far the exported graph is from the stock model, without its cache if need be, or why
+    there is none."""
     for past in (True, False):
         try:
             found = onnx.export(place, out, onnx.ExportOptions(past=past))
@@ -211,14 +236,23 @@ def _onnx(place: Path, out: Path) -> str:
             reason = RUNTIME_FAULT.sub(r"\1: ", str(error).removesuffix("; nothing was written"))
             continue
         others = sorted({route.route for route in found.fallen_back})
-        parts = [bound(found.verification.largest_difference), *([] if past else ["no cache"]), *others]
-        parts += ["not with `longrope`"] if _branches_by_length(open_model(locate(str(place))).partial.model) else []
+        parts = [
+            bound(found.verification.largest_difference),
+            *([] if past else ["no cache"]),
+            *others,
+        ]
+        parts += (
+            ["not with `longrope`"]
+            if _branches_by_length(open_model(locate(str(place))).partial.model)
+            else []
+        )
         return ", ".join(parts)
     return f"no: {reason}"
 
 
 def _split(architectures: Mapping[str, Architecture]) -> str:
-    """Whether experts in two parts compute the same, or why they do not; variants that differ in that are named."""
+    """Whether experts in two parts compute the same, or why they do not; variants that differ in
+    that are named."""
     (_, own), *others = found = [(case, _split_one(each)) for case, each in architectures.items()]
     differing = [case for case, told in others if (told == EXACT) != (own == EXACT)]
     kind = EXACT if own != EXACT else "not"
@@ -229,7 +263,9 @@ def _split_one(architecture: Architecture) -> str:
     try:
         split_shape(architecture, 2)
     except CompressionError as error:
-        why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(" of the largest, for ")
+        why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(
+            " of the largest, for "
+        )
         return f"no: {why[2] or re.sub(r' by [0-9.e-]+ of the largest', '', why[0])}"
     return EXACT
 
@@ -246,7 +282,9 @@ def supported_row(name: str) -> Row:
             zoo.save(case, place)
         model_class = zoo.family(name).model_class
         try:
-            compressor.compress(str(places[name]), Path(folder) / "out", strategy="model-centric", experts=4)
+            compressor.compress(
+                str(places[name]), Path(folder) / "out", strategy="model-centric", experts=4
+            )
             reloaded = zoo.reload(name, Path(folder) / "out")
             if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
                 raise CompressionError("the reloaded model's logits are not finite")
@@ -265,7 +303,9 @@ def refused_families() -> list[str]:
     models = Path(transformers.__file__).parent / "models"
     found = []
     for folder in sorted(models.iterdir()):
-        source = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
+        source = "".join(
+            file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))
+        )
         if EXPERTS_CLASS.search(source) and MARK not in source and folder.name not in zoo.FAMILIES:
             found.append(folder.name)
     return found
@@ -307,7 +347,11 @@ def _table(rows: list[str]) -> str:
 
 def rows_of(text: str) -> dict[str, str]:
     """A page's table lines by family."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(f"| {COLUMNS[0]} |")]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith("| ") and not line.startswith(f"| {COLUMNS[0]} |")
+    ]
     return {line.split("|")[1].strip(): line for line in lines}
 
 
@@ -315,9 +359,13 @@ def page(rows: Mapping[str, str]) -> str:
     """The whole page from a line for each family."""
     supported = [rows[name] for name in sorted(zoo.FAMILIES)]
     refused = [rows[name] for name in refused_families()]
-    header = HEADER.format(version=transformers.__version__, supported=len(supported), heads=INDEX_HEADS)
+    header = HEADER.format(
+        version=transformers.__version__, supported=len(supported), heads=INDEX_HEADS
+    )
     tested = "Their variants in the tests: " + ", ".join(sorted(zoo.VARIANTS)) + ".\n"
-    return "\n".join([header, "## Supported\n", _table(supported), tested, "## Refused\n", _table(refused)])
+    return "\n".join(
+        [header, "## Supported\n", _table(supported), tested, "## Refused\n", _table(refused)]
+    )
 
 
 def row_of(family: str) -> str:
@@ -328,8 +376,12 @@ def row_of(family: str) -> str:
 
 def main() -> None:
     """Write the page, again after every row that it had already."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="all of them if none is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help="all of them if none is named"
+    )
     every = [*sorted(zoo.FAMILIES), *refused_families()]
     wanted = parser.parse_args().families or every
     if unknown := sorted(set(wanted) - set(every)):

@@ -1,14 +1,14 @@
-"""Run one real client on one checkpoint; `scripts.check_clients` calls it with the Python that has the client.
+"""Run one real client on one checkpoint; `scripts.check_clients` calls it with the Python that has
+the client.
 
-    python scripts/run_client.py version llama|vllm|converter [CHECKOUT]
-    python scripts/run_client.py convert CHECKOUT FOLDER OUT.gguf
-    python scripts/run_client.py tensors CHECKOUT FILE.gguf EXPECTED.npz
-    python scripts/run_client.py llama FILE.gguf TOKENS.npy OUT.npy
-    python scripts/run_client.py vllm DTYPE FOLDER TOKENS.npy OUT.npy [FOLDER TOKENS.npy OUT.npy ...]
-    python scripts/run_client.py vllm-loader DTYPE FOLDER TOKENS.npy OUT.npy [...]
+    python scripts/run_client.py version llama|vllm|converter [CHECKOUT] python
+    scripts/run_client.py convert CHECKOUT FOLDER OUT.gguf python scripts/run_client.py tensors
+    CHECKOUT FILE.gguf EXPECTED.npz python scripts/run_client.py llama FILE.gguf TOKENS.npy OUT.npy
+    python scripts/run_client.py vllm DTYPE FOLDER TOKENS.npy OUT.npy [FOLDER TOKENS.npy OUT.npy
+    ...] python scripts/run_client.py vllm-loader DTYPE FOLDER TOKENS.npy OUT.npy [...]
 
-It needs numpy and the client alone. Tokens are [B, L]; what comes out are the log probabilities [B, L, V] after each.
-"""
+It needs numpy and the client alone. Tokens are [B, L]; what comes out are the log probabilities [B,
+L, V] after each."""
 
 import contextlib
 import os
@@ -38,9 +38,8 @@ def _use_converter(checkout: str) -> Any:
 def convert(checkout: str, folder: str, out: str) -> None:
     """The checkpoint as float32 GGUF, by llama.cpp's own converter.
 
-    It knows tokenizers by a hash and refuses others, whatever the weights are. Tokens go in as numbers here, so any
-    kind of byte-level tokenizer may stand for one that it does not know.
-    """
+    It knows tokenizers by a hash and refuses others, whatever the weights are. Tokens go in as
+    numbers here, so any kind of byte-level tokenizer may stand for one that it does not know."""
     base = _use_converter(checkout)
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
@@ -70,7 +69,9 @@ def tensors(checkout: str, file: str, expected: str) -> str:
 
     wanted = np.load(expected)
     wrong = [name for name in wanted if not alike(name, wanted[name])]
-    return f"{len(wanted.files) - len(wrong)} of {len(wanted.files)}" + (f"; not {wrong[0]}" if wrong else "")
+    return f"{len(wanted.files) - len(wrong)} of {len(wanted.files)}" + (
+        f"; not {wrong[0]}" if wrong else ""
+    )
 
 
 def _log_softmax(logits: Any) -> Any:
@@ -96,7 +97,8 @@ def llama(file: str, tokens: str, out: str) -> None:
 
 
 def vllm(dtype: str, *arguments: str) -> None:
-    """Log probabilities of vLLM for one checkpoint after another; where it fails, the reason is beside its OUT."""
+    """Log probabilities of vLLM for one checkpoint after another; where it fails, the reason is
+    beside its OUT."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
 
@@ -119,8 +121,12 @@ def _vllm(dtype: str, folder: str, tokens: str, out: str) -> None:
         max_num_seqs=len(batch), max_num_batched_tokens=max(batch.size, 128), enable_prefix_caching=False,
         gpu_memory_utilization=0.2, disable_log_stats=True,
     )  # fmt: skip
-    drawn = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, prompt_logprobs=-1, detokenize=False)
-    answers = model.generate([{"prompt_token_ids": row.tolist()} for row in batch], drawn, use_tqdm=False)
+    drawn = SamplingParams(
+        max_tokens=1, temperature=0.0, logprobs=-1, prompt_logprobs=-1, detokenize=False
+    )
+    answers = model.generate(
+        [{"prompt_token_ids": row.tolist()} for row in batch], drawn, use_tqdm=False
+    )
     found = []
     for answer in answers:
         steps = [*answer.prompt_logprobs[1:], answer.outputs[0].logprobs[0]]
@@ -129,10 +135,11 @@ def _vllm(dtype: str, folder: str, tokens: str, out: str) -> None:
 
 
 def vllm_loader(dtype: str, *arguments: str) -> None:
-    """The same with vLLM's own reading of quantised experts, and a plain kernel for what it has none for on a CPU.
+    """The same with vLLM's own reading of quantised experts, and a plain kernel for what it has
+    none for on a CPU.
 
-    Configuration, names, shapes and placing of all tensors are vLLM's; what has arrived is dequantised as it lies.
-    """
+    Configuration, names, shapes and placing of all tensors are vLLM's; what has arrived is
+    dequantised as it lies."""
     from importlib import import_module
 
     from vllm.model_executor.layers.fused_moe.oracle import (  # type: ignore[import-not-found]
@@ -164,26 +171,40 @@ def vllm_loader(dtype: str, *arguments: str) -> None:
 
 
 def _use_plain(method: Any, config: Any, layer: Any) -> None:
-    """Dequantise the experts of a loaded layer, and let vLLM compute with them as with a plain checkpoint's."""
+    """Dequantise the experts of a loaded layer, and let vLLM compute with them as with a plain
+    checkpoint's."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # type: ignore[import-not-found]
 
     scheme = next(iter(config.target_scheme_map.values()))
-    weights = QuantizationScheme(targets=["Linear"], weights=scheme["weights"], format=scheme["format"])
+    weights = QuantizationScheme(
+        targets=["Linear"], weights=scheme["weights"], format=scheme["format"]
+    )
     compressor = BaseCompressor.get_value_from_registry(scheme["format"])
     parameters = dict(layer.named_parameters())
-    for side, columns in (("w13", method.moe.hidden_dim), ("w2", method.moe.intermediate_size_per_partition)):
-        stored = {name.removeprefix(f"{side}_"): value for name, value in parameters.items() if name.startswith(side)}
-        rows = next(value for name, value in stored.items() if name in ("weight", "weight_packed")).shape[1]
+    for side, columns in (
+        ("w13", method.moe.hidden_dim),
+        ("w2", method.moe.intermediate_size_per_partition),
+    ):
+        stored = {
+            name.removeprefix(f"{side}_"): value
+            for name, value in parameters.items()
+            if name.startswith(side)
+        }
+        rows = next(
+            value for name, value in stored.items() if name in ("weight", "weight_packed")
+        ).shape[1]
         plain = []
         for expert in range(method.moe.num_experts):
             own = {name: value[expert] for name, value in stored.items()}
             if "weight_shape" in own:
                 own["weight_shape"] = torch.tensor([rows, columns])
             if "weight_global_scale" in own:
-                own["weight_global_scale"] = own["weight_global_scale"].flatten()[:1]  # of gate and up, as vLLM does
+                own["weight_global_scale"] = own["weight_global_scale"].flatten()[
+                    :1
+                ]  # of gate and up, as vLLM does
             plain.append(compressor.decompress(own, weights)["weight"])
         for name in stored:
             delattr(layer, f"{side}_{name}")

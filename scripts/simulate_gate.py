@@ -2,10 +2,10 @@
 
     python -m scripts.simulate_gate [--runs 5000] [--confidence 0.95]
 
-A pass is false if the true drop is at the margin or over it, a fail if it is at the margin or under it; `!` marks a
-rate of either that exceeds 1 - confidence by more than three binomial errors. Beside the gate's paired tests stands
-what another one makes of the same samples: a comparison of two means, or a gate that every task has to pass by itself.
-"""
+A pass is false if the true drop is at the margin or over it, a fail if it is at the margin or under
+it; `!` marks a rate of either that exceeds 1 - confidence by more than three binomial errors.
+Beside the gate's paired tests stands what another one makes of the same samples: a comparison of
+two means, or a gate that every task has to pass by itself."""
 
 import argparse
 import math
@@ -47,7 +47,10 @@ def row(label: str, excess: float, gate: Tests, other: Tests, alpha: float) -> s
     for passed, failed in (rates(gate, alpha), rates(other, alpha)):
         marks = (passed > limit and excess >= 0, failed > limit and excess <= 0)
         shares = (passed, failed, 1 - passed - failed)
-        cells += [f"{share:8.2%}{'!' if mark else ' '}" for share, mark in zip(shares, (*marks, False), strict=True)]
+        cells += [
+            f"{share:8.2%}{'!' if mark else ' '}"
+            for share, mark in zip(shares, (*marks, False), strict=True)
+        ]
     return f"{label:44}" + " ".join(cells)
 
 
@@ -65,17 +68,25 @@ def two_means(drop: Array, error: Array, margin: float) -> Tests:
 
 def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
     """The gate's exact test of each pair of counts [...], reckoned once for each that differs."""
-    pairs, back = np.unique(np.stack([lost.ravel(), gained.ravel()], axis=1), axis=0, return_inverse=True)
+    pairs, back = np.unique(
+        np.stack([lost.ravel(), gained.ravel()], axis=1), axis=0, return_inverse=True
+    )
     passing, failing = (
-        np.array([test(int(b), int(c), items, margin) for b, c in pairs]) for test in (at_most, at_least)
+        np.array([test(int(b), int(c), items, margin) for b, c in pairs])
+        for test in (at_most, at_least)
     )
     return passing[back].reshape(lost.shape), failing[back].reshape(lost.shape)
 
 
-def answers(random: np.random.Generator, drop: float, flips: float, items: int, size: Any) -> tuple[Array, ...]:
-    """Numbers of items that both, only the base and only the compressed model get right: three of [size]."""
+def answers(
+    random: np.random.Generator, drop: float, flips: float, items: int, size: Any
+) -> tuple[Array, ...]:
+    """Numbers of items that both, only the base and only the compressed model get right: three of
+    [size]."""
     lost, gained = (flips + drop) / 2, (flips - drop) / 2
-    counts = random.multinomial(items, [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained], size=size)
+    counts = random.multinomial(
+        items, [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained], size=size
+    )
     return counts[..., 0], counts[..., 1], counts[..., 2]
 
 
@@ -88,26 +99,38 @@ def correlation(drop: float, flips: float) -> float:
 
 def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
     """Independent items answered right or wrong."""
-    yield heading(f"Right or wrong, margin {MARGIN}, base accuracy {ACCURACY}", "two means, unpaired")
+    yield heading(
+        f"Right or wrong, margin {MARGIN}, base accuracy {ACCURACY}", "two means, unpaired"
+    )
     for items in (50, 200, 1000, 5000):
         for flips in (0.05, 0.15, 0.4):
             for drop in (0.0, MARGIN / 2, MARGIN, 2 * MARGIN):
                 both, lost, gained = answers(random, drop, flips, items, runs)
                 means = (both + lost) / items, (both + gained) / items
                 error = np.sqrt(sum(mean * (1 - mean) for mean in means) / (items - 1))
-                label = f"n {items:5}, correlation {correlation(drop, flips):4.2f}, true drop {drop:.2f}"
-                gate, other = exact(lost, gained, items, MARGIN), two_means(means[0] - means[1], error, MARGIN)
+                label = (
+                    f"n {items:5}, correlation {correlation(drop, flips):4.2f}, true drop "
+                    f"{drop:.2f}"
+                )
+                gate, other = (
+                    exact(lost, gained, items, MARGIN),
+                    two_means(means[0] - means[1], error, MARGIN),
+                )
                 yield row(label, drop - MARGIN, gate, other, alpha)
 
 
-def strata(random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int) -> tuple[Array, Array]:
-    """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their own: [runs, m]."""
+def strata(
+    random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int
+) -> tuple[Array, Array]:
+    """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their
+    own: [runs, m]."""
     lost = random.binomial(sizes, (flips + drops) / 2, size=(runs, len(sizes)))
     return lost, random.binomial(sizes - lost, (flips - drops) / 2 / (1 - (flips + drops) / 2))
 
 
 def judged(lost: Array, gained: Array, sizes: Array, margin: float, alpha: float) -> Tests:
-    """p-values of the gate: those of the pool, unless a task fails by itself (then 1 and 0): [runs, m] -> [runs]."""
+    """p-values of the gate: those of the pool, unless a task fails by itself (then 1 and 0): [runs,
+    m] -> [runs]."""
     passing, failing = exact(lost.sum(axis=1), gained.sum(axis=1), int(sizes.sum()), margin)
     columns = zip(lost.T, gained.T, sizes, strict=True)
     tasks = np.stack([exact(b, c, int(n), TASK_DROPS * margin)[1] for b, c, n in columns], axis=1)
@@ -116,7 +139,8 @@ def judged(lost: Array, gained: Array, sizes: Array, margin: float, alpha: float
 
 
 def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
-    """Tasks of several sizes, alike or with flips and drops of their own; the true drop is the mean over items."""
+    """Tasks of several sizes, alike or with flips and drops of their own; the true drop is the mean
+    over items."""
     tasks = {
         "boolq, openbookqa, rte": (0.01, np.array([3270, 500, 277])),
         "five of 200 items": (0.05, np.array([200] * 5)),
@@ -133,7 +157,10 @@ def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str
         ):
             for drop in (0.0, margin, 2 * margin):
                 lost, gained = strata(random, sizes, flips, drop + apart * uneven, runs)
-                alone = [exact(b, c, int(n), margin) for b, c, n in zip(lost.T, gained.T, sizes, strict=True)]
+                alone = [
+                    exact(b, c, int(n), margin)
+                    for b, c, n in zip(lost.T, gained.T, sizes, strict=True)
+                ]
                 every = [holm(np.stack(each, axis=1)) for each in zip(*alone, strict=True)]
                 other = every[0].max(axis=1), every[1].min(axis=1)
                 gate = judged(lost, gained, sizes, margin, alpha)
@@ -149,9 +176,13 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
             base = words * (-2.5 + 0.3 * random.standard_normal((runs, items)))
             draw = random.standard_exponential if skewed else random.standard_normal
             drops = words * (math.log1p(drop) + 0.03 * (draw((runs, items)) - skewed))
-            label = f"{items:4} {'skewed' if skewed else 'symmetric'} documents, true rise {drop:.0%}"
+            label = (
+                f"{items:4} {'skewed' if skewed else 'symmetric'} documents, true rise {drop:.0%}"
+            )
             yield from _continuous(label, base, drops, words, drop, alpha, True)
-    yield heading(f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired")
+    yield heading(
+        f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired"
+    )
     for items in (100, 400):
         for drop in (0.0, MARGIN, 2 * MARGIN):
             base = random.beta(2, 1, size=(runs, items))
@@ -164,16 +195,36 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
 
 
 def _continuous(
-    label: str, base: Array, drops: Array, weights: Array, drop: float, alpha: float, likelihood: bool
+    label: str,
+    base: Array,
+    drops: Array,
+    weights: Array,
+    drop: float,
+    alpha: float,
+    likelihood: bool,
 ) -> Iterator[str]:
-    """The paired t-tests as the gate makes them of scores most of which differ, and two means: [runs, n], [n]."""
+    """The paired t-tests as the gate makes them of scores most of which differ, and two means:
+    [runs, n], [n]."""
     margin = math.log1p(MARGIN) if likelihood else MARGIN
-    estimate, error, freedom = ratio(drops, weights), ratio_error(drops, weights), freedom_of(weights)
+    estimate, error, freedom = (
+        ratio(drops, weights),
+        ratio_error(drops, weights),
+        freedom_of(weights),
+    )
     found = most_careful(
-        [student(estimate, error, freedom, margin, alpha, skew) for skew in (0.0, skewness(drops, weights))]
+        [
+            student(estimate, error, freedom, margin, alpha, skew)
+            for skew in (0.0, skewness(drops, weights))
+        ]
     )
     unpaired = np.hypot(ratio_error(base, weights), ratio_error(base - drops, weights))
-    yield row(label, drop - MARGIN, (found.p_pass, found.p_fail), two_means(estimate, unpaired, margin), alpha)
+    yield row(
+        label,
+        drop - MARGIN,
+        (found.p_pass, found.p_fail),
+        two_means(estimate, unpaired, margin),
+        alpha,
+    )
 
 
 def main() -> None:
@@ -184,7 +235,10 @@ def main() -> None:
     chosen = parser.parse_args()
     alpha, random = 1 - chosen.confidence, np.random.default_rng(0)
     error = math.sqrt(alpha * (1 - alpha) / chosen.runs)
-    print(f"{chosen.runs} runs a row, confidence {chosen.confidence}; binomial error of {alpha:.2%} is {error:.2%}")
+    print(
+        f"{chosen.runs} runs a row, confidence {chosen.confidence}; binomial error of {alpha:.2%} "
+        f"is {error:.2%}"
+    )
     for table in (right_or_wrong, pooled, continuous):
         for line in table(random, chosen.runs, alpha):
             print(line, flush=True)

@@ -42,14 +42,21 @@ CALIBRATION_BYTES, HELDOUT_BYTES, ITEMS_PER_SKILL = 200_000, 60_000, 200
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: 256 bytes and the token that begins and ends a text."""
+    """A byte-level tokenizer without merges: 256 bytes and the token that begins and ends a
+    text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=512
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=512,
     )
 
 
@@ -104,12 +111,15 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...], config: Qwen3MoeConfig
     """Load-balancing loss averaged over layers, so that no layer may leave an expert unused."""
     total = torch.zeros(())
     for logits in router_logits:
-        total = total + load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok)
+        total = total + load_balancing_loss_func(
+            (logits,), config.num_experts, config.num_experts_per_tok
+        )
     return total / len(router_logits)
 
 
 def train(output: Path, steps: int, minutes: float, seed: int) -> None:
-    """Trains from random weights for `steps` steps, or for `minutes` if they end first, and saves."""
+    """Trains from random weights for `steps` steps, or for `minutes` if they end first, and
+    saves."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer.bos_token_id)
@@ -146,7 +156,9 @@ def train(output: Path, steps: int, minutes: float, seed: int) -> None:
             accuracy, _ = score(model, tokenizer, probe, ())
             shown = " ".join(f"{skill} {share:.2f}" for skill, share in accuracy.items())
             seconds = time.monotonic() - begun
-            print(f"{step} {seconds:.0f}s loss {loss:.3f} balance {balance:.3f} {shown}", flush=True)
+            print(
+                f"{step} {seconds:.0f}s loss {loss:.3f} balance {balance:.3f} {shown}", flush=True
+            )
     save(model, tokenizer, output)
     print(f"{step} steps, {(time.monotonic() - begun) / 60:.1f} minutes", flush=True)
 
@@ -160,7 +172,9 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, output:
 def write_data(output: Path, seed: int) -> None:
     """Writes calibration and held-out documents and items; the same bytes for the same seed."""
     output.mkdir(parents=True, exist_ok=True)
-    write_documents(output / "calibration.jsonl", random.Random(f"calibration {seed}"), CALIBRATION_BYTES, False)
+    write_documents(
+        output / "calibration.jsonl", random.Random(f"calibration {seed}"), CALIBRATION_BYTES, False
+    )
     write_documents(output / "heldout.jsonl", random.Random(f"heldout {seed}"), HELDOUT_BYTES, True)
     rng = random.Random(f"items {seed}")
     rows = []
@@ -198,22 +212,29 @@ def expert_shares(
     visits = torch.zeros(len(SKILLS), config.num_hidden_layers, config.num_experts)
     for asked in items:
         line = f"{asked.question}{asked.choices[asked.answer]}\n"
-        tokens = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(line, add_special_tokens=False)]])
+        tokens = torch.tensor(
+            [[tokenizer.bos_token_id, *tokenizer.encode(line, add_special_tokens=False)]]
+        )
         with torch.inference_mode():
             routed = model(tokens, output_router_logits=True, use_cache=False).router_logits
         for layer, logits in enumerate(routed):
             chosen = logits.topk(config.num_experts_per_tok, dim=-1).indices.flatten()
-            visits[SKILLS.index(asked.skill), layer] += torch.bincount(chosen, minlength=config.num_experts)
+            visits[SKILLS.index(asked.skill), layer] += torch.bincount(
+                chosen, minlength=config.num_experts
+            )
     return visits / visits.sum(dim=-1, keepdim=True)
 
 
 def drop_random_experts(model: Qwen3MoeForCausalLM, count: int, seed: int) -> Qwen3MoeForCausalLM:
-    """A copy of the model that has lost `count` random experts of each layer, weights and router rows."""
+    """A copy of the model that has lost `count` random experts of each layer, weights and router
+    rows."""
     rng = random.Random(seed)
     smaller = copy.deepcopy(model)
     for layer in smaller.model.layers:
         experts, router = layer.mlp.experts, layer.mlp.gate
-        kept = torch.tensor(sorted(rng.sample(range(experts.num_experts), experts.num_experts - count)))
+        kept = torch.tensor(
+            sorted(rng.sample(range(experts.num_experts), experts.num_experts - count))
+        )
         for owner, name in ((experts, "gate_up_proj"), (experts, "down_proj"), (router, "weight")):
             setattr(owner, name, torch.nn.Parameter(getattr(owner, name).detach()[kept]))
         experts.num_experts = router.num_experts = len(kept)
@@ -221,14 +242,18 @@ def drop_random_experts(model: Qwen3MoeForCausalLM, count: int, seed: int) -> Qw
 
 
 def report(checkpoint: Path, drop: int, drop_seeds: int) -> None:
-    """Prints size, accuracy, held-out loss, the effect of a random drop and the expert visits per skill."""
+    """Prints size, accuracy, held-out loss, the effect of a random drop and the expert visits per
+    skill."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     items, held_out = load_items(), load_documents("heldout")
     size = sum(file.stat().st_size for file in checkpoint.iterdir())
     print(f"parameters {model.num_parameters():,}, checkpoint folder {size:,} bytes\n")
     models = [("whole", model)]
-    models += [(f"drop {drop}, seed {seed}", drop_random_experts(model, drop, seed)) for seed in range(drop_seeds)]
+    models += [
+        (f"drop {drop}, seed {seed}", drop_random_experts(model, drop, seed))
+        for seed in range(drop_seeds)
+    ]
     print("| model | " + " | ".join(SKILLS) + " | mean | held-out nats/token |")
     print("|---" * (len(SKILLS) + 3) + "|")
     for name, scored in models:
@@ -239,12 +264,18 @@ def report(checkpoint: Path, drop: int, drop_seeds: int) -> None:
     print("\nShare of routed tokens per expert, in per cent\n\n```")
     for layer in range(shares.shape[1]):
         for skill, row in zip(SKILLS, shares[:, layer], strict=True):
-            print(f"layer {layer} {skill:10} " + " ".join(f"{100 * share:3.0f}" for share in row.tolist()))
+            print(
+                f"layer {layer} {skill:10} "
+                + " ".join(f"{100 * share:3.0f}" for share in row.tolist())
+            )
     print("```\n\nTotal-variation distance between the skills' histograms (mean over pairs)")
     pairs = list(itertools.combinations(range(len(SKILLS)), 2))
     for layer in range(shares.shape[1]):
         apart = [(shares[a, layer] - shares[b, layer]).abs().sum().item() / 2 for a, b in pairs]
-        print(f"layer {layer}: {sum(apart) / len(apart):.2f}, from {min(apart):.2f} to {max(apart):.2f}")
+        print(
+            f"layer {layer}: {sum(apart) / len(apart):.2f}, from {min(apart):.2f} to "
+            f"{max(apart):.2f}"
+        )
 
 
 def main() -> None:
@@ -252,7 +283,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="train, then write OUTPUT/checkpoint and OUTPUT/data")
+    training = commands.add_parser(
+        "train", help="train, then write OUTPUT/checkpoint and OUTPUT/data"
+    )
     training.add_argument("--output", type=Path, required=True)
     training.add_argument("--steps", type=int, default=STEPS)
     training.add_argument("--minutes", type=float, default=math.inf, help="end the schedule sooner")
@@ -262,7 +295,9 @@ def main() -> None:
     data.add_argument("--seed", type=int, default=0)
     reporting = commands.add_parser("report", help="print the figures of a finished checkpoint")
     reporting.add_argument("--checkpoint", type=Path, required=True)
-    reporting.add_argument("--drop", type=int, default=8, help="experts dropped from each layer at random")
+    reporting.add_argument(
+        "--drop", type=int, default=8, help="experts dropped from each layer at random"
+    )
     reporting.add_argument("--drop-seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,4 +1,5 @@
-"""Build the reference of commands and steps from the commands themselves, so that the page says what `--help` says.
+"""Build the reference of commands and steps from the commands themselves, so that the page says
+what `--help` says.
 
 `make docs` puts it into the site; python -m scripts.write_cli_reference prints it.
 """
@@ -18,8 +19,16 @@ from compressor.cli.settings import SHOWN, recipe_options
 from compressor.options import OPTIONS
 
 PAGE = "reference/command-line.md"  # in the site
-WHOLE = {"gate": gate.gate, "compare": measure.compare}  # whose `--help` shows few options; recipes' are below
-VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type
+WHOLE = {
+    "gate": gate.gate,
+    "compare": measure.compare,
+}  # whose `--help` shows few options; recipes' are below
+VALUES = {
+    "int": "N",
+    "float": "X",
+    "path": "PATH",
+    "str": "TEXT",
+}  # how a value is shown, by its type
 INTRODUCTION = """\
 # Command line
 
@@ -65,7 +74,9 @@ def commands() -> dict[str, Any]:
         if name in WHOLE:
             command = with_all_options(WHOLE[name])
         inner = getattr(command, "commands", {})
-        found |= {f"{name} {other}": each for other, each in inner.items()} if inner else {name: command}
+        found |= (
+            {f"{name} {other}": each for other, each in inner.items()} if inner else {name: command}
+        )
     return found
 
 
@@ -78,7 +89,9 @@ def page() -> str:
         if option.name not in ("option", "no_merge_routers")
     )
     hidden = [row for row in rows if row.split("`")[1][2:].replace("-", "_") not in SHOWN]
-    return "\n".join([*parts, SHORTHANDS, *hidden, "", STEPS_INTRODUCTION, *map(_step_section, STEPS)])
+    return "\n".join(
+        [*parts, SHORTHANDS, *hidden, "", STEPS_INTRODUCTION, *map(_step_section, STEPS)]
+    )
 
 
 def _step_section(step: type[StepOptions]) -> str:
@@ -89,7 +102,9 @@ def _step_section(step: type[StepOptions]) -> str:
         shown = "" if default is None or default == {} else f" Default: `{json.dumps(default)}`."
         rows.append(f"| `{name}` | {_cell(entry.description or '')}{shown} |")
     text = (step.__doc__ or "").partition(OPTIONS)[0].strip()
-    return "\n".join([f"### {step.name}", "", _cell(text), "", "| option | meaning |", "|---|---|", *rows, ""])
+    return "\n".join(
+        [f"### {step.name}", "", _cell(text), "", "| option | meaning |", "|---|---|", *rows, ""]
+    )
 
 
 def _section(name: str, command: Any) -> str:
@@ -97,10 +112,20 @@ def _section(name: str, command: Any) -> str:
     options = [entry for entry in command.params if entry.param_type_name == "option"]
     usage = " ".join(["moe-compress", name, *(_placeholder(entry) for entry in arguments)])
     needed = "".join(f" {entry.opts[0]} {_value(entry)}" for entry in options if entry.required)
-    lines = [f"## {name}", "", _cell(inspect.cleandoc(command.help or "")), "", "```text", f"{usage}{needed} [OPTIONS]"]
+    lines = [
+        f"## {name}",
+        "",
+        _cell(inspect.cleandoc(command.help or "")),
+        "",
+        "```text",
+        f"{usage}{needed} [OPTIONS]",
+    ]
     lines += ["```", ""]
     if arguments:
-        lines += [*_table("argument", ((f"`{_placeholder(entry)}`", entry) for entry in arguments)), ""]
+        lines += [
+            *_table("argument", ((f"`{_placeholder(entry)}`", entry) for entry in arguments)),
+            "",
+        ]
     for panel in dict.fromkeys((None, *PANELS, *(entry.rich_help_panel for entry in options))):
         inside = [entry for entry in options if entry.rich_help_panel == panel and not entry.hidden]
         if inside:
@@ -109,7 +134,11 @@ def _section(name: str, command: Any) -> str:
 
 
 def _table(title: str, entries: Iterable[tuple[str, Any]]) -> list[str]:
-    return [f"| {title} | meaning |", "|---|---|", *(f"| {name} | {_help(entry)} |" for name, entry in entries)]
+    return [
+        f"| {title} | meaning |",
+        "|---|---|",
+        *(f"| {name} | {_help(entry)} |" for name, entry in entries),
+    ]
 
 
 def _placeholder(argument: Any) -> str:
@@ -126,7 +155,9 @@ def _spelt(option: Any) -> str:
 def _value(option: Any) -> str:
     if option.metavar:
         return str(option.metavar)
-    shown = option.display_type(typer.Context(typer.main.get_command(app)))  # as <int range> or <list[str]>
+    shown = option.display_type(
+        typer.Context(typer.main.get_command(app))
+    )  # as <int range> or <list[str]>
     kind = next(name for name in VALUES if name in shown)
     return VALUES[kind]
 

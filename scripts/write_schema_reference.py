@@ -1,8 +1,8 @@
-"""Write the options of steps into docs/reference/plan.schema.json, and build tables of docs/reference/plan.md from it.
+"""Write the options of steps into docs/reference/plan.schema.json, and build tables of
+docs/reference/plan.md from it.
 
-python -m scripts.write_schema_reference            # print the tables, which `make docs` puts into the site
-python -m scripts.write_schema_reference --write    # put the options into the schema
-"""
+python -m scripts.write_schema_reference            # print the tables, which `make docs` puts into
+the site python -m scripts.write_schema_reference --write    # put the options into the schema"""
 
 import argparse
 import json
@@ -38,7 +38,9 @@ TITLES = (  # of each object, with the file and the definition that describe it
 
 def schema(name: str) -> dict[str, Any]:
     """One of the two schemas: plan or compression."""
-    content: dict[str, Any] = json.loads((FOLDER / f"{name}.schema.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(
+        (FOLDER / f"{name}.schema.json").read_text(encoding="utf-8")
+    )
     return content
 
 
@@ -89,7 +91,9 @@ def _kind(entry: dict[str, Any]) -> str:
 
 def main() -> None:
     """Print the tables, or write the schema."""
-    parser = argparse.ArgumentParser(description="Write the plan's schema, or print the tables made of it.")
+    parser = argparse.ArgumentParser(
+        description="Write the plan's schema, or print the tables made of it."
+    )
     parser.add_argument("--write", action="store_true", help="write plan.schema.json")
     if parser.parse_args().write:
         (FOLDER / "plan.schema.json").write_text(readable_json(with_options()), encoding="utf-8")

@@ -17,11 +17,16 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for rule in RULES:
-        source = f"`{rule.source}`" if ";" not in rule.source and " " not in rule.source else rule.source
-        seen = {"read": "", "run": "; seen when run", "reported": "; reported, not seen"}[rule.evidence]
+        source = (
+            f"`{rule.source}`" if ";" not in rule.source and " " not in rule.source else rule.source
+        )
+        seen = {"read": "", "run": "; seen when run", "reported": "; reported, not seen"}[
+            rule.evidence
+        ]
         example = breach_text(rule, EXAMPLE)
         rows.append(
-            f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | {rule.effect} | "
+            f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | "
+            f"{rule.effect} | "
             f"{source}, {rule.version}{seen} |"
         )
     return "\n".join(rows)

@@ -1,12 +1,13 @@
-"""Make the outputs that pages show by the commands above them, in 80 columns, as a reader would see them.
+"""Make the outputs that pages show by the commands above them, in 80 columns, as a reader would see
+them.
 
 python -m scripts.write_shown_outputs                     # say which pages show something else now
 python -m scripts.write_shown_outputs --write [PAGE ...]  # put in what the commands print now
 
-A block of text below `<!-- shown: FIRST | LAST; status N -->` holds the lines of the last commands that run, from the
-one that contains FIRST to the one that contains LAST (by default to the next empty line or the end), and N is the last
-command's exit status, by default 0. Pages are run one after the other, each in a folder of its own.
-"""
+A block of text below `<!-- shown: FIRST | LAST; status N -->` holds the lines of the last commands
+that run, from the one that contains FIRST to the one that contains LAST (by default to the next
+empty line or the end), and N is the last command's exit status, by default 0. Pages are run one
+after the other, each in a folder of its own."""
 
 import argparse
 import os
@@ -22,7 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COLUMNS = "80"
-RUN = re.compile(r"^<!-- run -->\n```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN = re.compile(
+    r"^<!-- run -->\n```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 SHOWN = re.compile(
     r"^<!-- shown: (?P<first>[^|;\n]+?)( \| (?P<last>[^;\n]+?))?(; status (?P<status>\d))? -->\n"
     r"```text\n(?P<text>.*?)^```$",
@@ -32,7 +35,8 @@ SHOWN = re.compile(
 
 @dataclass(frozen=True)
 class Printed:
-    """A block of a page: the text that it shows, what the commands print now, and both exit statuses."""
+    """A block of a page: the text that it shows, what the commands print now, and both exit
+    statuses."""
 
     start: int  # of the shown text in the page
     shown: str
@@ -48,7 +52,9 @@ class Printed:
 
 def masked(text: str) -> list[str]:
     """Return the lines without figures, drawing and spaces, which depend on them."""
-    lines = (re.sub(r"[─━┌┐└┘├┤┬┴┼┏┓┗┛┡┩┯╇┳┻│┃\s]+", " ", line).strip() for line in text.splitlines())
+    lines = (
+        re.sub(r"[─━┌┐└┘├┤┬┴┼┏┓┗┛┡┩┯╇┳┻│┃\s]+", " ", line).strip() for line in text.splitlines()
+    )
     return [re.sub(r"[-+]?\d[\d.,]*( ?[kMG]?B\b)?", "N", line) for line in lines if line]
 
 
@@ -69,7 +75,8 @@ def excerpt(output: str, first: str, last: str | None) -> str:
 
 
 def run(code: str, language: str, folder: Path) -> tuple[str, int]:
-    """Run a block's commands in a page's folder; returns what they print, and the last one's exit status."""
+    """Run a block's commands in a page's folder; returns what they print, and the last one's exit
+    status."""
     environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= {"MOE_COMPRESSOR_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     if language == "python":
@@ -80,7 +87,9 @@ def run(code: str, language: str, folder: Path) -> tuple[str, int]:
         commands = [[sys.executable, "-m", "compressor", *rest[1:]] for rest in words if rest]
     printed, status = "", 0
     for command in commands:
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
         status = done.returncode
         printed += done.stdout.replace(f"{ROOT}/", "")
     return printed, status
@@ -103,7 +112,9 @@ def blocks(page: Path) -> Iterator[Printed]:
                 printed, status = run(match["code"], match["language"], folder)
                 continue
             part = excerpt(printed, match["first"], match["last"])
-            yield Printed(match.start("text"), match["text"], part, int(match["status"] or 0), status)
+            yield Printed(
+                match.start("text"), match["text"], part, int(match["status"] or 0), status
+            )
 
 
 def pages() -> list[Path]:
@@ -123,7 +134,10 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         for block in reversed(found):
             if block.status != block.ended:
-                print(f"{page.name}: exit status {block.ended} in place of {block.status}:\n{block.printed}")
+                print(
+                    f"{page.name}: exit status {block.ended} in place of "
+                    f"{block.status}:\n{block.printed}"
+                )
             if not block.agrees:
                 differing += 1
                 print(f"{page.name} shows:\n{block.shown}but the commands print:\n{block.printed}")

@@ -1,4 +1,5 @@
-"""Data-centric: group experts with alike outputs on mixed calibration tokens, then merge them (arXiv:2407.09590)."""
+"""Data-centric: group experts with alike outputs on mixed calibration tokens, then merge them
+(arXiv:2407.09590)."""
 
 from dataclasses import dataclass
 
@@ -31,9 +32,13 @@ class Options(MergeOptions):
     """Comparing and merging experts; `mix_tokens` augments the tokens by random mixtures."""
 
     similarity: str = option(
-        "linear-cka", help="by what outputs are compared: linear-cka, rbf-cka or mean-output", choices=SIMILARITIES
+        "linear-cka",
+        help="by what outputs are compared: linear-cka, rbf-cka or mean-output",
+        choices=SIMILARITIES,
     )
-    mix_tokens: bool = option(True, help="whether outputs are compared on random mixtures of tokens")
+    mix_tokens: bool = option(
+        True, help="whether outputs are compared on random mixtures of tokens"
+    )
 
     def outputs(self, stats: LayerStatistics) -> torch.Tensor:
         """Return the outputs [E, S, H] that are compared."""
@@ -51,10 +56,11 @@ def needs(options: Options) -> frozenset[str]:
 
 
 def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Distances of experts by their outputs, [E, S, H] -> [E, E], and their noise; 1 - CKA, or between mean outputs.
+    """Distances of experts by their outputs, [E, S, H] -> [E, E], and their noise; 1 - CKA, or
+    between mean outputs.
 
-    An expert layer that no calibration token reached has no outputs; all its experts count as equally far apart.
-    """
+    An expert layer that no calibration token reached has no outputs; all its experts count as
+    equally far apart."""
     if outputs.shape[1] == 0:
         return 1 - torch.eye(len(outputs), dtype=torch.float64), SQUARED
     if similarity == "mean-output":
@@ -73,8 +79,14 @@ def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Ten
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
-    """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
+    """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected
+    experts stay alone."""
     table, noise = distances(options.outputs(stats), options.similarity)
-    return merge_alike(stats, table.clamp(min=0).cpu(), noise, keep, protected, options, options.similarity)
+    return merge_alike(
+        stats, table.clamp(min=0).cpu(), noise, keep, protected, options, options.similarity
+    )

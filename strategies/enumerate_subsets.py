@@ -1,4 +1,5 @@
-"""Enumerate: keep the experts with which the layer's output is closest to the base layer's (arXiv:2402.14800)."""
+"""Enumerate: keep the experts with which the layer's output is closest to the base layer's
+(arXiv:2402.14800)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,9 @@ Kept = tuple[int, ...]
 class Options:
     """Number of subsets up to which all are tried; beyond, experts go one by one."""
 
-    most_subsets: int = option(5000, help="up to how many subsets all are tried; beyond, experts go one by one")
+    most_subsets: int = option(
+        5000, help="up to how many subsets all are tried; beyond, experts go one by one"
+    )
 
 
 def count_subsets(blocks: list[Block]) -> int:
@@ -62,16 +65,18 @@ def _dense(routed: Routed, experts: int) -> torch.Tensor:
 
 
 def _is_local(errors: KeptErrors, experts: int) -> bool:
-    """Return True if a router without one expert treats the tokens that did not choose it as before.
+    """Return True if a router without one expert treats the tokens that did not choose it as
+    before.
 
-    One that takes a softmax over all experts and does not normalise the chosen ones' shares does not; a table of expert
-    ids does, for a lost expert's place goes to the lowest kept ones.
-    """
+    One that takes a softmax over all experts and does not normalise the chosen ones' shares does
+    not; a table of expert ids does, for a lost expert's place goes to the lowest kept ones."""
     routed = errors.kept(range(experts))
     before = _dense(routed, experts)
     strays = tokens = 0
     for gone in range(experts)[:: -(-experts // PROBES)]:
-        after = _dense(errors.kept([expert for expert in range(experts) if expert != gone]), experts)
+        after = _dense(
+            errors.kept([expert for expert in range(experts) if expert != gone]), experts
+        )
         changed = (after - before).abs().amax(1) > 1e-4 * before.amax(1)
         others = (routed.experts != gone).all(1)
         strays += int((changed & others).sum())
@@ -79,8 +84,11 @@ def _is_local(errors: KeptErrors, experts: int) -> bool:
     return strays <= STRAY_SHARE * tokens
 
 
-def _without_one(errors: KeptErrors, kept: Kept, experts: int, blocks: list[Block], local: bool) -> dict[Kept, float]:
-    """Errors without one expert of every routing group, first the least used, exchanged till none gets better.
+def _without_one(
+    errors: KeptErrors, kept: Kept, experts: int, blocks: list[Block], local: bool
+) -> dict[Kept, float]:
+    """Errors without one expert of every routing group, first the least used, exchanged till none
+    gets better.
 
     With a `local` router, only tokens that had chosen an expert are routed anew without it.
     """
@@ -104,7 +112,10 @@ def _without_one(errors: KeptErrors, kept: Kept, experts: int, blocks: list[Bloc
         return gone_of[_least({smaller: costs[smaller] for smaller in gone_of}, errors.noise)]
 
     shares = rounded(_dense(routed, experts).sum(0)).tolist()
-    free = [sorted({*block.free} & {*kept}, key=lambda expert: (shares[expert], -expert)) for block in blocks]
+    free = [
+        sorted({*block.free} & {*kept}, key=lambda expert: (shares[expert], -expert))
+        for block in blocks
+    ]
     gone = tuple(group[0] for group in free)
     before = set[Kept]()
     while gone not in before:  # equal ones might go round in circles
@@ -116,13 +127,17 @@ def _without_one(errors: KeptErrors, kept: Kept, experts: int, blocks: list[Bloc
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
-    """Keep the subset of least reconstruction error; of a layer that no token reached, the lowest experts.
+    """Keep the subset of least reconstruction error; of a layer that no token reached, the lowest
+    experts.
 
-    Lu et al. 2024, arXiv:2402.14800. Every expert's output on the sampled tokens is computed once; a subset costs
-    routing them again. Greedy backward elimination takes over where subsets are too many; ties go to lower experts.
-    """
+    Lu et al. 2024, arXiv:2402.14800. Every expert's output on the sampled tokens is computed once;
+    a subset costs routing them again. Greedy backward elimination takes over where subsets are too
+    many; ties go to lower experts."""
     blocks = blocks_of(stats.layer, keep, protected)
     experts = stats.layer.experts
     count = count_subsets(blocks)
@@ -145,4 +160,6 @@ def plan(
             kept = _least(costs, errors.noise)
             search["subsets_tried"] += len(costs)
     chosen = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
-    return replace(chosen, figures={"reconstruction_error": round(relative_error(stats, chosen), 6), **search})
+    return replace(
+        chosen, figures={"reconstruction_error": round(relative_error(stats, chosen), 6), **search}
+    )

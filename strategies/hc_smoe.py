@@ -1,15 +1,23 @@
-"""HC-SMoE: cluster experts bottom-up by mean output, then merge by routed tokens (Chen et al. 2025, arXiv:2410.08589).
+"""HC-SMoE: cluster experts bottom-up by mean output, then merge by routed tokens (Chen et al. 2025,
+arXiv:2410.08589).
 
-Two clusters are as far apart as their experts' mean outputs are on average. The paper keeps a router row for every
-former expert; a stock model has one for each that is left, so rows are merged alongside. Unlike the data-centric
-grouping, a merge made early is never undone.
-"""
+Two clusters are as far apart as their experts' mean outputs are on average. The paper keeps a
+router row for every former expert; a stock model has one for each that is left, so rows are merged
+alongside. Unlike the data-centric grouping, a merge made early is never undone."""
 
 from dataclasses import dataclass
 
 import torch
 
-from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, agglomerate, blocks_of, merge_option, rounded
+from compressor.plugins import (
+    LayerPlan,
+    LayerStatistics,
+    MergeOptions,
+    agglomerate,
+    blocks_of,
+    merge_option,
+    rounded,
+)
 from strategies.data_centric import distances
 
 NEEDS = frozenset({"expert_outputs"})
@@ -29,7 +37,10 @@ def needs(options: Options) -> frozenset[str]:
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
     """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
     table, noise = distances(stats.expert_outputs, "mean-output")
@@ -46,4 +57,6 @@ def plan(
                 clusters.append([free[position] for position in positions])
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
-    return options.merged(stats, clusters, decided_by="mean outputs, average linkage", figures=figures)
+    return options.merged(
+        stats, clusters, decided_by="mean outputs, average linkage", figures=figures
+    )

@@ -1,12 +1,13 @@
-"""HOPE: delete the set of experts that costs least together, p'Fp with p 1 for a deleted expert and 0 for a kept one.
+"""HOPE: delete the set of experts that costs least together, p'Fp with p 1 for a deleted expert and
+0 for a kept one.
 
-Tseng et al. 2026, arXiv:2609.18916: experts that stand in for each other must not both go. With gate weight g and
-output f, over tokens t that chose both experts:
-outputs: F_ef = sum_t <g_e f_e, g_f f_f>, so that p'Fp is the squared error of deleting p, weights staying as they are;
-norms, as published: F_ef = mean_t ||g_e f_e|| ||g_f f_f||, 0 for experts that no token chose together.
-Up to 5,000 sets all are tried. Beyond, the set grows by the expert that adds least, then experts are exchanged while
-that gains, some E^2 to E^3 additions for E experts; the paper relaxes p to [0, 1] and rounds.
-"""
+Tseng et al. 2026, arXiv:2609.18916: experts that stand in for each other must not both go. With
+gate weight g and output f, over tokens t that chose both experts: outputs: F_ef = sum_t <g_e f_e,
+g_f f_f>, so that p'Fp is the squared error of deleting p, weights staying as they are; norms, as
+published: F_ef = mean_t ||g_e f_e|| ||g_f f_f||, 0 for experts that no token chose together. Up to
+5,000 sets all are tried. Beyond, the set grows by the expert that adds least, then experts are
+exchanged while that gains, some E^2 to E^3 additions for E experts; the paper relaxes p to [0, 1]
+and rounds."""
 
 from dataclasses import dataclass
 
@@ -27,7 +28,10 @@ from strategies.enumerate_subsets import count_subsets, subsets
 
 MOST_SETS = 5_000  # that are all tried
 
-INTERACTIONS = {"outputs": frozenset({"pair_product_sum"}), "norms": frozenset({"pair_norm_sum", "pair_count"})}
+INTERACTIONS = {
+    "outputs": frozenset({"pair_product_sum"}),
+    "norms": frozenset({"pair_norm_sum", "pair_count"}),
+}
 
 NEEDS = INTERACTIONS["outputs"]
 
@@ -37,7 +41,9 @@ class Options:
     """Measure of what two experts have in common."""
 
     interaction: str = option(
-        "outputs", help="what two experts have in common: outputs, or the published norms", choices=INTERACTIONS
+        "outputs",
+        help="what two experts have in common: outputs, or the published norms",
+        choices=INTERACTIONS,
     )
 
 
@@ -47,13 +53,18 @@ def needs(options: Options) -> frozenset[str]:
 
 
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
-    """Keep `keep` experts, equally many of each routing group; of equal sets the one that keeps lower experts."""
+    """Keep `keep` experts, equally many of each routing group; of equal sets the one that keeps
+    lower experts."""
     table = stats.pair_product_sum if options.interaction == "outputs" else _mean_products(stats)
     if not bool(table.isfinite().all()):
         raise CompressionError(
-            f"{stats.layer.name}: experts' outputs are not finite on the calibration data; try --dtype float32"
+            f"{stats.layer.name}: experts' outputs are not finite on the calibration data; try "
+            "--dtype float32"
         )
     blocks = blocks_of(stats.layer, keep, protected)
     if count_subsets(blocks) <= MOST_SETS:
@@ -76,7 +87,8 @@ def _cost(table: Tensor, deleted: Tensor) -> float:
 
 
 def _cheapest(table: Tensor, blocks: list[Block]) -> Tensor:
-    """Try all ways to delete experts of each block: -> [E], which are; of equal ones the highest experts go."""
+    """Try all ways to delete experts of each block: -> [E], which are; of equal ones the highest
+    experts go."""
     kept = torch.tensor([*subsets(blocks)], dtype=torch.long)
     deleted = torch.ones(len(kept), len(table), dtype=torch.float64).scatter_(1, kept, 0.0)
     costs = rounded(((deleted @ table) * deleted).sum(1))
@@ -84,7 +96,8 @@ def _cheapest(table: Tensor, blocks: list[Block]) -> Tensor:
 
 
 def grown(table: Tensor, blocks: list[Block]) -> Tensor:
-    """Delete experts one by one, always the one that adds least, until each block has its number: -> [E], which are."""
+    """Delete experts one by one, always the one that adds least, until each block has its number:
+    -> [E], which are."""
     deleted = torch.zeros(len(table), dtype=torch.bool)
     while True:
         candidates = torch.zeros_like(deleted)
@@ -99,7 +112,8 @@ def grown(table: Tensor, blocks: list[Block]) -> Tensor:
 
 
 def exchanged(table: Tensor, deleted: Tensor, blocks: list[Block]) -> Tensor:
-    """Exchange a deleted expert for a kept one of its block, always where it gains most, until none gains."""
+    """Exchange a deleted expert for a kept one of its block, always where it gains most, until none
+    gains."""
     deleted = deleted.clone()
     while True:
         shared = table[:, deleted].sum(1)

@@ -1,4 +1,5 @@
-"""Model-centric: group experts whose surrogate weights are close, then merge them (arXiv:2407.09590, section 3.4)."""
+"""Model-centric: group experts whose surrogate weights are close, then merge them
+(arXiv:2407.09590, section 3.4)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +22,16 @@ from compressor.plugins import (
 )
 
 NEEDS = frozenset({"weights"})
-LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once: this, or half of the layer
+# bytes of surrogate rows of all experts held at once: this, or half of the layer
+LEAST_BLOCK = 32 * 2**20
 
 
 @torch.no_grad()
 def surrogate_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Frobenius distances [E, E] and norms [E] of the surrogates down (gate * up), [H, I] x [I, H].
 
-    They are made in blocks of their columns. Where experts have no gate, the surrogate is down x up.
-    """
+    They are made in blocks of their columns. Where experts have no gate, the surrogate is down x
+    up."""
     views = [projections(weights.experts, expert) for expert in range(count)]
     hidden_out = views[0].down.shape[0]
     hidden_in = views[0].up.shape[1]
@@ -54,17 +56,22 @@ def surrogate_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def vectorized_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end, and their sums of norms [E]."""
+    """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end, and their
+    sums of norms [E]."""
     experts = weights.experts
     squared = torch.zeros(count, count)
     norms = torch.zeros(count, dtype=torch.float64)
-    for tensor in (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj):
+    for tensor in (
+        experts.gate_up_proj if experts.has_gate else experts.up_proj,
+        experts.down_proj,
+    ):
         squared = squared + fast_squared_distances(tensor.detach().flatten(1)).cpu()
         norms += torch.tensor([float(matrix.float().norm()) for matrix in tensor])
     return squared.sqrt(), norms.float()
 
 
-MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances}  # by representation
+# by representation
+MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,9 @@ class Options(MergeOptions):
     """Comparing and merging experts."""
 
     representation: str = option(
-        "surrogate", help="of the weights that are compared: surrogate or vectorized", choices=MEASURES
+        "surrogate",
+        help="of the weights that are compared: surrogate or vectorized",
+        choices=MEASURES,
     )
 
 
@@ -102,15 +111,23 @@ def merge_alike(
     by: str,
 ) -> LayerPlan:
     """Group by equation 5 on these distances [E, E], which `by` names, and merge by equation 6."""
-    grouping = group_experts(table, keep, seed=stats.seed, blocks=competing(stats.layer), alone=alone, noise=noise)
+    grouping = group_experts(
+        table, keep, seed=stats.seed, blocks=competing(stats.layer), alone=alone, noise=noise
+    )
     figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
     return options.merged(stats, grouping.groups, decided_by=by, figures=figures)
 
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
-    """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected experts stay alone."""
+    """Group by equation 5 on distances of the experts' weights, merge by equation 6; protected
+    experts stay alone."""
     table, norms = MEASURES[options.representation](stats.weights, stats.layer.experts)
-    return merge_alike(stats, table, noise(norms), keep, protected, options, f"{options.representation} weights")
+    return merge_alike(
+        stats, table, noise(norms), keep, protected, options, f"{options.representation} weights"
+    )

@@ -1,9 +1,9 @@
-"""Ranked choice: an instant run-off among experts, each calibration token voting by its whole order of router logits.
+"""Ranked choice: an instant run-off among experts, each calibration token voting by its whole order
+of router logits.
 
-A token votes for the top-k experts of its order that are still there; the one with fewest votes goes, and its voters
-turn to their next. As in NVIDIA's Model Optimizer: what counts is who would be asked in the end, not who is asked now.
-T tokens, E experts, K top-k.
-"""
+A token votes for the top-k experts of its order that are still there; the one with fewest votes
+goes, and its voters turn to their next. As in NVIDIA's Model Optimizer: what counts is who would be
+asked in the end, not who is asked now. T tokens, E experts, K top-k."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ NEEDS = frozenset({"router_orders"})
 
 
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    """Keep the last `keep` experts, equally many of each routing group; of equal votes the higher expert goes."""
+    """Keep the last `keep` experts, equally many of each routing group; of equal votes the higher
+    expert goes."""
     orders = stats.router_orders.long()
     layer = stats.layer
     alive = torch.ones(layer.experts, dtype=torch.bool)
@@ -37,11 +38,14 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
         votes = votes + torch.bincount(turned[turned >= 0], minlength=layer.experts)
     kept = alive.nonzero().flatten().tolist()
     share = round(float(first[alive].sum()) / max(1, ballots.numel()), 6)
-    return LayerPlan.keep(layer, kept, decided_by="ranked-choice", figures={"kept_share_of_first_votes": share})
+    return LayerPlan.keep(
+        layer, kept, decided_by="ranked-choice", figures={"kept_share_of_first_votes": share}
+    )
 
 
 def _next_alive(orders: Tensor, following: Tensor, rows: Tensor, alive: Tensor) -> Tensor:
-    """The next expert that is alive in the orders [T, E] at `rows` [n] from `following` [T] on, which moves: -> [n]."""
+    """The next expert that is alive in the orders [T, E] at `rows` [n] from `following` [T] on,
+    which moves: -> [n]."""
     chosen = torch.full_like(rows, -1)
     waiting = torch.arange(len(rows))
     while True:

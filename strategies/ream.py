@@ -1,14 +1,16 @@
-"""REAM: experts join the salient ones most like them, a few groups taking all (Jha et al. 2026, arXiv:2604.04356).
+"""REAM: experts join the salient ones most like them, a few groups taking all (Jha et al. 2026,
+arXiv:2604.04356).
 
-REAP's scores (arXiv:2510.13999) choose the centroids. From the most salient on, each takes the experts nearest to it
-until its group has `group_size` (the paper's C = 16, for 128 experts), so that most centroids stay as they are. Near
-is the mean of two similarities in [0, 1]: of the router logits over the tokens, 1 - d / largest d between their unit
-vectors, and of the gated outputs, (1 + cosine) / 2. A gate scales out of a token's own cosine, so, as in the authors'
-program, outputs times softmax(logits) are compared in their mean over the tokens. A group is averaged by saliency, an
-expert that no token reached counting like the least one that some did, after its neurons are put in the centroid's
-order; the router keeps the centroid's row. Two things are our reading: neurons are matched by weights alone, the
-authors match activations too, and each expert's saliency is over all tokens and not a mean over batches.
-"""
+REAP's scores (arXiv:2510.13999) choose the centroids. From the most salient on, each takes the
+experts nearest to it until its group has `group_size` (the paper's C = 16, for 128 experts), so
+that most centroids stay as they are. Near is the mean of two similarities in [0, 1]: of the router
+logits over the tokens, 1 - d / largest d between their unit vectors, and of the gated outputs, (1 +
+cosine) / 2. A gate scales out of a token's own cosine, so, as in the authors' program, outputs
+times softmax(logits) are compared in their mean over the tokens. A group is averaged by saliency,
+an expert that no token reached counting like the least one that some did, after its neurons are put
+in the centroid's order; the router keeps the centroid's row. Two things are our reading: neurons
+are matched by weights alone, the authors match activations too, and each expert's saliency is over
+all tokens and not a mean over batches."""
 
 from dataclasses import dataclass
 
@@ -39,13 +41,19 @@ NEEDS = frozenset({"gated_norm_sum", "routed_count", "expert_outputs", "router_l
 class Options:
     """Size and merging of groups."""
 
-    group_size: int = option(16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid")
+    group_size: int = option(
+        16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid"
+    )
     align: bool = option(True, help="whether neurons are first put in the order of the centroid's")
-    merge_routers: bool = option(False, help="whether router rows are merged alike, or the centroid's stays")
+    merge_routers: bool = option(
+        False, help="whether router rows are merged alike, or the centroid's stays"
+    )
 
     def __post_init__(self) -> None:
         if self.group_size < 0 or self.group_size == 1:
-            raise CompressionError(f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit")
+            raise CompressionError(
+                f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit"
+            )
 
 
 def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
@@ -60,16 +68,21 @@ def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[st
     return "similarity of gated outputs and router logits", torch.stack([router, gated]).mean(dim=0)
 
 
-def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: int) -> dict[int, list[int]]:
-    """Members by centroid, itself first; centroids are in the order in which they may choose, similarity is [E, E].
+def grouped(
+    table: Tensor, centroids: list[int], others: list[int], group_size: int
+) -> dict[int, list[int]]:
+    """Members by centroid, itself first; centroids are in the order in which they may choose,
+    similarity is [E, E].
 
-    Ties go to the lower expert. The groups must have room for all: len(centroids) * (group_size - 1) >= len(others).
-    """
+    Ties go to the lower expert. The groups must have room for all: len(centroids) * (group_size -
+    1) >= len(others)."""
     values = rounded(table, FLOAT32)
     groups = {head: [head] for head in centroids}
     if centroids and not group_size:
         for expert in others:
-            groups[max(sorted(centroids), key=lambda head: float(values[head, expert]))].append(expert)
+            groups[max(sorted(centroids), key=lambda head: float(values[head, expert]))].append(
+                expert
+            )
         return groups
     free = sorted(others)
     for head in centroids:
@@ -86,13 +99,16 @@ def score(stats: LayerStatistics, options: Options = Options()) -> Tensor:
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
-    """Keep the most salient experts of each routing group and merge the others into a few; protected stay alone.
+    """Keep the most salient experts of each routing group and merge the others into a few;
+    protected stay alone.
 
-    Where protected experts take every place, the others are dropped. Raises `CompressionError` where the groups of
-    `group_size` have no room for all.
-    """
+    Where protected experts take every place, the others are dropped. Raises `CompressionError`
+    where the groups of `group_size` have no room for all."""
     saliency = score(stats)
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
     _, table = similarity(stats)
@@ -107,7 +123,8 @@ def plan(
         others = [expert for expert in block if expert not in kept]
         if heads and options.group_size and len(others) > len(heads) * (options.group_size - 1):
             raise CompressionError(
-                f"{stats.layer.name}: {len(heads)} groups of at most {options.group_size} have no room for "
+                f"{stats.layer.name}: {len(heads)} groups of at most {options.group_size} have no "
+                "room for "
                 f"{len(heads) + len(others)} experts; raise group_size or keep more"
             )
         for head, members in grouped(table, heads, others, options.group_size).items():
@@ -115,7 +132,11 @@ def plan(
             joined += [float(table[head, expert]) for expert in members if expert != head]
             total = sum(weights[expert] for expert in members)
             shares = tuple(weights[expert] / total for expert in members)
-            rows = shares if options.merge_routers else tuple(float(expert == head) for expert in members)
+            rows = (
+                shares
+                if options.merge_routers
+                else tuple(float(expert == head) for expert in members)
+            )
             aligned_to = head if options.align and len(members) > 1 else None
             groups.append(Group(tuple(members), shares, rows, head=aligned_to))
     figures: dict[str, float] = {"largest_group": max(len(group.members) for group in groups)}

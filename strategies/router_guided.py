@@ -1,4 +1,5 @@
-"""Router-guided: merge experts into the frequent expert whose router logits are most alike (arXiv:2310.01334)."""
+"""Router-guided: merge experts into the frequent expert whose router logits are most alike
+(arXiv:2310.01334)."""
 
 from dataclasses import dataclass
 
@@ -22,11 +23,16 @@ NEEDS = frozenset({"routed_count", "router_logits"})
 
 @dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
-    """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router row stays."""
+    """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router
+    row stays."""
 
     merge: str = merge_option("frequency")
-    merge_routers: bool = option(False, help="whether router rows are merged alike, or the leading expert's stays")
-    align: bool = option(True, help="whether neurons are first put in the order of the leading expert's")
+    merge_routers: bool = option(
+        False, help="whether router rows are merged alike, or the leading expert's stays"
+    )
+    align: bool = option(
+        True, help="whether neurons are first put in the order of the leading expert's"
+    )
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -40,16 +46,21 @@ def score(stats: LayerStatistics, options: Options) -> Tensor:
 
 
 def similarities(logits: Tensor) -> Tensor:
-    """Cosine of every two experts' router logits over the tokens: [S, E] -> [E, E]; 0 without tokens."""
+    """Cosine of every two experts' router logits over the tokens: [S, E] -> [E, E]; 0 without
+    tokens."""
     columns = torch.nn.functional.normalize(as_float64(logits), dim=0)
     return columns.T @ columns
 
 
 @torch.no_grad()
 def plan(
-    stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    stats: LayerStatistics,
+    keep: int,
+    protected: frozenset[int] = frozenset(),
+    options: Options = Options(),
 ) -> LayerPlan:
-    """Keep the experts with most routed tokens of each routing block and merge the others into them.
+    """Keep the experts with most routed tokens of each routing block and merge the others into
+    them.
 
     Without sampled tokens all are equally alike: the first dominant expert takes them.
     """
@@ -61,6 +72,8 @@ def plan(
         heads = [expert for expert in block if expert in dominant - protected]
         others = [expert for expert in block if expert not in dominant]
         groups |= grouped(table, heads, others, 0)
-    joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
+    joined = [
+        float(table[expert, head]) for head, members in groups.items() for expert in members[1:]
+    ]
     figures = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
     return options.merged(stats, list(groups.values()), decided_by="router_logits", figures=figures)

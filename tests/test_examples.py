@@ -40,9 +40,7 @@ def script(name: str, folder: Path, *arguments: object) -> str:
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "MOE_COMPRESSOR_CACHE": str(folder / "cache"),
     }  # fmt: skip
-    done = subprocess.run(
-        [*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -41,8 +41,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = {  # by the sentence, with its tests a
         "compressor/hub/test_card.py::test_no_name_does_harm",
     ),
     "Long texts are tokenised only as far as needed, and a document of more than 134 million characters is refused.": (
-        "compressor/quality_gate/test_teacher_forced.py"
-        "::test_long_texts_are_tokenised_as_far_as_positions_allow",
+        "compressor/quality_gate/test_teacher_forced.py::test_long_texts_are_tokenised_as_far_as_positions_allow",
         "compressor/data/test_documents.py::test_a_document_without_end_is_refused",
     ),
     "Rows that can't be read are left out and counted in one warning; `--strict` stops at the first.": (

@@ -12,7 +12,8 @@ from compressor.answers.items import Item, TokenRow, is_greedy, likelihoods, pos
 from compressor.progress import Progress, Silent
 
 Question = tuple[Item, tuple[TokenRow, ...]]  # with a row for each answer
-Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # a task, tokens, mask and mask of right answers -> logits
+# a task, tokens, mask and mask of right answers -> logits
+Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,11 @@ class TaskScore:
 
 
 def with_rows(
-    items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False, cutoff: int | None = None
+    items: Sequence[Item],
+    model: Any,
+    tokenizer: Any,
+    strict: bool = False,
+    cutoff: int | None = None,
 ) -> list[Question]:
     """Return items with their rows for a model, of `cutoff` tokens at the most.
 
@@ -45,13 +50,19 @@ def with_rows(
 
 def pad_token(tokenizer: Any) -> int:
     """Return a token to pad with; it is masked, so any will do."""
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+    return int(
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id or 0
+    )
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, side: str = "right") -> tuple[Tensor, Tensor]:
     """Return rows of tokens padded on a side, and their mask: [B, S] each."""
     tokens = [torch.tensor(row) for row in rows]
-    mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True, padding_side=side)
+    mask = pad_sequence(
+        [torch.ones_like(row) for row in tokens], batch_first=True, padding_side=side
+    )
     return pad_sequence(tokens, batch_first=True, padding_value=pad, padding_side=side), mask
 
 
@@ -71,11 +82,11 @@ def ask(
     progress: Progress | None = None,
     run: Run | None = None,
 ) -> tuple[TaskScore, ...]:
-    """Return a score for each task, in the order of the items; those without tokens are left out, or refused.
+    """Return a score for each task, in the order of the items; those without tokens are left out,
+    or refused.
 
-    The right choice must be the most likely one; without choices, greedy decoding must give the answer. `run` runs the
-    model in place of its plain forward.
-    """
+    The right choice must be the most likely one; without choices, greedy decoding must give the
+    answer. `run` runs the model in place of its plain forward."""
     listener = progress or Silent()
     questions = with_rows(items, model, tokenizer, strict)
     by_task: dict[str, list[Question]] = {}

@@ -1,7 +1,8 @@
-"""Text generation: the stock model in memory, its end tokens, and the distribution of the next token.
+"""Text generation: the stock model in memory, its end tokens, and the distribution of the next
+token.
 
-Top-p, or nucleus sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
-"""
+Top-p, or nucleus sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL
+2018, arXiv:1805.04833."""
 
 import gc
 from collections.abc import Mapping
@@ -32,9 +33,13 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
     kind = model_class(config)
     torch_dtype = pick_dtype(dtype, config, Checkpoint(folder))
     if not kind.can_generate():
-        raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
+        raise CompressionError(
+            f"{kind.__name__} does not generate text; name the folder of a causal language model"
+        )
     if kind.generate is not GenerationMixin.generate:
-        raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
+        raise CompressionError(
+            f"{kind.__name__} does not generate token by token; use its own generate() instead"
+        )
     with quiet_transformers():
         return load_whole(folder, kind, dtype=torch_dtype).to(pick_device(device))
 
@@ -46,14 +51,17 @@ def free(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return the distributions that next tokens are drawn from: [..., V] -> [..., V] in float64, summing to 1.
+def probabilities(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
+    """Return the distributions that next tokens are drawn from: [..., V] -> [..., V] in float64,
+    summing to 1.
 
-    Top-k comes first; top-p then takes, of what is left, the fewest of the most probable tokens that hold that share.
-    Ties favour lower ids.
-    """
+    Top-k comes first; top-p then takes, of what is left, the fewest of the most probable tokens
+    that hold that share. Ties favour lower ids."""
     values = as_float64(logits)
-    scaled = (values - values.amax(-1, keepdim=True)) / temperature  # the largest is 0: no temperature overflows
+    # the largest is 0: no temperature overflows
+    scaled = (values - values.amax(-1, keepdim=True)) / temperature
     if top_k is None and top_p is None:
         return torch.softmax(scaled, dim=-1)
     order = scaled.argsort(dim=-1, descending=True, stable=True)[..., :top_k]
@@ -67,11 +75,12 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
 def choose(logits: Tensor, options: GenerationOptions, numbers: Tensor) -> Tensor:
     """Return the next token of each row by a number in [0, 1): [B, V], [B] in float64 -> [B].
 
-    It is the token at which the sum of probabilities passes the number, or the most probable one at temperature 0.
-    """
+    It is the token at which the sum of probabilities passes the number, or the most probable one at
+    temperature 0."""
     if not bool(logits.amax(-1).isfinite().all()):  # NaN and infinity both come out of a maximum
         raise CompressionError(
-            "the model's logits are not finite; try --dtype float32, and check its weights if that does not help"
+            "the model's logits are not finite; try --dtype float32, and check its weights if "
+            "that does not help"
         )
     if not options.temperature:
         return logits.argmax(-1)
@@ -89,7 +98,8 @@ class ModelFacts:
 
 
 def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
-    """Read end tokens of the generation config or else the config, and positions of the config or its part for text.
+    """Read end tokens of the generation config or else the config, and positions of the config or
+    its part for text.
 
     With a `tokenizer` its own end token counts, too, as it does for servers.
     """
@@ -106,7 +116,9 @@ def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
     if not isinstance(stops, list):
         stops = [] if stops is None else [stops]
     if not all(isinstance(stop, int) for stop in stops):
-        raise CompressionError(f"{folder}: eos_token_id {stops!r} is no token id and no list of them; correct it")
+        raise CompressionError(
+            f"{folder}: eos_token_id {stops!r} is no token id and no list of them; correct it"
+        )
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         stops = [*stops, int(tokenizer.eos_token_id)]
     positions = first("max_position_embeddings", *nodes)

@@ -1,4 +1,5 @@
-"""Forms of questions: the chat template or plain text, few-shot examples, and how answers are generated."""
+"""Forms of questions: the chat template or plain text, few-shot examples, and how answers are
+generated."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,10 @@ class TaskForm:
 
 
 def task_forms(
-    source: ModelSource, server: Server | None, tasks: Sequence[EvaluationTask], options: EvaluationOptions
+    source: ModelSource,
+    server: Server | None,
+    tasks: Sequence[EvaluationTask],
+    options: EvaluationOptions,
 ) -> dict[str, TaskForm]:
     """Return the form of each task for a model, or for the server that runs it.
 
@@ -54,7 +58,8 @@ def task_forms(
         if uses_template and server is not None and task.generates:
             if isinstance(chosen, str):
                 raise CompressionError(
-                    f"{server.label} uses its own chat template; leave out {chosen!r} after --apply-chat-template"
+                    f"{server.label} uses its own chat template; leave out {chosen!r} after "
+                    "--apply-chat-template"
                 )
             name = SERVED
             date = today() if date_facts(templates) else None
@@ -66,7 +71,9 @@ def task_forms(
         forms[task.name] = TaskForm(
             name,
             digest,
-            tuple(dict.fromkeys(part.get_config("num_fewshot") or 0 for part in task.parts.values())),
+            tuple(
+                dict.fromkeys(part.get_config("num_fewshot") or 0 for part in task.parts.values())
+            ),
             uses_template and options.fewshot_as_multiturn is not False,
             options.system_instruction,
             options.enable_thinking,
@@ -79,17 +86,20 @@ def task_forms(
     needs_template = options.enable_thinking or options.fewshot_as_multiturn
     if tasks and needs_template and not any(form.chat_template for form in forms.values()):
         raise CompressionError(
-            f"--enable-thinking and --fewshot-as-multiturn are of a chat template, and {source.label} is asked without "
+            "--enable-thinking and --fewshot-as-multiturn are of a chat template, and "
+            f"{source.label} is asked without "
             "one; add --apply-chat-template"
         )
     return forms
 
 
 def template_digest(source: ModelSource, templates: Mapping[str, str], name: str) -> str:
-    """Return the SHA-256 of a chat template; raise `CompressionError` if there is none of this name."""
+    """Return the SHA-256 of a chat template; raise `CompressionError` if there is none of this
+    name."""
     if name not in templates:
         raise CompressionError(
-            f"{source.label} has no chat template {name!r}; {known_names(name, templates)}; name one with "
+            f"{source.label} has no chat template {name!r}; {known_names(name, templates)}; name "
+            "one with "
             f"--apply-chat-template, or pass {PLAINLY}"
         )
     return hashlib.sha256(templates[name].encode()).hexdigest()
@@ -104,7 +114,8 @@ def samples(settings: Mapping[str, Any] | None) -> bool:
 def same_forms(
     base: Mapping[str, TaskForm], smaller: Mapping[str, TaskForm], labels: tuple[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the facts of each task's form; raise `CompressionError` where two models would be asked differently.
+    """Return the facts of each task's form; raise `CompressionError` where two models would be
+    asked differently.
 
     What template a server applies is its own matter, and recorded as such.
     """
@@ -112,17 +123,24 @@ def same_forms(
     for task, form in base.items():
         other = smaller[task]
         names = (form.chat_template, other.chat_template)
-        differ = None in names if SERVED in names else form.chat_template_sha256 != other.chat_template_sha256
+        differ = (
+            None in names
+            if SERVED in names
+            else form.chat_template_sha256 != other.chat_template_sha256
+        )
         if differ:
             raise CompressionError(
-                f"task {task!r} would be asked of {labels[0]} {_way(asdict(form))} and of {labels[1]} "
+                f"task {task!r} would be asked of {labels[0]} {_way(asdict(form))} and of "
+                f"{labels[1]} "
                 f"{_way(asdict(other))}; give both the same tokenizer files, or pass {PLAINLY}"
             )
         if form.date != other.date and ((form.date and other.date) or SERVED not in names):
             dates = [each.date or "not known" for each in (form, other)]
             raise CompressionError(
-                f"the chat template writes the date, which for task {task!r} is {dates[0]} in prompts of {labels[0]} "
-                f"and {dates[1]} in those of {labels[1]}; evaluate both on one day, or make the baseline anew"
+                f"the chat template writes the date, which for task {task!r} is {dates[0]} in "
+                f"prompts of {labels[0]} "
+                f"and {dates[1]} in those of {labels[1]}; evaluate both on one day, or make the "
+                "baseline anew"
             )
         facts[task] = asdict(form)
         if names[0] != names[1]:
@@ -134,7 +152,9 @@ def form_sentences(forms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a sentence for tasks of each form, from the facts of the forms."""
     ways = {task: _form_text(form) for task, form in forms.items()}
     ordered = sorted(ways, key=ways.__getitem__)
-    return [f"Asked {way}: {', '.join(tasks)}." for way, tasks in groupby(ordered, ways.__getitem__)]
+    return [
+        f"Asked {way}: {', '.join(tasks)}." for way, tasks in groupby(ordered, ways.__getitem__)
+    ]
 
 
 def _way(form: Mapping[str, Any]) -> str:

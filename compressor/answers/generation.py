@@ -1,9 +1,10 @@
-"""Answers of models to prompts, by stock transformers or a server, and a journal so that nothing is asked twice.
+"""Answers of models to prompts, by stock transformers or a server, and a journal so that nothing is
+asked twice.
 
-Each token of a sampled answer is drawn with a number of its own: those of an answer depend on its prompt and seed, not
-on what else is in the batch. (Rounding does, as on any server: two tokens that are all but equally probable may change
-places in bfloat16.) B rows of a batch, S tokens, V words of the vocabulary.
-"""
+Each token of a sampled answer is drawn with a number of its own: those of an answer depend on its
+prompt and seed, not on what else is in the batch. (Rounding does, as on any server: two tokens that
+are all but equally probable may change places in bfloat16.) B rows of a batch, S tokens, V words of
+the vocabulary."""
 
 import hashlib
 import json
@@ -55,8 +56,12 @@ logger = logging.getLogger(__name__)
 
 GenerationRequest: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
-REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
-ENDED = ("stop", "tool_calls", "function_call")  # a server's reasons to finish that are the model's own
+REMEDIES = (
+    "pass a smaller --batch-size, or --device cpu",
+    "see whether its own library alone can do it",
+)
+# a server's reasons to finish that are the model's own
+ENDED = ("stop", "tool_calls", "function_call")
 CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
 TRIED = 16  # tokens, to see whether padding changes them
 
@@ -70,8 +75,11 @@ class PromptSet:
     seed: int = 0  # of the first answer to each prompt
 
     @classmethod
-    def read(cls, options: AnswerOptions, limit: int | None = None, seed: int = 0) -> "PromptSet | None":
-        """Read the prompts that the options name, at most `limit` of each source; None if they name none."""
+    def read(
+        cls, options: AnswerOptions, limit: int | None = None, seed: int = 0
+    ) -> "PromptSet | None":
+        """Read the prompts that the options name, at most `limit` of each source; None if they name
+        none."""
         if not options.prompts:
             return None
         return cls(read_prompts(options.prompts, limit=limit, strict=options.strict), options, seed)
@@ -87,15 +95,20 @@ class PromptSet:
         """Number of answers of each model."""
         return len(self.prompts) * self.options.seeds
 
-    def fitted(self, opened: Sequence[tuple[Any, ModelFacts]]) -> "tuple[PromptSet, GenerationOptions]":
-        """Return the prompts that all models take, by their tokenizers and facts, and how answers are generated."""
+    def fitted(
+        self, opened: Sequence[tuple[Any, ModelFacts]]
+    ) -> "tuple[PromptSet, GenerationOptions]":
+        """Return the prompts that all models take, by their tokenizers and facts, and how answers
+        are generated."""
         positions = min(facts.positions or sys.maxsize for _, facts in opened)
         usual = max(1, min(NEW_TOKENS, positions // 2))
         generation = self.options.generation(usual)
         most = max(0, positions - generation.max_new_tokens)
         prompts = self.prompts
         for tokenizer, _ in opened:
-            prompts = usable_prompts(prompts, tokenizer, self.options.chat, most, self.options.strict)
+            prompts = usable_prompts(
+                prompts, tokenizer, self.options.chat, most, self.options.strict
+            )
         return replace(self, prompts=prompts), generation
 
 
@@ -141,7 +154,8 @@ class StockGenerator:
         facts = read_facts(self.source.folder, tokenizer)
         if not facts.stops:
             raise CompressionError(
-                f"{self.label} has no end token, so no answer would end; name one as eos_token_id in "
+                f"{self.label} has no end token, so no answer would end; name one as eos_token_id "
+                "in "
                 "generation_config.json"
             )
         return tokenizer, facts
@@ -154,14 +168,18 @@ class StockGenerator:
         tokenizer, facts = self.opened()
         if not fits_whole(self.source, self.dtype, self.device):
             raise CompressionError(
-                f"{self.label} does not fit into memory, which writing answers takes; let a server write them "
+                f"{self.label} does not fit into memory, which writing answers takes; let a "
+                "server write them "
                 "(--server), or judge without generating (--text)"
             )
         queue = []
         for prompt, seed in requests:
-            # some decoders drop the space that opens a text: what is continued is decoded with its start
+            # some decoders drop the space that opens a text: what is continued is decoded with its
+            # start
             is_answer = bool(prompt.messages) or options.chat
-            queue.append(_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat), is_answer))
+            queue.append(
+                _Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat), is_answer)
+            )
         queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
@@ -170,7 +188,9 @@ class StockGenerator:
             model = load_writing(self.source.folder, self.device, self.dtype)
             largest = max(max(question.tokens) for question in queue)
             if largest >= model.get_input_embeddings().weight.shape[0]:
-                raise CompressionError(f"the tokenizer of {self.label} makes tokens that the model does not know")
+                raise CompressionError(
+                    f"the tokenizer of {self.label} makes tokens that the model does not know"
+                )
             try:
                 for batch in _batches(model, queue, rows):
                     written = _generate(model, batch, facts.stops, options)
@@ -193,7 +213,8 @@ class _Question:
 
 
 def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
-    """Yield batches of at most `rows` questions, longest first; of one length where padding changes answers."""
+    """Yield batches of at most `rows` questions, longest first; of one length where padding changes
+    answers."""
     longest = queue[0].tokens
     padding = len(longest) - len(queue[-1].tokens)
     groups = [list(queue)]
@@ -213,14 +234,20 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
-        max_new_tokens=TRIED, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+        max_new_tokens=TRIED,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
     )
 
     def written(rows: Sequence[Sequence[int]]) -> list[Tensor]:
         ids, mask = padded(rows, 0, "left")
         with quiet_transformers():
             written = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=settings,
             )
         return [step[-1].float() for step in written.logits]
 
@@ -230,7 +257,8 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     except Exception:  # a family that cannot take a mask raises what it likes
         return False
     tolerance = torch.finfo(model.dtype).eps ** 0.5
-    for logits, padded_logits in zip(alone, beside, strict=False):  # of the same text, until a token differs
+    # of the same text, until a token differs
+    for logits, padded_logits in zip(alone, beside, strict=False):
         if (logits - padded_logits).abs().max() > tolerance * (logits.max() - logits.min()):
             return False
         if logits.argmax() != padded_logits.argmax():
@@ -258,7 +286,9 @@ def _generate(
 
     ids, mask = padded([question.tokens for question in batch], min(stops), "left")
     begin = ids.shape[1]
-    numbers = torch.stack([draws((question.prompt, question.seed), options.max_new_tokens) for question in batch])
+    numbers = torch.stack(
+        [draws((question.prompt, question.seed), options.max_new_tokens) for question in batch]
+    )
 
     def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
         """Mask all logits [B, V] but that of the chosen token of each row."""
@@ -266,7 +296,10 @@ def _generate(
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
     model.generation_config = GenerationConfig(
-        max_new_tokens=options.max_new_tokens, do_sample=False, eos_token_id=sorted(stops), pad_token_id=min(stops)
+        max_new_tokens=options.max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(stops),
+        pad_token_id=min(stops),
     )
     with quiet_transformers():
         written = model.generate(
@@ -282,9 +315,13 @@ def _generate(
     return rows
 
 
-def _answer(tokenizer: Any, question: _Question, tokens: Sequence[int], stops: frozenset[int]) -> Answer:
+def _answer(
+    tokenizer: Any, question: _Question, tokens: Sequence[int], stops: frozenset[int]
+) -> Answer:
     def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     opening = () if question.is_answer else question.tokens
     ended: Ended = "end" if tokens[-1] in stops else "length"
@@ -312,7 +349,9 @@ class ServedGenerator:
     def opened(self) -> tuple[Any, ModelFacts]:
         facts = read_facts(self.source.folder)
         if self.server.max_length is not None:
-            facts = replace(facts, positions=min(facts.positions or sys.maxsize, self.server.max_length))
+            facts = replace(
+                facts, positions=min(facts.positions or sys.maxsize, self.server.max_length)
+            )
         return load_tokenizer(self.source.folder), facts
 
     def write(
@@ -343,7 +382,9 @@ class ServedGenerator:
                 question["prompt"] = prompt.text
                 choice = self.server.ask("/completions", Completion, question).choices[0]
                 text = choice.text
-            return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
+            return Answer(
+                prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length"
+            )
 
         for answer in self.server.all(requests, ask, self.at_once):
             progress.advance("")
@@ -351,7 +392,8 @@ class ServedGenerator:
 
 
 def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:
-    """Return a model's whole text from a message in which a server has separated thinking and tool calls."""
+    """Return a model's whole text from a message in which a server has separated thinking and tool
+    calls."""
     text = message.text
     thinking = message.reasoning_content or message.reasoning
     if thinking is not None:
@@ -372,15 +414,19 @@ def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -
 TextGenerator = StockGenerator | ServedGenerator
 
 
-def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> TextGenerator:
-    """Return the generator of a model's answers: stock transformers, `rows` answers at once, or its server."""
+def writer_of(
+    source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str
+) -> TextGenerator:
+    """Return the generator of a model's answers: stock transformers, `rows` answers at once, or its
+    server."""
     if server is not None:
         return ServedGenerator(server, source, rows or AT_ONCE)
     return StockGenerator(source, device, dtype, rows)
 
 
 def journal_of(writer: TextGenerator, options: GenerationOptions, folder: Path) -> Journal:
-    """Return the journal of a writer's answers in a folder: one for each model, options, and date in prompts."""
+    """Return the journal of a writer's answers in a folder: one for each model, options, and date
+    in prompts."""
     facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
     dates = date_facts(templates_of(load_tokenizer(writer.source.folder)))
     name = "-".join(["answers", request_key(writer.facts, facts)[:32], *dates.values()])
@@ -394,7 +440,8 @@ def answer_all(
     folder: Path,
     progress: Progress,
 ) -> list[Answer]:
-    """Return the answers in the order of the requests; those in the folder's journal are not asked again."""
+    """Return the answers in the order of the requests; those in the folder's journal are not asked
+    again."""
     requests = list(requests)
     journal = journal_of(writer, options, folder)
     known = {answer.key: answer for answer in journal.read()}

@@ -25,9 +25,8 @@ REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend t
 class Item:
     """A prompt, its right answer, and of multiple choice all `choices`, of which the answer is one.
 
-    Where choices differ in what precedes a common ending, as WinoGrande's do, each has a context of its own. The prompt
-    is the right one's context.
-    """
+    Where choices differ in what precedes a common ending, as WinoGrande's do, each has a context of
+    its own. The prompt is the right one's context."""
 
     prompt: str
     answer: str
@@ -41,13 +40,19 @@ class Item:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ItemError(f"{text[error.start]!r} is half a character; mend or remove it") from error
+                raise ItemError(
+                    f"{text[error.start]!r} is half a character; mend or remove it"
+                ) from error
         if not all(self.continuations):
             raise ItemError("an answer is empty; give every answer some text")
         if self.choices and self.answer not in self.choices:
             raise ItemError("the answer is none of the choices; write it as its choice is written")
-        if self.contexts and (self.prompt not in self.contexts or len(self.contexts) != len(self.choices)):
-            raise ItemError("the contexts do not fit; give each choice one, and the right one's as the prompt")
+        if self.contexts and (
+            self.prompt not in self.contexts or len(self.contexts) != len(self.choices)
+        ):
+            raise ItemError(
+                "the contexts do not fit; give each choice one, and the right one's as the prompt"
+            )
 
     @property
     def continuations(self) -> tuple[str, ...]:
@@ -66,12 +71,15 @@ class Item:
 
 
 def read_items(path: Path, strict: bool = False) -> list[Item]:
-    """Read the items of a JSONL file: objects with `prompt`, `answer` and, of multiple choice, `choices`.
+    """Read the items of a JSONL file: objects with `prompt`, `answer` and, of multiple choice,
+    `choices`.
 
     Lines that are none are left out with one warning, or refused if `strict`.
     """
     if not path.is_file():
-        raise CompressionError(f"{path} cannot be read (it is no file); name a JSONL file with items")
+        raise CompressionError(
+            f"{path} cannot be read (it is no file); name a JSONL file with items"
+        )
     items = []
     left_out = LeftOut(f"items of {path}", strict)
     for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows:
@@ -116,18 +124,24 @@ class TokenRow:
         return slice(self.start - 1, len(self.tokens) - 1)
 
 
-def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None) -> tuple[TokenRow, ...]:
-    """Return a row for each continuation, with the tokens that lm-eval makes, cut on the left as lm-eval cuts them.
+def rows_of(
+    item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
+) -> tuple[TokenRow, ...]:
+    """Return a row for each continuation, with the tokens that lm-eval makes, cut on the left as
+    lm-eval cuts them.
 
-    A model that takes `most` tokens is given that many, and the one after them is the last that it can be asked for.
-    Rows are cut one by one, so where one is and answers differ in length, they differ in `start`.
+    A model that takes `most` tokens is given that many, and the one after them is the last that it
+    can be asked for. Rows are cut one by one, so where one is and answers differ in length, they
+    differ in `start`.
 
-    Raises `ItemError` where prompt or answer have no token, and `CompressionError` for one that the model doesn't know.
-    """
+    Raises `ItemError` where prompt or answer have no token, and `CompressionError` for one that the
+    model doesn't know."""
     with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
         contexts = item.contexts or [item.prompt] * len(item.continuations)
         pairs = zip(contexts, item.continuations, strict=True)
-        rows = tuple(_row(context, continuation, tokenizer, most) for context, continuation in pairs)
+        rows = tuple(
+            _row(context, continuation, tokenizer, most) for context, continuation in pairs
+        )
     check_vocabulary(max(max(row.tokens) for row in rows), vocabulary)
     return rows
 
@@ -135,7 +149,8 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
 def tokenised(
     items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None, strict: bool = False
 ) -> list[tuple[Item, tuple[TokenRow, ...]]]:
-    """Return each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
+    """Return each item with its rows; those without tokens are left out with one warning, or
+    refused if `strict`."""
     questions = []
     left_out = LeftOut("items", strict)
     for item in items:
@@ -156,7 +171,9 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow
         before = list(tokenizer.encode(context, add_special_tokens=special))
         whole = list(tokenizer.encode(prompt + answer, add_special_tokens=special))
     else:  # the token that opens a text stands for the prompt, as with lm-eval
-        opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        opening = (
+            tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        )
         before = [] if opening is None else [int(opening)]
         whole = before + list(tokenizer.encode(prompt + answer, add_special_tokens=False))
     cut = 0 if most is None else max(0, len(whole) - most - 1)
@@ -165,13 +182,15 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow
     if not 0 < start < len(whole):
         shown = answer if len(answer) < 40 else f"{answer[:40]} ..."
         raise ItemError(
-            f"prompt or answer have no token of their own (answer {shown!r}), or are longer than the model takes"
+            f"prompt or answer have no token of their own (answer {shown!r}), or are longer than "
+            "the model takes"
         )
     return TokenRow(tuple(map(int, whole)), start)
 
 
 def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
-    """Return the log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
+    """Return the log likelihood [B] of each row's answer given its prompt, from logits [B, S,
+    V]."""
     likelihoods = []
     for row, of_row in zip(rows, logits, strict=False):
         logs = of_row[row.predicting].float().log_softmax(-1)
@@ -186,6 +205,7 @@ def is_greedy(logits: Tensor, row: TokenRow) -> bool:
 
 
 def positions(config: Any) -> int | None:
-    """Return the largest number of tokens that the model was made for; None if the config does not name it."""
+    """Return the largest number of tokens that the model was made for; None if the config does not
+    name it."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 1 else None

@@ -1,4 +1,5 @@
-"""A journal of answers: each is kept as it comes, so that a run which is killed asks nothing twice."""
+"""A journal of answers: each is kept as it comes, so that a run which is killed asks nothing
+twice."""
 
 import json
 from collections.abc import Iterator
@@ -32,4 +33,5 @@ class Journal:
         with wrap_full_disk(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(f"\n{json.dumps(plain_json(entry))}")  # the last line may have been cut off
+                # the last line may have been cut off
+                stream.write(f"\n{json.dumps(plain_json(entry))}")

@@ -1,12 +1,13 @@
-"""lm-eval's transformers model, watched: it reports progress, and stops at the first number that is not finite.
+"""lm-eval's transformers model, watched: it reports progress, and stops at the first number that is
+not finite.
 
-It is in memory, or answers log likelihoods from one streamed pass: equal inputs run once, and there are logits only
-where they count. Importing this module imports lm-eval. B rows of a batch, S tokens, N scored positions, H hidden size,
-V words of the vocabulary.
+It is in memory, or answers log likelihoods from one streamed pass: equal inputs run once, and there
+are logits only where they count. Importing this module imports lm-eval. B rows of a batch, S
+tokens, N scored positions, H hidden size, V words of the vocabulary.
 
-Or a server answers, by lm-eval's model of a completions API with requests of our own: several at once, and each answer
-kept as it comes, so that a run that a server's timeout ended goes on from what it has been answered.
-"""
+Or a server answers, by lm-eval's model of a completions API with requests of our own: several at
+once, and each answer kept as it comes, so that a run that a server's timeout ended goes on from
+what it has been answered."""
 
 import math
 import sys
@@ -45,23 +46,30 @@ from compressor.progress import Progress, Silent
 from compressor.prompt_date import dated_template
 from compressor.run_record import request_key
 
-CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
-CPU_TOKENS = 1024  # of a batch of scored items on a CPU: experts that get few tokens each compute slowly
-GPU_BATCH = 32  # rows of a streamed model where nobody says how many; all of the device but a layer is free for them
+# `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
+CPU_BATCH = 8
+# of a batch of scored items on a CPU: experts that get few tokens each compute slowly
+CPU_TOKENS = 1024
+# rows of a streamed model where nobody says how many; all of the device but a layer is free for
+# them
+GPU_BATCH = 32
 LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
 TOGETHER = 256  # positions whose probabilities are held at once
-WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what is beyond goes to disk
+# a part this large of free memory holds hidden states; what is beyond goes to disk
+WAITING_SHARE = 4
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
 MOST_STOPS = 4  # that a chat may name
 # a digest, and the text, the text and whether it is cut, or the log-likelihood
 LINE = TypeAdapter(tuple[str, str | tuple[str, bool] | tuple[FiniteFloat, bool]])
 
 TokenPair = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
-Likelihood = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
+# log likelihood in nats, and whether every token of it is the argmax
+Likelihood = tuple[float, bool]
 
 
 class Watched(TemplateLM):
-    """One of lm-eval's models that reports progress and refuses a log-likelihood that is not finite."""
+    """One of lm-eval's models that reports progress and refuses a log-likelihood that is not
+    finite."""
 
     tok_encode: Any  # of lm-eval's model
     sampling_seed = 0
@@ -86,13 +94,15 @@ class Watched(TemplateLM):
         self.answered.advance("")
 
     def check_logits(self, module: Any, inputs: Any, output: Any) -> None:
-        """Refuse NaN where the next token is chosen, which would choose one in silence: [B, S, V]."""
+        """Refuse NaN where the next token is chosen, which would choose one in silence: [B, S,
+        V]."""
         if not bool((output.logits[:, -1] < torch.inf).all()):
             raise self.fault("logits that are NaN or infinite")
 
     def fault(self, what: str) -> CompressionError:
         return CompressionError(
-            f"{self.label} gives {what} on task {self.task!r}, so its results mean nothing; check its weights, or "
+            f"{self.label} gives {what} on task {self.task!r}, so its results mean nothing; check "
+            "its weights, or "
             "pass --dtype float32 if they are sound"
         )
 
@@ -103,7 +113,8 @@ class Watched(TemplateLM):
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
         self.start(len(requests))
         encode = self.tok_encode
-        # the prefix token already opens each text, and a tokenizer that does so too would open it twice
+        # the prefix token already opens each text, and a tokenizer that does so too would open it
+        # twice
         self.tok_encode = partial(encode, add_special_tokens=False)
         try:
             return HFLM.loglikelihood_rolling(self, requests, disable_tqdm=True)
@@ -122,18 +133,22 @@ class WatchedModel(Watched, HFLM):
     reached: deque[bool]  # of a batch's answers to come: whether they reached the token limit
 
     # refuses a checkpoint that lacks weights: they would be random
-    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
+    AUTO_MODEL_CLASS = SimpleNamespace(
+        from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings)
+    )
 
     def _get_config(self, *arguments: Any, **named: Any) -> None:
         super()._get_config(*arguments, **named)
-        if hasattr(self.config, "quantization_config"):  # the model is loaded dequantised, and lm-eval need not read it
+        # the model is loaded dequantised, and lm-eval need not read it
+        if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> Any:
         return CPU_BATCH if self.device.type == "cpu" else super()._detect_batch_size(requests, pos)
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Any) -> Any:
-        """Return the rows of the batch that holds a request: on a CPU by the length of its first, longest row."""
+        """Return the rows of the batch that holds a request: on a CPU by the length of its first,
+        longest row."""
         if self.device.type != "cpu":
             return super()._batch_scheduler(pos, n_reordered_requests)
         if pos == 0:
@@ -145,11 +160,14 @@ class WatchedModel(Watched, HFLM):
             self.batch_begin = pos + 1
         return rows
 
-    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> Any:
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **named: Any) -> Any:
-        """Return context and answers as tokens, [B, S]; an answer that has no end is as long as it may be."""
+        """Return context and answers as tokens, [B, S]; an answer that has no end is as long as it
+        may be."""
         with self.model.register_forward_hook(self.check_logits):
             tokens = super()._model_generate(context, max_length, stop, **named)
         ends = self.model.generation_config.eos_token_id
@@ -170,12 +188,14 @@ class WatchedModel(Watched, HFLM):
 def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, Any]:
     """Return the arguments of lm-eval's model on chat templates and thinking.
 
-    Raises `CompressionError` for a tokenizer that transformers makes up, which lm-eval would not refuse.
-    """
+    Raises `CompressionError` for a tokenizer that transformers makes up, which lm-eval would not
+    refuse."""
     templates = templates_of(load_tokenizer(source.folder))
     name = options.apply_chat_template
     # lm-eval itself takes a template's name and renders the default one
-    chosen = {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
+    chosen = (
+        {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
+    )
     chosen |= dated_template(templates, str(name) if chosen else "default")
     return {
         "enable_thinking": options.enable_thinking,
@@ -194,12 +214,15 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
         device=str(device),
         dtype=options.dtype,
         batch_size=options.batch_size,
-        softmax_dtype="float32",  # sums in bfloat16 would round a perplexity by more than a compression costs
+        # sums in bfloat16 would round a perplexity by more than a compression costs
+        softmax_dtype="float32",
         **chat,
     )
     try:
         if torch.device(model.device).type != device.type:
-            raise CompressionError(f"lm-eval cannot use device {options.device!r}; pass --device cpu or cuda")
+            raise CompressionError(
+                f"lm-eval cannot use device {options.device!r}; pass --device cpu or cuda"
+            )
         yield model
     finally:
         model._model = None
@@ -209,7 +232,8 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Tokens [S] that a model runs once, and the continuations that end with the token it predicts last."""
+    """Tokens [S] that a model runs once, and the continuations that end with the token it predicts
+    last."""
 
     tokens: tuple[int, ...]
     continuations: tuple[tuple[int, tuple[int, ...]], ...]  # each with the number of its request
@@ -221,7 +245,8 @@ class Input:
 
 
 def inputs_of(requests: Sequence[TokenPair], most: int) -> list[Input]:
-    """Return the different inputs of all requests, longest first, cut on the left to `most` tokens like lm-eval's.
+    """Return the different inputs of all requests, longest first, cut on the left to `most` tokens
+    like lm-eval's.
 
     The answers A and B to one question differ in their last token alone, so they share an input.
     """
@@ -234,7 +259,8 @@ def inputs_of(requests: Sequence[TokenPair], most: int) -> list[Input]:
 
 
 def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[Input]]:
-    """Split inputs in order into batches of at most so many rows and scored positions, one row at the least."""
+    """Split inputs in order into batches of at most so many rows and scored positions, one row at
+    the least."""
     batches: list[list[Input]] = []
     left = 0
     for row in inputs:
@@ -247,7 +273,8 @@ def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[
 
 
 def score(logits: Tensor, tokens: Sequence[int]) -> Likelihood:
-    """Return the answer of a continuation that ends where the logits [N, V] of its row do, of at most N tokens."""
+    """Return the answer of a continuation that ends where the logits [N, V] of its row do, of at
+    most N tokens."""
     targets = torch.tensor(tokens, device=logits.device)[:, None]
     scored = logits[-len(tokens) :]
     value = 0.0
@@ -257,7 +284,8 @@ def score(logits: Tensor, tokens: Sequence[int]) -> Likelihood:
 
 
 class _LikelihoodVisitor(LayerVisitor):
-    """Collect answers where a batch reaches the head, which computes logits of the scored positions alone."""
+    """Collect answers where a batch reaches the head, which computes logits of the scored positions
+    alone."""
 
     repeatable = True
 
@@ -267,7 +295,8 @@ class _LikelihoodVisitor(LayerVisitor):
         self.is_selected = False  # the head sees the scored positions alone
 
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
-        """Return the scored positions alone: [B, S, H] -> [1, N, H]; inputs of another form stay as they are."""
+        """Return the scored positions alone: [B, S, H] -> [1, N, H]; inputs of another form stay as
+        they are."""
         hidden = args[0]
         batch = self.batches[self.at.batch]
         self.is_selected = hidden.shape[:-1] == (len(batch), len(batch[0].tokens))
@@ -285,7 +314,8 @@ class _LikelihoodVisitor(LayerVisitor):
 
 
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
-    """Return each row's scored positions, the last ones of its own tokens: [B, S, ...] -> [N, ...]."""
+    """Return each row's scored positions, the last ones of its own tokens: [B, S, ...] -> [N,
+    ...]."""
     spans = []
     for row, of_row in zip(batch, values, strict=True):
         end = len(row.tokens)
@@ -294,7 +324,8 @@ def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
 
 
 class StreamedModel(WatchedModel):
-    """A causal language model that answers requests of likelihood alone, one layer in memory at a time."""
+    """A causal language model that answers requests of likelihood alone, one layer in memory at a
+    time."""
 
     def __init__(self, opened: OpenModel, rows: int, **chat: Any) -> None:
         self.opened = opened
@@ -303,16 +334,19 @@ class StreamedModel(WatchedModel):
         super().__init__(
             pretrained=str(opened.source.folder.resolve()),
             device=str(opened.partial.device),
-            batch_size=sys.maxsize,  # all windows of long texts come at once, to be cut into batches here
+            # all windows of long texts come at once, to be cut into batches here
+            batch_size=sys.maxsize,
             **chat,
         )
 
     def variants(self, batches: Sequence[Sequence[Input]]) -> Sequence[LayerVisitor]:
-        """Return what has a variant of the model answer the batches; nothing for the model as it is."""
+        """Return what has a variant of the model answer the batches; nothing for the model as it
+        is."""
         return ()
 
     def _create_model(self, *_: Any, **settings: Any) -> None:
-        self._model = SimpleNamespace(config=self.config, to=lambda device: None)  # for what lm-eval asks of a model
+        # for what lm-eval asks of a model
+        self._model = SimpleNamespace(config=self.config, to=lambda device: None)
 
     def watch(self, label: str, task: str, progress: Progress) -> None:
         """Report progress in layers, not in answers."""
@@ -329,10 +363,13 @@ class StreamedModel(WatchedModel):
         pairs = [(before, after) for _, before, after in requests]
         for before, after in pairs:
             if not before or not after:
-                raise CompressionError("an item has a prompt or an answer without a token; give both some text")
+                raise CompressionError(
+                    "an item has a prompt or an answer without a token; give both some text"
+                )
             if len(after) > self.max_length:
                 raise CompressionError(
-                    f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; shorten it"
+                    f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; "
+                    "shorten it"
                 )
         model = self.opened
         positions = LOGIT_BYTES // (4 * model.vocabulary)
@@ -344,12 +381,26 @@ class StreamedModel(WatchedModel):
         # padded on the right: what follows a token does not reach it, so no mask is needed
         tokens = []
         for batch in batches:
-            tokens.append(pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True))
+            tokens.append(
+                pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True)
+            )
         visitor = _LikelihoodVisitor(batches)
         phase = f"Evaluating {self.label} on {self.task}, layer by layer"
         head = head_of(model.partial.model)
-        with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
-            streamed = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
+        with (
+            head.register_forward_pre_hook(visitor.before_head)
+            if head is not None
+            else nullcontext()
+        ):
+            streamed = Pass(
+                model,
+                tokens,
+                self.layers,
+                phase,
+                to_end=True,
+                shared=True,
+                activation_budget=budget,
+            )
             streamed.run(*self.variants(batches), visitor)
         answers = dict(ChainMap(*ranks().all_gather(visitor.answers)))
         for number, (request, _, _) in enumerate(requests):
@@ -365,7 +416,9 @@ def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[
     opened = open_model(source, options.dtype, options.device)
     usual = CPU_BATCH if opened.partial.device.type == "cpu" else GPU_BATCH
     try:
-        yield StreamedModel(opened, usual if isinstance(options.batch_size, str) else options.batch_size, **chat)
+        yield StreamedModel(
+            opened, usual if isinstance(options.batch_size, str) else options.batch_size, **chat
+        )
     finally:
         opened.partial.release("")
         free(opened.partial.device)
@@ -387,7 +440,8 @@ class ChatPrompt(str):
 
 
 class ServedModel(Watched, LocalCompletionsAPI):
-    """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
+    """A served model whose log-likelihoods are those of its own tokens, and texts as the server
+    ends them."""
 
     # what the constructor of lm-eval's model would set
     tokenizer_backend = "huggingface"
@@ -397,7 +451,9 @@ class ServedModel(Watched, LocalCompletionsAPI):
     _max_gen_toks = 256
     batch_size = sys.maxsize  # all windows of long texts are asked together
 
-    def __init__(self, server: Server, source: ModelSource, options: EvaluationOptions, journal: Journal) -> None:
+    def __init__(
+        self, server: Server, source: ModelSource, options: EvaluationOptions, journal: Journal
+    ) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
@@ -416,14 +472,17 @@ class ServedModel(Watched, LocalCompletionsAPI):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Likelihood]:
-        """Return the answers to requests of a cache key, a context's tokens and a continuation's tokens."""
+        """Return the answers to requests of a cache key, a context's tokens and a continuation's
+        tokens."""
         questions = []
         for _, context, continuation in requests:
             tokens = [*context, *continuation][-self.max_length - 1 :]
             begin = max(1, len(tokens) - len(continuation))
             payload = self._create_payload(self._prompt(tokens), seed=self.sampling_seed)
             questions.append(
-                ServedQuestion(request_key(payload, begin), payload, partial(self._likelihood, tokens, begin))
+                ServedQuestion(
+                    request_key(payload, begin), payload, partial(self._likelihood, tokens, begin)
+                )
             )
         is_item = bool(requests) and requests[0][0] is not None  # not a window of a longer text
         return self._answers(questions, is_item)
@@ -436,7 +495,11 @@ class ServedModel(Watched, LocalCompletionsAPI):
             room = max(1, self.max_length + 1 - settings["max_gen_toks"])
             prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
             payload = self._create_payload(
-                self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self.sampling_seed, eos=self.eos_string
+                self._prompt(prompt),
+                generate=True,
+                gen_kwargs=settings,
+                seed=self.sampling_seed,
+                eos=self.eos_string,
             )
             payload |= self.server.plain
             read = partial(self._text, payload["stop"])
@@ -451,7 +514,9 @@ class ServedModel(Watched, LocalCompletionsAPI):
                 self.cut.add(request.args[0])
         return answers
 
-    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> ChatPrompt:
+    def apply_chat_template(
+        self, chat_history: Any, add_generation_prompt: bool = True
+    ) -> ChatPrompt:
         """Return the messages, and their text by the tokenizer's template if it has one."""
         prompt = ChatPrompt()
         if has_chat_template(self.tokenizer):
@@ -459,8 +524,11 @@ class ServedModel(Watched, LocalCompletionsAPI):
         prompt.messages = chat_history
         return prompt
 
-    def _chat_payload(self, payload: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the payload of a chat for that of a text; an unfinished answer goes on where it ends."""
+    def _chat_payload(
+        self, payload: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the payload of a chat for that of a text; an unfinished answer goes on where it
+        ends."""
         chat = {name: value for name, value in payload.items() if name != "prompt"}
         chat["messages"] = messages
         chat["stop"] = payload["stop"][:MOST_STOPS]
@@ -471,27 +539,40 @@ class ServedModel(Watched, LocalCompletionsAPI):
         return chat
 
     def _text(self, stops: Sequence[str], response: Completion | Chat) -> tuple[str, bool]:
-        """Return an answer without thinking, ended like one of lm-eval's own model, and True if it has no end."""
+        """Return an answer without thinking, ended like one of lm-eval's own model, and True if it
+        has no end."""
         choice = response.choices[0]
         text = choice.text if isinstance(choice, TextChoice) else choice.message.text
         end = self.options.think_end_token
         if str(end).isdigit():
             end = self.tokenizer.decode([int(str(end))])
-        return str(postprocess_generated_text(text, list(stops), end)), choice.finish_reason == "length"
+        return str(
+            postprocess_generated_text(text, list(stops), end)
+        ), choice.finish_reason == "length"
 
     def _prompt(self, prompt: Any) -> Any:
         """Return token ids unchanged if the server takes them, else their text."""
-        return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        return (
+            prompt
+            if self.tokenized_requests or isinstance(prompt, str)
+            else self.tokenizer.decode(prompt)
+        )
 
     def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> Likelihood:
-        pieces = None if self.tokenized_requests else [self.tokenizer.decode([token]) for token in tokens]
+        pieces = (
+            None
+            if self.tokenized_requests
+            else [self.tokenizer.decode([token]) for token in tokens]
+        )
         scores = PromptScores.of(response.choices[0].logprobs, len(tokens), pieces)
         likelihood = None if scores is None else scores.likelihood(begin)
         if likelihood is not None:
             return likelihood
         raise CompressionError(
-            f"task {self.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, and "
-            f"{self.server.label} gives others: it hides the token that opens a text, cuts long prompts, or has "
+            f"task {self.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, "
+            "and "
+            f"{self.server.label} gives others: it hides the token that opens a text, cuts long "
+            "prompts, or has "
             "another tokenizer; name another task, or serve the model by vLLM"
         )
 
@@ -503,8 +584,12 @@ class ServedModel(Watched, LocalCompletionsAPI):
             if question.key in answers:
                 return question.key, answers[question.key]
             if "messages" in question.payload:
-                return question.key, question.read(self.server.ask("/chat/completions", Chat, question.payload))
-            return question.key, question.read(self.server.ask("/completions", Completion, question.payload))
+                return question.key, question.read(
+                    self.server.ask("/chat/completions", Chat, question.payload)
+                )
+            return question.key, question.read(
+                self.server.ask("/completions", Completion, question.payload)
+            )
 
         for key, answer in self.server.all(questions, ask, self.at_once):
             if key not in answers:
@@ -525,7 +610,11 @@ def served_model(
 
 
 def lm_eval_model(
-    source: ModelSource, options: EvaluationOptions, streamed: bool, server: Server | None, journal: Path | None
+    source: ModelSource,
+    options: EvaluationOptions,
+    streamed: bool,
+    server: Server | None,
+    journal: Path | None,
 ) -> AbstractContextManager[Watched]:
     """Open the model that answers lm-eval: a server's, or a checkpoint's, streamed or in memory."""
     if server is not None and journal is not None:

@@ -1,8 +1,7 @@
 """Evaluates a model with lm-eval, item by item: one metric, one number an item, greater is better.
 
-Results are stored, and taken from an earlier run of the same model, task and options. A model that does not fit into
-memory, or is shared by several ranks, answers layer by layer.
-"""
+Results are stored, and taken from an earlier run of the same model, task and options. A model that
+does not fit into memory, or is shared by several ranks, answers layer by layer."""
 
 import logging
 import math
@@ -20,7 +19,12 @@ import torch
 from compressor.answers.forms import SERVED, TaskForm, task_forms
 from compressor.answers.scores import HASH_DIGITS, REPORT, AnsweredItem, ItemScores, Kind
 from compressor.answers.server import Server, served_facts
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask, aggregates_perplexity, quiet_lm_eval
+from compressor.answers.tasks import (
+    EvaluationOptions,
+    EvaluationTask,
+    aggregates_perplexity,
+    quiet_lm_eval,
+)
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
@@ -39,14 +43,21 @@ logger = logging.getLogger(__name__)
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits take
 PACKAGES = ("lm-eval", "torch", "transformers")
 PACKAGE = "moe-compressor"  # whose own code asks a server
-REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
-READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
+REMEDIES = (
+    "pass --stream, a smaller --batch-size, or --device cpu",
+    "see whether lm-eval alone can do it",
+)
+# files beside the weights that decide what a model answers
+READ_WHOLE = (".json", ".jinja", ".model", ".txt")
 
 Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
-PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats as the other perplexities are
+# the same items, told in nats as the other perplexities are
+PER_BYTE = {"bits_per_byte": "byte_perplexity"}
 
 
-def item_scores(task: EvaluationTask, samples: Mapping[str, Rows], cut_is_wrong: bool = False) -> ItemScores:
+def item_scores(
+    task: EvaluationTask, samples: Mapping[str, Rows], cut_is_wrong: bool = False
+) -> ItemScores:
     """Return the results of one model on a task, or on all parts of a group under one metric.
 
     With `cut_is_wrong` an answer that reached the token limit scores 0.
@@ -62,7 +73,8 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows], cut_is_wrong:
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
     if negated and cut_is_wrong:
         raise CompressionError(
-            f"task {task.name!r} scores by {metric}, of which less is better, so no score is that of a wrong answer; "
+            f"task {task.name!r} scores by {metric}, of which less is better, so no score is that "
+            "of a wrong answer; "
             "leave out --cut-counts-as-wrong"
         )
     items = []
@@ -73,7 +85,8 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows], cut_is_wrong:
             value, weight = result if isinstance(result, tuple) else (result, 1)
             if not math.isfinite(value):
                 raise CompressionError(
-                    f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
+                    f"task {part!r} gives item {number} a {metric} of {value}; check the model, "
+                    "or name another task"
                 )
             name = f"{part}/{number}" if task.grouped else str(number)
             score = -float(value) if negated else float(value)
@@ -113,9 +126,12 @@ def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
 
 
 def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) -> tuple[str, Kind]:
-    """Return the `named` metric, or the first that gives every item of every part a number, and its kind."""
+    """Return the `named` metric, or the first that gives every item of every part a number, and its
+    kind."""
     first = next(iter(task.parts))
-    names = dict.fromkeys([named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
+    names = dict.fromkeys(
+        [named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"])
+    )
     for name in names:
         kinds = set()
         for part, task_object in task.parts.items():
@@ -125,13 +141,15 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
         if kind is not None and not others:
             return name, kind
     raise CompressionError(
-        f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), so models cannot be "
+        f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), "
+        "so models cannot be "
         "compared item by item; name another task"
     )
 
 
 def _kind(value: Any, is_perplexity: bool) -> Kind | None:
-    """Return the kind of an item's value; None for a value that does not belong to the item alone."""
+    """Return the kind of an item's value; None for a value that does not belong to the item
+    alone."""
     if isinstance(value, tuple) and len(value) == 2:
         return "likelihood" if is_perplexity else None
     if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
@@ -139,7 +157,9 @@ def _kind(value: Any, is_perplexity: bool) -> Kind | None:
     return "likelihood" if is_perplexity else "score"
 
 
-def identity(source: ModelSource, server: Server | None = None, digests: bool = False) -> dict[str, Any]:
+def identity(
+    source: ModelSource, server: Server | None = None, digests: bool = False
+) -> dict[str, Any]:
     """Return facts that decide a model's answers: a commit on the Hub, or the files of a folder.
 
     Facts of a served model are those that its server reports. With the SHA-256
@@ -149,12 +169,18 @@ def identity(source: ModelSource, server: Server | None = None, digests: bool = 
         return served_facts(server, source.folder)
     if source.revision is not None:
         return {"repository": source.name, "commit": source.revision}
-    texts = [path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()]
-    files = {path.name: file_digest(path) for path in sorted(texts) if path.name not in (REPORT, GOLDEN)}
+    texts = [
+        path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()
+    ]
+    files = {
+        path.name: file_digest(path) for path in sorted(texts) if path.name not in (REPORT, GOLDEN)
+    }
     weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
     facts: dict[str, Any] = {"weights": weights, "files": files}
     if digests:
-        facts["digests"] = {str(name): file_digest(source.folder / str(name)) for name, *_ in weights}
+        facts["digests"] = {
+            str(name): file_digest(source.folder / str(name)) for name, *_ in weights
+        }
     return facts
 
 
@@ -168,7 +194,8 @@ class TaskEvaluation:
     server: Server | None = None  # that answers for the model
     journal: Path | None = None  # its answers, until all tasks have their results
     streamed: bool = False  # one layer in memory at a time
-    files: Mapping[str, Mapping[Path, Any]] = field(default_factory=dict)  # by task: where its result is kept, with key
+    # by task: where its result is kept, with key
+    files: Mapping[str, Mapping[Path, Any]] = field(default_factory=dict)
     known: Mapping[str, ItemScores] = field(default_factory=dict)
     forms: Mapping[str, TaskForm] = field(default_factory=dict)  # by task
 
@@ -192,21 +219,38 @@ class TaskEvaluation:
 
             opening = lm_eval_model(self.source, options, self.streamed, self.server, self.journal)
             progress.start(f"{'Opening' if self.streamed else 'Loading'} {label}", 1)
-            with wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES), opening as model:
+            with (
+                wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES),
+                opening as model,
+            ):
                 progress.advance("")
-                for together in [self.missing] if self.streamed else [(task,) for task in self.missing]:
+                for together in (
+                    [self.missing] if self.streamed else [(task,) for task in self.missing]
+                ):
                     names = ", ".join(task.name for task in together)
-                    with wrap_faults(f"{label} could not be evaluated on task {names!r}", *REMEDIES):
+                    with wrap_faults(
+                        f"{label} could not be evaluated on task {names!r}", *REMEDIES
+                    ):
                         model.watch(label, names, progress)
                         begin = time.perf_counter()
-                        form = forms[together[0].name]  # streamed tasks, all of them scored, have one
-                        repeats = [_evaluated(model, together, options, form, at) for at in range(form.repeats)]
-                        seconds = (time.perf_counter() - begin) / sum(task.items(options.limit) for task in together)
+                        # streamed tasks, all of them scored, have one
+                        form = forms[together[0].name]
+                        repeats = [
+                            _evaluated(model, together, options, form, at)
+                            for at in range(form.repeats)
+                        ]
+                        seconds = (time.perf_counter() - begin) / sum(
+                            task.items(options.limit) for task in together
+                        )
                         for task in together:
                             wrong = options.cut_counts_as_wrong and task.generates
-                            scores = mean_scores([item_scores(task, samples, wrong) for samples in repeats])
+                            scores = mean_scores(
+                                [item_scores(task, samples, wrong) for samples in repeats]
+                            )
                             took = seconds * len(scores.items)
-                            results[task.name] = replace(scores, streamed=self.streamed, seconds=took)
+                            results[task.name] = replace(
+                                scores, streamed=self.streamed, seconds=took
+                            )
                             self._store(results[task.name])
         return {task.name: results[task.name] for task in self.tasks}
 
@@ -217,13 +261,23 @@ class TaskEvaluation:
         for path, key in self.files.get(scores.task, {}).items():
             error = write_cached(path, {"key": key, "scores": asdict(scores)})
             if error:
-                logger.warning("the results on %s could not be stored in %s: %s", scores.task, path.parent, error)
+                logger.warning(
+                    "the results on %s could not be stored in %s: %s",
+                    scores.task,
+                    path.parent,
+                    error,
+                )
 
 
 def _evaluated(
-    model: Any, tasks: Sequence[EvaluationTask], options: EvaluationOptions, form: TaskForm, repeat: int
+    model: Any,
+    tasks: Sequence[EvaluationTask],
+    options: EvaluationOptions,
+    form: TaskForm,
+    repeat: int,
 ) -> Mapping[str, Rows]:
-    """Return a model's samples on tasks of one form; each `repeat` has a sampling seed of its own."""
+    """Return a model's samples on tasks of one form; each `repeat` has a sampling seed of its
+    own."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -263,11 +317,13 @@ def plan_evaluation(
     server: Server | None = None,
     content: Mapping[str, Any] | None = None,
 ) -> TaskEvaluation:
-    """Plan an evaluation, with results of earlier runs from the folder `cache`, also those of the same `content`.
+    """Plan an evaluation, with results of earlier runs from the folder `cache`, also those of the
+    same `content`.
 
     Raises `CompressionError` for a missing task that cannot be answered the way that it has to be.
     """
-    facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
+    # all that a result depends on, and:
+    facts = {"options": options.facts(), "packages": versions(PACKAGES)}
     if server is not None:
         facts["package"] = versions((PACKAGE,))
     forms = task_forms(source, server, tasks, options)
@@ -290,13 +346,17 @@ def plan_evaluation(
     for task in missing:
         if server is not None and forms[task.name].chat_template == SERVED:
             server.check_chat(task.name)
-        if streamed and "generate_until" in task.kinds:  # all layers would be read anew for every token
+        # all layers would be read anew for every token
+        if streamed and "generate_until" in task.kinds:
             size = human_bytes(weight_bytes(source, options.dtype))
             raise CompressionError(
-                f"task {task.name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
+                f"task {task.name!r} writes its answers, which needs all {size} of {source.label} "
+                "in memory; name "
                 "tasks of multiple choice or likelihood, or pass --no-stream"
             )
-    return TaskEvaluation(source, tuple(tasks), options, server, journal, streamed, files, known, forms)
+    return TaskEvaluation(
+        source, tuple(tasks), options, server, journal, streamed, files, known, forms
+    )
 
 
 def _stored(files: Iterable[Path]) -> ItemScores | None:
@@ -316,21 +376,28 @@ def weight_bytes(source: ModelSource, dtype: str) -> int:
 
 
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:
-    """Return True if the model is to be streamed: as the options say, by several ranks, or where it does not fit.
+    """Return True if the model is to be streamed: as the options say, by several ranks, or where it
+    does not fit.
 
     Raises `CompressionError` where several ranks are asked not to.
     """
     if ranks().is_alone:
-        return options.stream if options.stream is not None else not fits_whole(source, options.dtype, options.device)
+        return (
+            options.stream
+            if options.stream is not None
+            else not fits_whole(source, options.dtype, options.device)
+        )
     if options.stream is False:
         raise CompressionError(
-            "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
+            "several ranks answer layer by layer; leave out --no-stream, or start it without "
+            "torchrun"
         )
     return True
 
 
 def fits_whole(source: ModelSource, dtype: str, device: str) -> bool:
-    """Return True if the stock loader can hold the model in the machine's memory, and in the device's own."""
+    """Return True if the stock loader can hold the model in the machine's memory, and in the
+    device's own."""
     budgets = map(memory_budget, (torch.device("cpu"), pick_device(device)))
     needed = weight_bytes(source, dtype) + HEADROOM
     return all(budget is None or needed <= budget for budget in budgets)

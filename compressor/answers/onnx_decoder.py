@@ -1,7 +1,7 @@
 """Continues a prompt with an ONNX export, token by token.
 
-Names, shapes and dtypes are the graph's own, so that any layout of a cache works. V words of the vocabulary.
-"""
+Names, shapes and dtypes are the graph's own, so that any layout of a cache works. V words of the
+vocabulary."""
 
 import logging
 import time
@@ -23,7 +23,8 @@ from compressor.model.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
-RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))  # of a cache: in -> out
+# of a cache: in -> out
+RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))
 DTYPES = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
@@ -43,13 +44,15 @@ class OnnxDecoder:
     """
 
     def __init__(self, session: Any, rows: int = 1) -> None:
-        """Find the caches of so many texts; raises `CompressionError` for a graph that is no decoder."""
+        """Find the caches of so many texts; raises `CompressionError` for a graph that is no
+        decoder."""
         self._session = session
         self._inputs = {entry.name: entry for entry in session.get_inputs()}
         outputs = {entry.name for entry in session.get_outputs()}
         if TOKENS not in self._inputs or LOGITS not in outputs:
             raise CompressionError(
-                f"{GRAPH} has no input {TOKENS!r} or no output {LOGITS!r}; export a causal language model"
+                f"{GRAPH} has no input {TOKENS!r} or no output {LOGITS!r}; export a causal "
+                "language model"
             )
         self._next = dict[str, str]()  # by input: the output with its next value
         self._caches = dict[str, Any]()  # by input: its value now
@@ -60,10 +63,12 @@ class OnnxDecoder:
             output = next((candidate for candidate in renamed if candidate in outputs), None)
             if output is None:
                 raise CompressionError(
-                    f"{GRAPH}: nothing is known to feed its input {name!r} with, and no output gives its next "
+                    f"{GRAPH}: nothing is known to feed its input {name!r} with, and no output "
+                    "gives its next "
                     "value; export the model again"
                 )
-            # no past before the first token, zeros along axes that are fixed; a name is that of a length that may vary
+            # no past before the first token, zeros along axes that are fixed; a name is that of a
+            # length that may vary
             shape = [
                 size if isinstance(size, int) else rows * (axis == 0 or "batch" in (size or ""))
                 for axis, size in enumerate(entry.shape)
@@ -85,7 +90,8 @@ class OnnxDecoder:
         return logits[0, -1].to("cpu", torch.float32, copy=True)
 
     def run(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits [B, S, V] of tokens [B, S] after P in the caches, with the mask [B, P + S] of all."""
+        """Return the logits [B, S, V] of tokens [B, S] after P in the caches, with the mask [B, P +
+        S] of all."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         inputs = {TOKENS: tokens, MASK: mask, POSITIONS: positions}
         fed = {
@@ -93,7 +99,9 @@ class OnnxDecoder:
             for name, value in inputs.items()
             if name in self._inputs
         }
-        logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
+        logits, *caches = self._session.run_with_ort_values(
+            [LOGITS, *self._next.values()], fed | self._caches
+        )
         self._caches = dict(zip(self._next, caches, strict=True))
         computed: Tensor = torch.utils.dlpack.from_dlpack(logits)
         return computed
@@ -107,14 +115,19 @@ def ort_value(tensor: Tensor) -> Any:
 
 
 def providers(device: str, available: Sequence[str]) -> list[Any]:
-    """Return the execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not installed."""
+    """Return the execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not
+    installed."""
     cpu = "CPUExecutionProvider"
     cuda = "CUDAExecutionProvider"
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (number and not number.isdecimal()):
-        raise CompressionError(f"ONNX Runtime has no device {device!r} here; pass --device cpu, cuda or auto")
+        raise CompressionError(
+            f"ONNX Runtime has no device {device!r} here; pass --device cpu, cuda or auto"
+        )
     if kind == "cuda" and cuda not in available:
-        raise CompressionError(f"device {device!r} needs onnxruntime-gpu, which is not installed; pass --device cpu")
+        raise CompressionError(
+            f"device {device!r} needs onnxruntime-gpu, which is not installed; pass --device cpu"
+        )
     if kind == "cpu" or cuda not in available:
         return [cpu]
     return [(cuda, {"device_id": int(number or 0)}), cpu]
@@ -129,26 +142,32 @@ def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
 
 
 def open_session(path: Path, settings: Any, chosen: Sequence[Any]) -> Any:
-    """Open a graph with these execution providers; raises `CompressionError` if ONNX Runtime cannot read it."""
+    """Open a graph with these execution providers; raises `CompressionError` if ONNX Runtime cannot
+    read it."""
     import onnxruntime
 
     settings.log_severity_level = 4  # what fails is raised, too
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=chosen)
     except Exception as error:  # ONNX Runtime's exceptions share no class
-        raise CompressionError(f"ONNX Runtime cannot read {path}: {reason_of(error)}; export it again") from error
+        raise CompressionError(
+            f"ONNX Runtime cannot read {path}: {reason_of(error)}; export it again"
+        ) from error
 
 
 def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Turn tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
+    """Turn tokens into text as they come; the pieces joined are the decoded whole, less the text of
+    `before`.
 
-    All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge a run of bytes as
-    one. What is out stays, also where such a decoder takes it back. A character comes out once it is whole.
-    """
+    All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge
+    a run of bytes as one. What is out stays, also where such a decoder takes it back. A character
+    comes out once it is whole."""
     seen = list(before)
 
     def decode() -> str:
-        return str(tokenizer.decode(seen, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(seen, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     shown = len(decode())
     for token in tokens:
@@ -202,22 +221,28 @@ class Continuation:
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
 
 
-def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str = "auto") -> Continuation:
+def prepare(
+    folder: Path, prompt: str, options: GenerationOptions, device: str = "auto"
+) -> Continuation:
     """Read the prompt and open the graph; every fault is a `CompressionError`."""
     if not (folder / GRAPH).is_file():
         raise CompressionError(
-            f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors checkpoint by "
+            f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors "
+            "checkpoint by "
             "transformers"
         )
     tokenizer = load_tokenizer(folder)
     facts = read_facts(folder, tokenizer)
     ids = tokens_of(Prompt.of(prompt, where="the prompt"), tokenizer, options.chat)
-    in_a_sentence = wrap_faults(f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can")
+    in_a_sentence = wrap_faults(
+        f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can"
+    )
     decoder = in_a_sentence(onnx_decoder(folder, device))
     most = options.max_new_tokens
     if facts.positions is not None and len(ids) + most > facts.positions:
         logger.warning(
-            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; what "
+            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the "
+            "model was made for; what "
             "comes after them may be nonsense",
             len(ids),
             most,

@@ -13,8 +13,14 @@ from compressor.extras import TASKS, require
 from compressor.options import NamedOptions, one_or_several, separated
 from compressor.records import check_fields, number
 
-SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
-TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as lm-eval reads them
+SEEDS = {
+    "random_seed": 0,
+    "numpy_random_seed": 1234,
+    "torch_random_seed": 1234,
+    "fewshot_random_seed": 1234,
+}
+# as lm-eval reads them
+TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NEW_TOKENS = 512  # default limit of an answer, where half of the model's positions are no fewer
 
 
@@ -36,7 +42,9 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            raise CompressionError("--top-p and --top-k have no effect without sampling; add --temperature 1")
+            raise CompressionError(
+                "--top-p and --top-k have no effect without sampling; add --temperature 1"
+            )
 
     def facts(self, *names: str) -> dict[str, Any]:
         """Return some of the options by name."""
@@ -47,8 +55,8 @@ class AnswerOptions(NamedOptions):
     """Prompts, and how models answer them."""
 
     prompts: tuple[str, ...] = ()
-    """Prompts that both models answer, as SOURCE or SOURCE=DOMAIN. A text, JSONL or parquet file, a data set or 'demo'.
-    May be repeated. Of a chat all but the last answer."""
+    """Prompts that both models answer, as SOURCE or SOURCE=DOMAIN. A text, JSONL or parquet file, a
+    data set or 'demo'. May be repeated. Of a chat all but the last answer."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Tokens of an answer, at most (default: 512, or half of the model's positions)."""
     temperature: float = Field(0.0, ge=0)
@@ -71,24 +79,29 @@ class AnswerOptions(NamedOptions):
             raise CompressionError("--seeds has no effect without sampling; add --temperature 1")
 
     def generation(self, usual: int) -> GenerationOptions:
-        """Return how each answer is generated, with `usual` tokens at most unless the options give another number."""
+        """Return how each answer is generated, with `usual` tokens at most unless the options give
+        another number."""
         limit = self.max_new_tokens or usual
         return GenerationOptions(limit, self.temperature, self.top_p, chat=self.chat)
 
 
 class AskedOptions(NamedOptions):
-    """How tasks are asked: all that files of others, suites and baselines, may set. None trusts a file, none judges."""
+    """How tasks are asked: all that files of others, suites and baselines, may set. None trusts a
+    file, none judges."""
 
     tasks: tuple[str, ...] = ()
     """lm-eval tasks to pass, comma-separated."""
-    settings: dict[str, TaskSettings] = Field(default_factory=dict)  # of tasks by name, from a suite
+    # of tasks by name, from a suite
+    settings: dict[str, TaskSettings] = Field(default_factory=dict)
     limit: int | None = Field(None, ge=1)
     """Items of each task, the first ones (default: all)."""
     apply_chat_template: bool | str | None = None
-    """Ask in the tokenizer's chat template, or in its template of this name. --no-apply-chat-template asks plainly.
-    Tasks that are generated use the template by default, where there is one."""
+    """Ask in the tokenizer's chat template, or in its template of this name.
+    --no-apply-chat-template asks plainly. Tasks that are generated use the template by default,
+    where there is one."""
     fewshot_as_multiturn: bool | None = None
-    """In a chat template few-shot examples are turns of the conversation (default), or part of one message."""
+    """In a chat template few-shot examples are turns of the conversation (default), or part of one
+    message."""
     num_fewshot: int | None = Field(None, ge=0)
     """Few-shot examples before each item (default: as each task says)."""
     system_instruction: str | None = None
@@ -106,7 +119,8 @@ class AskedOptions(NamedOptions):
     seed: int | None = Field(None, ge=0, lt=2**32)
     """Seed of examples, shuffles and sampling (default: lm-eval's own, 0,1234,1234,1234)."""
     repeats: int = Field(1, ge=1)
-    """Samples of each generated answer, with seeds that follow each other. An item's score is their mean."""
+    """Samples of each generated answer, with seeds that follow each other. An item's score is their
+    mean."""
 
     _split_tasks = field_validator("tasks", mode="before")(separated)
 
@@ -128,15 +142,20 @@ class AskedOptions(NamedOptions):
             return key_val_to_dict(parsed) if isinstance(parsed, str) else dict(parsed)
         except (TypeError, ValueError) as error:
             raise CompressionError(
-                f"--gen-kwargs {value!r} cannot be read ({reason_of(error)}); write key=value,key=value or JSON"
+                f"--gen-kwargs {value!r} cannot be read ({reason_of(error)}); write "
+                "key=value,key=value or JSON"
             ) from error
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
-        number(self.generation_settings.get("temperature", 0.0), "the temperature of --gen-kwargs", 0)
+        number(
+            self.generation_settings.get("temperature", 0.0), "the temperature of --gen-kwargs", 0
+        )
         limits = [name for name in self.gen_kwargs or () if name in TOKEN_LIMITS]
         if self.max_gen_toks is not None and limits:
-            raise CompressionError(f"--max-gen-toks and --gen-kwargs {limits[0]} say the same; give one of the two")
+            raise CompressionError(
+                f"--max-gen-toks and --gen-kwargs {limits[0]} say the same; give one of the two"
+            )
         return self
 
     @property
@@ -154,16 +173,17 @@ class AskedOptions(NamedOptions):
 class TaskOptions(AskedOptions):
     """Tasks of lm-eval, and how models answer them."""
 
-    suite: str | None = Field(None, exclude=True)  # whose options stand in its place once it is read
-    """Tasks with their settings: base, chat, code, math, or a YAML file, also of vLLM's form. Other options override
-    it."""
+    # whose options stand in its place once it is read
+    suite: str | None = Field(None, exclude=True)
+    """Tasks with their settings: base, chat, code, math, or a YAML file, also of vLLM's form. Other
+    options override it."""
     include_path: Path | None = None
     """A folder with lm-eval task files of your own."""
     batch_size: int | Literal["auto"] = "auto"
     """Batch size of the evaluation: auto or a number."""
     stream: bool | None = None
-    """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
-    fit into memory)."""
+    """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where
+    the model does not fit into memory)."""
     confirm_run_unsafe_code: bool = False
     """Run tasks that execute the code which a model writes."""
 
@@ -193,8 +213,12 @@ MOST_SECONDS = 1e6
 class ServerOptions:
     """Addresses of the servers that run the models."""
 
-    server: str | None = option(None, "Address of an OpenAI-compatible server of the smaller model.")
-    served_model: str | None = option(None, "Its name there (default: the only one that the server has).")
+    server: str | None = option(
+        None, "Address of an OpenAI-compatible server of the smaller model."
+    )
+    served_model: str | None = option(
+        None, "Its name there (default: the only one that the server has)."
+    )
     base_server: str | None = option(None, "Address of a server that runs the base.")
     base_served_model: str | None = option(None, "The base's name there.")
     timeout: Annotated[FiniteFloat, Field(gt=0, le=MOST_SECONDS)] = option(

@@ -1,4 +1,5 @@
-"""Prompts: texts to continue, or chats without their last answer, read from the same sources as other text."""
+"""Prompts: texts to continue, or chats without their last answer, read from the same sources as
+other text."""
 
 import hashlib
 import json
@@ -7,11 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compressor.data.chats import ANSWERING, ASKING, CHATS, CHOSEN, note_columns, read_row, require_template, untaken
+from compressor.data.chats import (
+    ANSWERING,
+    ASKING,
+    CHATS,
+    CHOSEN,
+    note_columns,
+    read_row,
+    require_template,
+    untaken,
+)
 from compressor.data.rows import Row, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
-from compressor.model.tokenizer import first_part, has_chat_template, no_token, render_chat, says_something
+from compressor.model.tokenizer import (
+    first_part,
+    has_chat_template,
+    no_token,
+    render_chat,
+    says_something,
+)
 from compressor.progress import quiet_transformers
 
 COLUMNS = tuple(zip((ASKING[0], *CHATS, CHOSEN, "text", *ASKING[1:]), strict=True))
@@ -60,13 +76,16 @@ class Prompt:
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def read_prompts(arguments: Sequence[str], *, limit: int | None = None, strict: bool = False) -> tuple[Prompt, ...]:
-    """Read the prompts of `SOURCE` or `SOURCE=DOMAIN` each, without duplicates, at most `limit` of each source.
+def read_prompts(
+    arguments: Sequence[str], *, limit: int | None = None, strict: bool = False
+) -> tuple[Prompt, ...]:
+    """Read the prompts of `SOURCE` or `SOURCE=DOMAIN` each, without duplicates, at most `limit` of
+    each source.
 
-    Without a limit `OF_A_DATA_SET` of a data set are read. A chat that ends with the assistant's answer is
-    asked without it. Of a text file each document is a prompt, or each line where no blank lines separate documents.
-    Rows without a prompt are left out with one warning for each source, or refused if `strict`.
-    """
+    Without a limit `OF_A_DATA_SET` of a data set are read. A chat that ends with the assistant's
+    answer is asked without it. Of a text file each document is a prompt, or each line where no
+    blank lines separate documents. Rows without a prompt are left out with one warning for each
+    source, or refused if `strict`."""
     prompts = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
         read = source_rows(WeightedSource(source, 1.0), 0, "prompts")
@@ -89,7 +108,11 @@ def read_prompts(arguments: Sequence[str], *, limit: int | None = None, strict: 
 
 
 def usable_prompts(
-    prompts: Sequence[Prompt], tokenizer: Any, chat: bool = False, most: int = sys.maxsize, strict: bool = False
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    chat: bool = False,
+    most: int = sys.maxsize,
+    strict: bool = False,
 ) -> tuple[Prompt, ...]:
     """Return the prompts that tokenizer and template can take, in at most so many tokens.
 
@@ -111,7 +134,10 @@ def _lines(rows: Iterable[Row]) -> Iterator[Row]:
     documents = list(rows)
     if len(documents) == 1 and isinstance(documents[0][1], str):
         where, text = documents[0]
-        return ((f"{where}, line {number}", line) for number, line in enumerate(text.removesuffix("\n").split("\n"), 1))
+        return (
+            (f"{where}, line {number}", line)
+            for number, line in enumerate(text.removesuffix("\n").split("\n"), 1)
+        )
     return iter(documents)
 
 
@@ -129,7 +155,9 @@ def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: Lef
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()
     if not messages:
-        raise ItemError(f"{where} has nothing before the assistant's answer; give it a user's message")
+        raise ItemError(
+            f"{where} has nothing before the assistant's answer; give it a user's message"
+        )
     return Prompt.of(messages, domain, conversation.tools, where, text)
 
 
@@ -140,7 +168,11 @@ def is_chat(prompt: Prompt, tokenizer: Any, chat: bool) -> bool:
 
 def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Return token ids [S] of a text to continue; for an empty one the token that opens a text."""
-    with wrap_faults("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
+    with wrap_faults(
+        "the tokenizer cannot take the prompt",
+        "shorten it",
+        "restore the tokenizer or mend the prompt",
+    ):
         encoded = tokenizer(text, return_special_tokens_mask=True)
     ids = encoded["input_ids"]
     added = encoded["special_tokens_mask"]
@@ -152,21 +184,26 @@ def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
     if tokenizer.bos_token_id is not None:
         return (int(tokenizer.bos_token_id),)
     raise CompressionError(
-        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
+        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to "
+        "go on from"
     )
 
 
-def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sys.maxsize) -> tuple[int, ...]:
-    """Return token ids [S] of a prompt, a chat's by the template; raises `ItemError` where either fails.
+def tokens_of(
+    prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sys.maxsize
+) -> tuple[int, ...]:
+    """Return token ids [S] of a prompt, a chat's by the template; raises `ItemError` where either
+    fails.
 
-    With `chat` a text is put into the template, too, as a user's message. Where the tokens are more than `most`, not
-    all of them are made, and `ItemError` is raised.
-    """
+    With `chat` a text is put into the template, too, as a user's message. Where the tokens are more
+    than `most`, not all of them are made, and `ItemError` is raised."""
     if is_chat(prompt, tokenizer, chat):
         require_template(tokenizer, f"{prompt.where or 'a prompt'} is a chat")
         taker = "chat template"
         try:
-            text = render_chat(tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True)
+            text = render_chat(
+                tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True
+            )
             taker = "tokenizer"
             ids = tuple(map(int, first_part(tokenizer, text, most + 1)[1]))
         except Exception as error:  # templates are programs
@@ -181,7 +218,8 @@ def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sy
         raise ItemError(f"{prompt.where}: the chat template makes nothing of it")
     if len(ids) > most:
         raise ItemError(
-            f"{prompt.where} has more than {most:,} tokens, which with --max-new-tokens goes beyond the positions that "
+            f"{prompt.where} has more than {most:,} tokens, which with --max-new-tokens goes "
+            "beyond the positions that "
             "the model was made for; shorten it or lower that"
         )
     return ids

@@ -1,4 +1,5 @@
-"""One model's results on tasks, item by item, wherever they were recorded. Importing this loads no torch."""
+"""One model's results on tasks, item by item, wherever they were recorded. Importing this loads no
+torch."""
 
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -18,10 +19,13 @@ class AnsweredItem:
 
     id: str  # unique in its task
     score: Finite  # greater is better; of a likelihood task the log-likelihood in nats
-    weight: Annotated[float, (1e-9, LARGEST)] = 1.0  # words or bytes of an item of a likelihood task
-    content: str = ""  # first digits of a hash of the item, and of the prompt made of it; empty where unknown
+    # words or bytes of an item of a likelihood task
+    weight: Annotated[float, (1e-9, LARGEST)] = 1.0
+    # first digits of a hash of the item, and of the prompt made of it; empty where unknown
+    content: str = ""
     prompt: str = ""
-    cut: Share | None = None  # share of its answers that reached the token limit; None where unknown
+    # share of its answers that reached the token limit; None where unknown
+    cut: Share | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class ItemScores:
     kind: Kind
     items: tuple[AnsweredItem, ...]
     streamed: bool = False  # one layer in memory at a time
-    chance: Share | None = None  # share of items that guessing gets right, 0 of generated answers; None if unknown
+    # share of items that guessing gets right, 0 of generated answers; None if unknown
+    chance: Share | None = None
     seconds: float = field(default=0.0, compare=False)  # that the answers took, without loading
 
     @property

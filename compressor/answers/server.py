@@ -1,8 +1,9 @@
-"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and how it scores prompts.
+"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and how it
+scores prompts.
 
-The one place where a server's answers are checked. A request follows no redirect. A key is taken from the environment
-variable OPENAI_API_KEY alone, sent to the server that was named, and kept nowhere.
-"""
+The one place where a server's answers are checked. A request follows no redirect. A key is taken
+from the environment variable OPENAI_API_KEY alone, sent to the server that was named, and kept
+nowhere."""
 
 import json
 import os
@@ -33,12 +34,14 @@ REMEDY = "is it an OpenAI-compatible server?"
 AT_ONCE = 8  # requests, where nobody says how many
 MOST_PORT = 2**16 - 1
 ENDPOINTS = ("/chat/completions", "/completions", "/models")
-PLAIN = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}  # which some servers raise, and so hide loops
+# which some servers raise, and so hide loops
+PLAIN = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
 PROBE = "The quick brown fox: 3 + 4 = 7.\nA lazy dog sleeps"
 PROBED = 8  # tokens that are asked for
 TOKENIZER = ("tokenizer*.json", "*.model", "special_tokens_map.json", "vocab*", "merges.txt")
 
-Scored = Literal["tokens", "text", None]  # in what form a prompt gets log-probabilities; None: in none
+# in what form a prompt gets log-probabilities; None: in none
+Scored = Literal["tokens", "text", None]
 Q = TypeVar("Q")
 
 
@@ -152,7 +155,8 @@ class Fault(Checked):
 
 
 class Refusal(Checked):
-    """The body of an error: servers write {"error": {"message": TEXT}}, {"error": TEXT} or {"message": TEXT}."""
+    """The body of an error: servers write {"error": {"message": TEXT}}, {"error": TEXT} or
+    {"message": TEXT}."""
 
     error: Lenient[Fault | str] = None
     message: Lenient[str] = None
@@ -187,7 +191,9 @@ async def _read(answer: Any) -> Any:
             raise EndlessError(f"{answer.url} answers with over {MOST_BYTES:,} bytes; {REMEDY}")
     location = {name: answer.headers[name] for name in ("location",) if name in answer.headers}
     extensions = {"reason_phrase": answer.reason_phrase.encode()}
-    return httpx2.Response(answer.status_code, headers=location, content=bytes(body), extensions=extensions)
+    return httpx2.Response(
+        answer.status_code, headers=location, content=bytes(body), extensions=extensions
+    )
 
 
 @cache
@@ -205,17 +211,23 @@ class Server:
     address: str  # of its API, without a slash at the end
     timeout: float  # seconds to wait for an answer
     model: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)  # plain JSON: what it says of itself and of the model
+    # plain JSON: what it says of itself and of the model
+    facts: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None  # tokens of a prompt with its answer
     scored: Scored = None
-    plain: Mapping[str, float] = field(default_factory=dict)  # settings of each answer, where it takes them
+    # settings of each answer, where it takes them
+    plain: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
+        return (
+            f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} "
+            f"({self.address})"
+        )
 
     def ask(self, path: str, kind: type[Reply], payload: Mapping[str, Any] | None = None) -> Reply:
-        """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else."""
+        """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all
+        else."""
         url = f"{self.address}{path}"
         response = self._send(url, payload)
         if response.is_error:
@@ -223,7 +235,8 @@ class Server:
         if not response.is_success:
             location = response.headers.get("location") or "nowhere"
             raise CompressionError(
-                f"{url} redirects to {location}, which is not followed; name the address of the server itself"
+                f"{url} redirects to {location}, which is not followed; name the address of the "
+                "server itself"
             )
         try:
             return kind.model_validate_json(response.content)
@@ -246,16 +259,25 @@ class Server:
             return anyio.run(send)
         except TimeoutError as error:
             raise EndlessError(
-                f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
+                f"{self.address} did not answer within {self.timeout:g} seconds; what it has "
+                "answered is kept: "
                 "see what keeps it, or raise --timeout, and repeat the command"
             ) from error
         except httpx2.ConnectError as error:
             raise CompressionError(
-                f"{self.address} cannot be reached ({reason_of(error)}); start the server, or correct its address"
+                f"{self.address} cannot be reached ({reason_of(error)}); start the server, or "
+                "correct its address"
             ) from error
-        except (httpx2.TransportError, httpx2.InvalidURL, OSError, ImportError, ValueError) as error:
+        except (
+            httpx2.TransportError,
+            httpx2.InvalidURL,
+            OSError,
+            ImportError,
+            ValueError,
+        ) as error:
             raise CompressionError(
-                f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the address, or the proxy "
+                f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the "
+                "address, or the proxy "
                 "that the environment names"
             ) from error
 
@@ -274,7 +296,9 @@ class Server:
         async with httpx2.AsyncClient(**settings) as client:
             for attempt in range(TRIES):
                 try:
-                    async with client.stream(method, url, headers=headers, content=content) as answer:
+                    async with client.stream(
+                        method, url, headers=headers, content=content
+                    ) as answer:
                         response = await _read(answer)
                     if response.status_code not in BUSY or attempt == TRIES - 1:
                         return response
@@ -300,32 +324,41 @@ class Server:
                     if future.exception() is None:
                         yield future.result()
                 if error is None:
-                    running |= {pool.submit(ask, question) for question in islice(waiting, len(done))}
+                    running |= {
+                        pool.submit(ask, question) for question in islice(waiting, len(done))
+                    }
         if error is not None:
             raise error
 
     def check_chat(self, task: str) -> None:
         """Refuse a task that is asked as a chat, if the server takes none."""
-        question = {"model": self.model, "messages": [{"role": "user", "content": PROBE}], "max_tokens": 1}
+        question = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": PROBE}],
+            "max_tokens": 1,
+        }
         try:
             self.ask("/chat/completions", Chat, question)
         except RefusedError as error:
             reason = str(error).partition(";")[0]
             raise CompressionError(
-                f"task {task!r} is asked as a chat, and {self.label} takes none ({reason}); serve the model with its "
+                f"task {task!r} is asked as a chat, and {self.label} takes none ({reason}); serve "
+                "the model with its "
                 "chat template, or pass --no-apply-chat-template"
             ) from error
 
     def checked(self, folder: Any, label: str) -> "Server":
-        """Return the server with the form in which it scores prompts; refuse another vocabulary than the folder's.
+        """Return the server with the form in which it scores prompts; refuse another vocabulary
+        than the folder's.
 
-        The first tokens that it writes are among its facts: weights that were changed behind a name are noticed.
-        """
+        The first tokens that it writes are among its facts: weights that were changed behind a name
+        are noticed."""
         tokenizer = load_tokenizer(folder)
         ids = [int(token) for token in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
         settings = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
         other = CompressionError(
-            f"{self.label} has another vocabulary than {label}: it reads the same text as other tokens; name the "
+            f"{self.label} has another vocabulary than {label}: it reads the same text as other "
+            "tokens; name the "
             "folder with the tokenizer of the served model, or serve the other model"
         )
         pieces = [tokenizer.decode([token]) for token in ids]
@@ -345,7 +378,9 @@ class Server:
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
         for plain in (PLAIN, {}):
             with suppress(RefusedError):
-                response = self.ask("/completions", Completion, {**settings, **plain, "prompt": PROBE})
+                response = self.ask(
+                    "/completions", Completion, {**settings, **plain, "prompt": PROBE}
+                )
                 break
         else:  # it knows chats alone
             return self
@@ -357,19 +392,23 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of the n tokens of a prompt, and the tokens that the server has generated after it."""
+    """Log-probabilities of the n tokens of a prompt, and the tokens that the server has generated
+    after it."""
 
     values: Sequence[float | None]  # [n] log-probabilities; of the first token there may be none
     tops: Sequence[Mapping[str, float] | None]  # [n] of the most probable tokens by their texts
     written: Sequence[str]
-    after: Sequence[Mapping[str, float] | None]  # of the prompt's last token and the written ones, what `tops` has
+    # of the prompt's last token and the written ones, what `tops` has
+    after: Sequence[Mapping[str, float] | None]
 
     @classmethod
-    def of(cls, logs: Logprobs | None, count: int, pieces: Sequence[str] | None = None) -> "PromptScores | None":
+    def of(
+        cls, logs: Logprobs | None, count: int, pieces: Sequence[str] | None = None
+    ) -> "PromptScores | None":
         """Read the scores of a prompt of so many tokens; None if it has none.
 
-        Where their texts are given as `pieces`, the tokens have to be these, after one that opens texts if need be.
-        """
+        Where their texts are given as `pieces`, the tokens have to be these, after one that opens
+        texts if need be."""
         if logs is None:
             return None
         tokens = logs.tokens
@@ -385,7 +424,8 @@ class PromptScores:
         return None
 
     def shifted(self) -> bool:
-        """Return True if what was written is most probable by the token before, more than by itself.
+        """Return True if what was written is most probable by the token before, more than by
+        itself.
 
         Some servers give the probability that each token has after itself.
         """
@@ -430,7 +470,8 @@ def open_server(
     timeout: float = SECONDS,
     options: tuple[str, str] = ("--server", "--served-model"),
 ) -> Server:
-    """Ask a server for its models; raises `CompressionError` if it cannot be used or has no such model."""
+    """Ask a server for its models; raises `CompressionError` if it cannot be used or has no such
+    model."""
     import httpx2
 
     try:
@@ -439,11 +480,13 @@ def open_server(
         parts = httpx2.URL()
     if parts.userinfo or parts.query:
         raise CompressionError(
-            f"{options[0]} holds a user's name or a key; write the address without, and put a key into {KEY_VARIABLE}"
+            f"{options[0]} holds a user's name or a key; write the address without, and put a key "
+            f"into {KEY_VARIABLE}"
         )
     if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 0) > MOST_PORT:
         raise CompressionError(
-            f"{options[0]} {url!r} is no address of a server; write one such as http://localhost:8000"
+            f"{options[0]} {url!r} is no address of a server; write one such as "
+            "http://localhost:8000"
         )
     path = parts.path.rstrip("/")
     for end in ENDPOINTS:
@@ -459,7 +502,11 @@ def open_server(
     if model not in by_name:
         raise CompressionError(f"{address} has no model {model!r}; {known_names(model, by_name)}")
     listed = by_name[model]
-    facts = {"server": address, "model": model, **listed.model_dump(exclude={"id"}, exclude_none=True)}
+    facts = {
+        "server": address,
+        "model": model,
+        **listed.model_dump(exclude={"id"}, exclude_none=True),
+    }
     root = Server(str(parts.join("/")).rstrip("/"), timeout)
     try:
         facts["version"] = root.ask("/version", Version).version
@@ -484,7 +531,8 @@ def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:
 
 
 def served_facts(server: Server, folder: Path) -> dict[str, Any]:
-    """Return the known facts that decide a server's answers, and digests of the tokenizer's files."""
+    """Return the known facts that decide a server's answers, and digests of the tokenizer's
+    files."""
     files = sorted({path for pattern in TOKENIZER for path in folder.glob(pattern)})
     return {**server.facts, "tokenizer": {path.name: file_digest(path) for path in files}}
 
@@ -494,6 +542,8 @@ def refuse_tasks(server: Server, tasks: Sequence[EvaluationTask]) -> None:
     for task in tasks:
         if server.scored is None and task.kinds != {"generate_until"}:
             raise CompressionError(
-                f"task {task.name!r} takes log-probabilities of its prompts, and {server.label} gives none, or wrong "
-                "ones; name tasks that write their answers (generate_until), or serve the model by vLLM or SGLang"
+                f"task {task.name!r} takes log-probabilities of its prompts, and {server.label} "
+                "gives none, or wrong "
+                "ones; name tasks that write their answers (generate_until), or serve the model "
+                "by vLLM or SGLang"
             )

@@ -1,4 +1,5 @@
-"""Suites: YAML files of tasks with their settings, of this package or of a user, also as vLLM writes them."""
+"""Suites: YAML files of tasks with their settings, of this package or of a user, also as vLLM
+writes them."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -16,14 +17,33 @@ from compressor.records import number
 
 logger = logging.getLogger(__name__)
 
-SAMPLING = (  # settings of a generated answer that a file may name; stock transformers has some that load code
-    *("do_sample", "early_stopping", "frequency_penalty", "length_penalty", "max_completion_tokens", "max_gen_toks"),
-    *("max_new_tokens", "max_tokens", "min_p", "no_repeat_ngram_size", "num_beams", "presence_penalty"),
+# settings of a generated answer that a file may name; stock transformers has some that load code
+SAMPLING = (
+    *(
+        "do_sample",
+        "early_stopping",
+        "frequency_penalty",
+        "length_penalty",
+        "max_completion_tokens",
+        "max_gen_toks",
+    ),
+    *(
+        "max_new_tokens",
+        "max_tokens",
+        "min_p",
+        "no_repeat_ngram_size",
+        "num_beams",
+        "presence_penalty",
+    ),
     *("repetition_penalty", "stop", "temperature", "top_k", "top_p", "typical_p", "until"),
 )
 VLLM_FIELD = "model_name"  # of vLLM's task files alone
-VLLM_FORM = {"apply_chat_template": False, "fewshot_as_multiturn": False}  # where vLLM's files name none
-RUNS_CODE = "runs code that the model writes; pass --confirm-run-unsafe-code where that is safe, as in a container"
+# where vLLM's files name none
+VLLM_FORM = {"apply_chat_template": False, "fewshot_as_multiturn": False}
+RUNS_CODE = (
+    "runs code that the model writes; pass --confirm-run-unsafe-code where that is safe, "
+    "as in a container"
+)
 VLLM_TOLERANCE = 0.08  # of vLLM's own check, relative
 
 Asked = TypeVar("Asked", bound=Options)
@@ -34,7 +54,8 @@ class TaskSettings(Options):
 
     num_fewshot: int | None = Field(None, ge=0)
     limit: int | None = Field(None, ge=1)
-    metric: str | None = None  # in lm-eval's spelling, if need be with its filter: exact_match,strict-match
+    # in lm-eval's spelling, if need be with its filter: exact_match,strict-match
+    metric: str | None = None
 
 
 class SuiteMetric(Options):
@@ -52,24 +73,32 @@ class SuiteTask(TaskSettings):
 
 
 def asked_by(kind: type[Asked], content: Mapping[str, Any], name: str) -> Asked:
-    """Return what a file of this name says of how tasks are asked; refuse anything else, also among gen_kwargs."""
+    """Return what a file of this name says of how tasks are asked; refuse anything else, also among
+    gen_kwargs."""
     try:
         asked = validated(kind, content, name, f"{name} has no setting")
     except CompressionError as error:
         raise CompressionError(str(error) if name in str(error) else f"{name}: {error}") from error
     for setting in getattr(asked, "gen_kwargs", None) or ():
         if setting not in SAMPLING:
-            raise CompressionError(f"{name}: gen_kwargs has {setting!r}; {known_names(setting, SAMPLING)}")
+            raise CompressionError(
+                f"{name}: gen_kwargs has {setting!r}; {known_names(setting, SAMPLING)}"
+            )
     return asked
 
 
-def with_suite(values: Mapping[str, Any], kind: type[Options], asked: type[Options]) -> dict[str, Any]:
-    """Return values of options with those of the suite that they name, as `asked` has them; given ones override it."""
+def with_suite(
+    values: Mapping[str, Any], kind: type[Options], asked: type[Options]
+) -> dict[str, Any]:
+    """Return values of options with those of the suite that they name, as `asked` has them; given
+    ones override it."""
     name = str(values["suite"])
     content = _content(name)
     if content.pop("unsafe_code", False) and not values.get("confirm_run_unsafe_code"):
         raise CompressionError(f"the suite {name} {RUNS_CODE}")
-    expect, suite = _options(name, content, [key for key in asked.model_fields if key not in ("tasks", "settings")])
+    expect, suite = _options(
+        name, content, [key for key in asked.model_fields if key not in ("tasks", "settings")]
+    )
     asked_by(asked, suite, name)
     if "expect" in kind.model_fields:
         suite["expect"] = expect
@@ -95,26 +124,43 @@ def _content(name: str) -> dict[str, Any]:
     source = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not source.is_file():
         known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
-        raise CompressionError(f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own")
+        raise CompressionError(
+            f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own"
+        )
     content = read_yaml(source, name)
     tasks = content.get("tasks") if isinstance(content, dict) else None
-    if not (isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)):
-        raise CompressionError(f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'")
+    if not (
+        isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)
+    ):
+        raise CompressionError(
+            f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'"
+        )
     return dict(content)
 
 
-def _options(name: str, content: dict[str, Any], known: Collection[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the expectations of a suite's tasks, and its options by name with the settings of its tasks.
+def _options(
+    name: str, content: dict[str, Any], known: Collection[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the expectations of a suite's tasks, and its options by name with the settings of its
+    tasks.
 
-    Unknown keys are noted in a file of vLLM's, which has some for its server, and refused in others.
-    """
+    Unknown keys are noted in a file of vLLM's, which has some for its server, and refused in
+    others."""
     is_vllm = content.pop(VLLM_FIELD, None) is not None
-    tolerance = number(content.pop("rtol", VLLM_TOLERANCE), f"{name}: rtol", 0, 1) if is_vllm else None
+    tolerance = (
+        number(content.pop("rtol", VLLM_TOLERANCE), f"{name}: rtol", 0, 1) if is_vllm else None
+    )
     tasks = {}
     expect = []
     for position, entry in enumerate(content.pop("tasks")):
         row = {"name": entry} if isinstance(entry, str) else entry
-        task = validated(SuiteTask, row, f"{name}: tasks[{position}]", f"{name} has no key", f" in tasks[{position}]")
+        task = validated(
+            SuiteTask,
+            row,
+            f"{name}: tasks[{position}]",
+            f"{name} has no key",
+            f" in tasks[{position}]",
+        )
         if task.name in tasks:
             raise CompressionError(f"{name} names the task {task.name} twice; name it once")
         tasks[task.name] = task.model_dump(exclude={"name", "metrics"}, exclude_none=True)
@@ -128,7 +174,9 @@ def _options(name: str, content: dict[str, Any], known: Collection[str]) -> tupl
         options |= VLLM_FORM
     unknown = [str(key) for key in content if key not in known]
     if unknown and not is_vllm:
-        raise CompressionError(f"{name} has no key {unknown[0]!r}; {known_names(unknown[0], ['tasks', *known])}")
+        raise CompressionError(
+            f"{name} has no key {unknown[0]!r}; {known_names(unknown[0], ['tasks', *known])}"
+        )
     if unknown:
         logger.warning("%s: not used here: %s", name, ", ".join(unknown))
     return expect, options | {key: content[key] for key in known if key in content}

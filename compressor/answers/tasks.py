@@ -35,7 +35,8 @@ from compressor.progress import quiet_transformers
 logger = logging.getLogger(__name__)
 
 VERSION_DIGITS = 12
-PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
+# how lm-eval aggregates log-likelihoods
+PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")
 
 
 class EvaluationOptions(TaskOptions):
@@ -50,21 +51,28 @@ class EvaluationOptions(TaskOptions):
             if self.tasks.count(name) > 1:
                 raise CompressionError(f"task {name!r} is named twice; name each task once")
         if self.include_path is not None and not self.include_path.is_dir():
-            raise CompressionError(f"{self.include_path} is not a folder; give --include-path a folder of task files")
+            raise CompressionError(
+                f"{self.include_path} is not a folder; give --include-path a folder of task files"
+            )
         return self
 
     @classmethod
     def of(cls, options: TaskOptions, device: str, dtype: str) -> Self:
         """Return the options of a model's evaluation on a device."""
-        return cls(**options.model_dump(include=set(TaskOptions.model_fields)), device=device, dtype=dtype)
+        return cls(
+            **options.model_dump(include=set(TaskOptions.model_fields)), device=device, dtype=dtype
+        )
 
     def facts(self) -> dict[str, Any]:
-        """Return the options that decide results, beside model and tasks, without the place of definitions.
+        """Return the options that decide results, beside model and tasks, without the place of
+        definitions.
 
         Nor does streaming, which changes nothing but the order of sums.
         """
         names = ("limit", "batch_size", "device", "dtype", "num_fewshot", "seed")
-        facts = {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
+        facts = {name: getattr(self, name) for name in names} | {
+            "device": pick_device(self.device).type
+        }
         return facts | ({"cut_counts_as_wrong": True} if self.cut_counts_as_wrong else {})
 
 
@@ -89,8 +97,8 @@ class _Relay(logging.Handler):
 def quiet_lm_eval() -> Iterator[None]:
     """Silence lm-eval, and keep it from starting other programs to collect facts on the machine.
 
-    A launcher is hidden from it, since it would split the items and give the results to one rank alone.
-    """
+    A launcher is hidden from it, since it would split the items and give the results to one rank
+    alone."""
     import datasets
     from lm_eval import evaluator
     from lm_eval.api import task
@@ -117,14 +125,17 @@ class EvaluationTask:
 
     name: str
     version: str  # the definition's own number, and a hash of definition and data
-    parts: Mapping[str, Any]  # lm-eval's task objects by name; one of the same name unless it is a group
+    # lm-eval's task objects by name; one of the same name unless it is a group
+    parts: Mapping[str, Any]
     grouped: bool
     loaded: Any  # what lm-eval evaluates: a task or a group
     counts: tuple[int, ...]  # items of each part
-    settings: TaskSettings = field(default_factory=TaskSettings)  # its own, which override those of all tasks
+    # its own, which override those of all tasks
+    settings: TaskSettings = field(default_factory=TaskSettings)
 
     def items(self, limit: int | None) -> int:
-        """Return the number of items that a model answers, at most `limit` of each part unless it has its own."""
+        """Return the number of items that a model answers, at most `limit` of each part unless it
+        has its own."""
         limit = self.settings.limit or limit
         return sum(count if limit is None else min(count, limit) for count in self.counts)
 
@@ -140,7 +151,8 @@ class EvaluationTask:
 
     @property
     def benchmark(self) -> tuple[str, str] | None:
-        """Id of its data set on the Hub, with the configuration, or the task's name for several; None of other data."""
+        """Id of its data set on the Hub, with the configuration, or the task's name for several;
+        None of other data."""
         paths = {str(part.get_config("dataset_path")) for part in self.parts.values()}
         names = {str(part.get_config("dataset_name") or "default") for part in self.parts.values()}
         path = paths.pop()
@@ -166,7 +178,8 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
         return ()
     if options.enable_thinking and options.think_end_token is None:
         raise CompressionError(
-            "--enable-thinking needs the token that ends thinking; add --think-end-token, such as </think>"
+            "--enable-thinking needs the token that ends thinking; add --think-end-token, such as "
+            "</think>"
         )
     require(*TASKS)
     if options.confirm_run_unsafe_code:
@@ -181,18 +194,22 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
                 task = _evaluation_task(loaded, options, own)
                 for part in task.parts.keys() & owners:  # no item may count twice
                     raise CompressionError(
-                        f"task {part!r} is asked for twice, by {owners[part]!r} and by {task.name!r}; name one of the "
+                        f"task {part!r} is asked for twice, by {owners[part]!r} and by "
+                        f"{task.name!r}; name one of the "
                         "two"
                     )
                 if options.enable_thinking and not task.generates:
                     raise CompressionError(
-                        f"task {task.name!r} is scored by likelihood, and --enable-thinking is of answers that are "
+                        f"task {task.name!r} is scored by likelihood, and --enable-thinking is of "
+                        "answers that are "
                         "generated; leave it out, or name other tasks"
                     )
                 owners |= dict.fromkeys(task.parts, task.name)
                 tasks.append(task)
     if options.cut_counts_as_wrong and not any(task.generates for task in tasks):
-        raise CompressionError("--cut-counts-as-wrong is of written answers, and no task has any; leave it out")
+        raise CompressionError(
+            "--cut-counts-as-wrong is of written answers, and no task has any; leave it out"
+        )
     return tuple(tasks)
 
 
@@ -204,11 +221,15 @@ def _evaluation_task(loaded: Any, options: EvaluationOptions, own: TaskSettings)
     count = options.num_fewshot if own.num_fewshot is None else own.num_fewshot
     grouped = hasattr(loaded, "get_all_tasks")
     name = str(loaded.name if grouped else loaded.task_name)
-    parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
+    parts = {
+        str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])
+    }
     for part in parts.values():
         if count is not None and part.get_config("num_fewshot") != 0:
             part.set_config("num_fewshot", count)
-    version = _version(name, parts, options.model_copy(update={"limit": own.limit or options.limit}))
+    version = _version(
+        name, parts, options.model_copy(update={"limit": own.limit or options.limit})
+    )
     counts = tuple(len(part.eval_docs) for part in parts.values())
     if not any(counts):
         raise CompressionError(f"task {name!r} has no items; check its definition")
@@ -224,10 +245,13 @@ def _check_metric(part: str, task: Any, named: str) -> None:
     metrics = list(task.aggregation())
     filters = [entry.name for entry in task._filters]
     listed = [entry.get("metric") for entry in task.get_config("metric_list") or ()]
-    if metric not in metrics and not any(map(callable, listed)):  # which name their metrics only once they have run
+    # which name their metrics only once they have run
+    if metric not in metrics and not any(map(callable, listed)):
         raise CompressionError(f"task {part!r} has no metric {metric!r}; it has {joined(metrics)}")
     if filter_name and filter_name not in filters:
-        raise CompressionError(f"task {part!r} has no filter {filter_name!r}; it has {joined(filters)}")
+        raise CompressionError(
+            f"task {part!r} has no filter {filter_name!r}; it has {joined(filters)}"
+        )
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
@@ -242,9 +266,14 @@ def _manager(options: EvaluationOptions, demo: Path) -> Any:
     for name in options.tasks:
         if name not in manager.task_index:
             near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists those that there are"
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else "`lm-eval ls tasks` lists those that there are"
+            )
             raise CompressionError(
-                f"there is no task {name!r}: neither lm-eval nor --include-path has a readable definition of it; {hint}"
+                f"there is no task {name!r}: neither lm-eval nor --include-path has a readable "
+                f"definition of it; {hint}"
             )
     return manager
 
@@ -266,7 +295,8 @@ def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) 
 
 
 def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
-    """Load the task, the group, or the tasks of a tag; raises `CompressionError` if its data cannot be loaded."""
+    """Load the task, the group, or the tasks of a tag; raises `CompressionError` if its data cannot
+    be loaded."""
     import numpy
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -275,14 +305,19 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     numpy.random.seed(seeds["numpy_random_seed"])
     path = getattr(manager.task_index.get(name), "yaml_path", None)
     try:
-        runs_code = path is not None and bool(load_yaml(path, resolve_func=False).get("unsafe_code"))
+        runs_code = path is not None and bool(
+            load_yaml(path, resolve_func=False).get("unsafe_code")
+        )
         if not runs_code or options.confirm_run_unsafe_code:  # else its module is not even imported
             loaded = manager.load([name])
     except ModuleNotFoundError as error:
-        raise CompressionError(f"task {name!r} needs the package {error.name}; install it with pip") from error
+        raise CompressionError(
+            f"task {name!r} needs the package {error.name}; install it with pip"
+        ) from error
     except Exception as error:
         raise CompressionError(
-            f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and the network if its "
+            f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and "
+            "the network if its "
             "data set is not on this machine yet"
         ) from error
     if runs_code and not options.confirm_run_unsafe_code:
@@ -304,13 +339,18 @@ def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) ->
                 line = json.dumps(entry, sort_keys=True, default=_plain) + "\n"
                 digest.update(line.encode())
         except Exception as error:
-            raise CompressionError(f"the items of task {part!r} could not be read: {reason_of(error)}") from error
+            raise CompressionError(
+                f"the items of task {part!r} could not be read: {reason_of(error)}"
+            ) from error
     numbers = {str(getattr(task, "VERSION", None)) for task in parts.values()}
-    return f"{numbers.pop() if len(numbers) == 1 else 'mixed'}+{digest.hexdigest()[:VERSION_DIGITS]}"
+    return (
+        f"{numbers.pop() if len(numbers) == 1 else 'mixed'}+{digest.hexdigest()[:VERSION_DIGITS]}"
+    )
 
 
 def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
-    """Yield everything that decides a task's items: its definition without its path, items and few-shot items."""
+    """Yield everything that decides a task's items: its definition without its path, items and
+    few-shot items."""
     config = {key: value for key, value in vars(task.config).items() if value is not None}
     metadata = config.pop("metadata", None) or {}
     config["class"] = type(task) if type(task).__module__ != "lm_eval.api.task" else None
@@ -322,7 +362,8 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
 
 
 def generation_settings(task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any] | None:
-    """Return how answers are generated: the first part's settings, below those of the options; None if none are."""
+    """Return how answers are generated: the first part's settings, below those of the options; None
+    if none are."""
     for part in task.parts.values():
         if str(part.OUTPUT_TYPE) == "generate_until":
             return {**(part.get_config("generation_kwargs") or {}), **options.generation_settings}
@@ -361,9 +402,12 @@ def items_of(
     option: str = "--calibration",
     training: bool = False,
 ) -> list[Item]:
-    """Return the items of lm-eval `tasks`, or the first ones of the JSONL `file` that `option` names."""
+    """Return the items of lm-eval `tasks`, or the first ones of the JSONL `file` that `option`
+    names."""
     if bool(tasks) == (file is not None):
-        raise CompressionError(f"say what to ask: either --tasks with lm-eval tasks, or {option} with a JSONL file")
+        raise CompressionError(
+            f"say what to ask: either --tasks with lm-eval tasks, or {option} with a JSONL file"
+        )
     if file is not None:
         return read_items(Path(file), strict)[:limit]
     fields = {"tasks": tuple(tasks), "limit": limit, "include_path": include_path}
@@ -371,12 +415,15 @@ def items_of(
     return task_items(options, training, strict)
 
 
-def task_items(options: EvaluationOptions, training: bool = False, strict: bool = False) -> list[Item]:
-    """Return the items of all tasks, in order; those of their `training` splits without few-shot examples.
+def task_items(
+    options: EvaluationOptions, training: bool = False, strict: bool = False
+) -> list[Item]:
+    """Return the items of all tasks, in order; those of their `training` splits without few-shot
+    examples.
 
-    Items without one right choice are left out with one warning, or refused if `strict`. Raises `CompressionError` for
-    a task that is not multiple choice, or has no training split where that is wanted.
-    """
+    Items without one right choice are left out with one warning, or refused if `strict`. Raises
+    `CompressionError` for a task that is not multiple choice, or has no training split where that
+    is wanted."""
     items = []
     left_out = LeftOut("items of tasks", strict)
     parts = dict[str, Any]()
@@ -384,17 +431,23 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
         parts |= resolved.parts
     for name, task in parts.items():
         if task.OUTPUT_TYPE != "multiple_choice":
-            raise CompressionError(f"task {name!r} is not multiple choice, so no answer of it is right; name another")
+            raise CompressionError(
+                f"task {name!r} is not multiple choice, so no answer of it is right; name another"
+            )
         if training:
             if not task.has_training_docs() or not hasattr(task.config, "training_split"):
                 raise CompressionError(
-                    f"task {name!r} has no training split; name another, or give its items as --calibration"
+                    f"task {name!r} has no training split; name another, or give its items as "
+                    "--calibration"
                 )
             task.config.test_split = task.config.training_split
         if training or task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         message = f"the items of task {name!r} could not be read"
-        with quiet_lm_eval(), wrap_faults(message, "shorten them", "see whether lm-eval alone can do it"):
+        with (
+            quiet_lm_eval(),
+            wrap_faults(message, "shorten them", "see whether lm-eval alone can do it"),
+        ):
             # few-shot examples are drawn as an evaluation draws them
             task.set_fewshot_seed(seed=options.random_seeds["fewshot_random_seed"])
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)

@@ -1,8 +1,8 @@
 """Traces: a model's own complete answers to prompts, as text that it is calibrated on.
 
-Each line of the file has the text as the model saw and wrote it, from the start of the prompt to its own end token, and
-the same as messages. What it did not end by itself is dropped and counted. A manifest beside it says how it was made.
-"""
+Each line of the file has the text as the model saw and wrote it, from the start of the prompt to
+its own end token, and the same as messages. What it did not end by itself is dropped and counted. A
+manifest beside it says how it was made."""
 
 import hashlib
 import json
@@ -42,14 +42,18 @@ class Traces:
     manifest: Path = Path()
 
 
-def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool) -> Traces:
-    """Write a model's complete answers into `out`; a run that was killed goes on when it is repeated.
+def write_traces(
+    writer: TextGenerator, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool
+) -> Traces:
+    """Write a model's complete answers into `out`; a run that was killed goes on when it is
+    repeated.
 
-    Files that this very request has put in place stay. Raises `CompressionError` for other files that are there
-    already, and where no answer is complete.
-    """
+    Files that this very request has put in place stay. Raises `CompressionError` for other files
+    that are there already, and where no answer is complete."""
     if out.suffix != SUFFIX:
-        raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
+        raise CompressionError(
+            f"{out} should end in {SUFFIX}, so that --calibration reads it line by line"
+        )
     manifest = out.with_suffix(".manifest.json")
     earlier = json_object(manifest)
     known = None if overwrite else earlier.get("date")
@@ -61,7 +65,12 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
         named = [(prompt.id, prompt.domain, seed) for prompt, seed in requests]
         request = request_key(journal.path.name, named)
         is_same = earlier.get("request") == request
-        if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
+        if (
+            is_same
+            and not overwrite
+            and out.is_file()
+            and file_digest(out) == earlier.get("sha256")
+        ):
             report_in_place(out)
             journal.path.unlink(missing_ok=True)
             return replace(read_as(Traces, earlier, str(manifest)), file=out, manifest=manifest)
@@ -80,8 +89,10 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
         if not rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise CompressionError(
-                f"none of {counted(len(requests), 'answer')} of {writer.label} is complete ({reasons}); raise "
-                f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model knows them (--chat)"
+                f"none of {counted(len(requests), 'answer')} of {writer.label} is complete "
+                f"({reasons}); raise "
+                f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model "
+                "knows them (--chat)"
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         domains = Counter(row["domain"] for row in rows)
@@ -110,7 +121,8 @@ def write_traces(writer: TextGenerator, prompts: PromptSet, out: Path, progress:
         del content["file"], content["manifest"]
         if out.exists() or not is_same:
             _check_files(out, manifest, overwrite)
-        with ExitStack() as complete:  # the last is put in place first: a manifest alone says what is missing
+        # the last is put in place first: a manifest alone says what is missing
+        with ExitStack() as complete:
             for path, written in ((out, text), (manifest, readable_json(content))):
                 fresh = complete.enter_context(replacing(path, folder / f"{path.name}.new"))
                 fresh.write_text(written, encoding="utf-8")
@@ -128,15 +140,19 @@ def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
     """Refuse files that are there already, or that `overwrite` must not replace."""
     for path in (out, manifest):
         if path.exists() and not (overwrite and path.is_file()):
-            raise CompressionError(f"{path} is there already; name another file, or pass --overwrite")
+            raise CompressionError(
+                f"{path} is there already; name another file, or pass --overwrite"
+            )
     if manifest.exists() and json_object(manifest).get("format") != FORMAT:
         raise CompressionError(
-            f"{manifest} is no manifest of traces, so --overwrite will not replace it; name another file"
+            f"{manifest} is no manifest of traces, so --overwrite will not replace it; name "
+            "another file"
         )
 
 
 def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
-    """Return a line of the file: the whole text, which calibration reads, and the messages of a chat."""
+    """Return a line of the file: the whole text, which calibration reads, and the messages of a
+    chat."""
     end = tokenizer.eos_token or ""
     if answer.tokens:
         end = tokenizer.decode([answer.tokens[-1]])

@@ -24,11 +24,12 @@ def attribute(
 ) -> Attribution:
     """Measure how every component shapes the routing of later layers.
 
-    On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
-    `edges_kept` strongest edges to single experts' scores are kept. Routers choose no expert that `without` names, as
-    in ["L1E9", "L4E14"].
-    """
+    On the first `keys` sequences the `top` most influential attention heads are split by key token,
+    too. The `edges_kept` strongest edges to single experts' scores are kept. Routers choose no
+    expert that `without` names, as in ["L1E9", "L4E14"]."""
     text = text_options(calibration)
     with open_run(given(model, tokenizer), **computing) as run:
         data = read_calibration(run, text, seed)
-        return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept, without)
+        return measure.attribute(
+            run.model, data, run.progress, seed, keys, top, edges_kept, without
+        )

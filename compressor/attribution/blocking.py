@@ -1,8 +1,8 @@
 """Experts that routers may not choose: what is chosen, and steered, without them.
 
-A blocked expert's logit is minus infinity from the router's matrix product on, and again after whatever is added to
-scores, such as a correction bias. So its router chooses, and weighs, as if it had never had that expert.
-"""
+A blocked expert's logit is minus infinity from the router's matrix product on, and again after
+whatever is added to scores, such as a correction bias. So its router chooses, and weighs, as if it
+had never had that expert."""
 
 import re
 from collections import Counter
@@ -23,28 +23,44 @@ from compressor.model.router_logits import PRODUCTS
 from compressor.model.streaming import Forward, LayerVisitor
 
 LABEL = re.compile(r"L(\d+) ?E(\d+)")  # decoder layer and expert, as reports name them
-MOVING = {"add", "iadd", "radd", "sub", "tanh"}  # operations that may lift a logit or score from minus infinity
+# operations that may lift a logit or score from minus infinity
+MOVING = {"add", "iadd", "radd", "sub", "tanh"}
 
 Blocked = Mapping[str, Sequence[int]]  # experts by experts module
 
 
 def read_blocked(architecture: Architecture, labels: Sequence[str]) -> dict[str, list[int]]:
-    """Return the experts named by labels such as L1E9; raises `CompressionError` where routers can't do without."""
+    """Return the experts named by labels such as L1E9; raises `CompressionError` where routers
+    can't do without."""
     blocked: dict[str, list[int]] = {}
     for label in labels:
         match = LABEL.fullmatch(label.strip())
         if match is None:
-            raise CompressionError(f"--without {label!r} names no expert; write layer and number, as in L1E9,L4E14")
+            raise CompressionError(
+                f"--without {label!r} names no expert; write layer and number, as in L1E9,L4E14"
+            )
         number, expert = map(int, match.groups())
-        layers = [layer for layer in architecture.layers if layer.index == number and expert < layer.experts]
+        layers = [
+            layer
+            for layer in architecture.layers
+            if layer.index == number and expert < layer.experts
+        ]
         if not layers:
-            counts = ", ".join(f"{layer.experts} in L{layer.index}" for layer in architecture.layers)
-            raise CompressionError(f"--without {label.strip()}: there is no such expert; there are {counts}")
+            counts = ", ".join(
+                f"{layer.experts} in L{layer.index}" for layer in architecture.layers
+            )
+            raise CompressionError(
+                f"--without {label.strip()}: there is no such expert; there are {counts}"
+            )
         for layer in layers:
             blocked.setdefault(layer.name, []).append(expert)
     for layer in architecture.layers:
-        groups = Counter(expert * layer.routing_groups // layer.experts for expert in {*blocked.get(layer.name, ())})
-        lost = max(groups.values(), default=0) * layer.routing_groups  # as if of every group, so that one can't run dry
+        groups = Counter(
+            expert * layer.routing_groups // layer.experts
+            for expert in {*blocked.get(layer.name, ())}
+        )
+        # as if of every group, so that one can't run dry
+        lost = max(groups.values(), default=0) * layer.routing_groups
         if lost:
             check_count(layer, layer.experts - lost, f"--without {','.join(labels)}: {layer.name}")
     return {name: sorted({*experts}) for name, experts in blocked.items()}
@@ -61,7 +77,11 @@ class _Masked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[-1:] != (self.width,):
+        if (
+            not isinstance(result, Tensor)
+            or not result.is_floating_point()
+            or result.shape[-1:] != (self.width,)
+        ):
             return result
         name = func.__name__
         if not self.has_logits and name in PRODUCTS:
@@ -74,7 +94,8 @@ class _Masked(TorchFunctionMode):
 
 @dataclass(slots=True)
 class Blocking(LayerVisitor):
-    """Blocks experts of every layer that passes; the first visitor, so that others see what is left."""
+    """Blocks experts of every layer that passes; the first visitor, so that others see what is
+    left."""
 
     blocked: Blocked
 

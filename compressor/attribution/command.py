@@ -1,4 +1,5 @@
-"""The command `attribute`, which is announced by an entry point and loads torch only when it runs."""
+"""The command `attribute`, which is announced by an entry point and loads torch only when it
+runs."""
 
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,16 @@ def attribute(
     model: Model,
     text: Unweighted,
     running: Computing,
-    output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
+    output: Annotated[
+        Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")
+    ] = None,
     top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
-    threshold: Annotated[float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)] = 3.5,
-    keys: Annotated[int, flag("Sequences on which to split the strongest heads by key token.", min=0)] = 0,
+    threshold: Annotated[
+        float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)
+    ] = 3.5,
+    keys: Annotated[
+        int, flag("Sequences on which to split the strongest heads by key token.", min=0)
+    ] = 0,
     edges: Annotated[
         Literal["routers", "experts"],
         flag(
@@ -30,14 +37,25 @@ def attribute(
     ] = "routers",
     edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
     without: Annotated[
-        str, flag("Experts that no router may choose, such as L1E9,L4E14: figures with all experts, and without them.")
+        str,
+        flag(
+            "Experts that no router may choose, such as L1E9,L4E14: figures with all experts, and "
+            "without them."
+        ),
     ] = "",
     seed: Seed = 0,
 ) -> None:
-    """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
+    """Attribute router scores to earlier components, and find the hub experts; nothing is
+    compressed."""
     if output is not None:
         require("matplotlib", "networkx")
-    from compressor.attribution.report import NAMES, brief_blocks, brief_content, findings, write_attribution
+    from compressor.attribution.report import (
+        NAMES,
+        brief_blocks,
+        brief_content,
+        findings,
+        write_attribution,
+    )
 
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         run = partial(
@@ -51,7 +69,8 @@ def attribute(
             resident=running.resident,
             **running.reading(progress),
         )
-        attribution = run(without=without.split(",")) if without else run()  # which refuses names, so it comes first
+        # which refuses names, so it comes first
+        attribution = run(without=without.split(",")) if without else run()
         results = findings(attribution, threshold, top, run() if without else None)
         written = []
         if output is not None and ranks().is_first:

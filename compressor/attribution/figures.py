@@ -1,9 +1,8 @@
 """Figures of the influence of every component on every later router.
 
-Routing attribution: "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
-A router's logits are the sum of sub-scores, one for each earlier component that wrote to the residual stream. R
-routers (receivers), T tokens, E experts.
-"""
+Routing attribution: "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs"
+(ICLR 2026). A router's logits are the sum of sub-scores, one for each earlier component that wrote
+to the residual stream. R routers (receivers), T tokens, E experts."""
 
 import math
 from collections import Counter
@@ -16,9 +15,9 @@ import torch
 from compressor.recipe.hubs import RoutedExpert
 from compressor.tolerance import rounded
 
-# what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
-# whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream; a bias is
-# that of the projection which mixes an attention's heads
+# what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its
+# heads, a dense MLP, a whole MoE layer, one of its routed experts, its shared experts, or anything
+# else that writes to the stream; a bias is that of the projection which mixes an attention's heads
 KINDS = ("token", "attention", "head", "bias", "mlp", "moe", "expert", "shared", "other")
 UNRANKED = ("head", "bias")  # kinds whose AARV is not measured
 # whose sub-scores add up to the logits
@@ -37,10 +36,11 @@ ZEROED = (
 
 
 def adds_up(kind: str, module: str, split: Container[str]) -> bool:
-    """Return True for a sender whose sub-scores add up to the logits with the others', so that nothing counts twice.
+    """Return True for a sender whose sub-scores add up to the logits with the others', so that
+    nothing counts twice.
 
-    `split` are the attention modules whose heads were told apart: there the heads and their bias count.
-    """
+    `split` are the attention modules whose heads were told apart: there the heads and their bias
+    count."""
     return kind != "moe" and not (kind == "attention" and module in split)
 
 
@@ -54,12 +54,14 @@ class Receiver:
     module: str  # the experts module that it serves
     layer: int  # number of the decoder layer
     variance: float  # of the logits over the experts, averaged over tokens
-    unexplained: float  # largest difference between logits and the sum of sub-scores, over the largest logit
+    # largest difference between logits and the sum of sub-scores, over the largest logit
+    unexplained: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """One component, and the figures of its sub-scores for each receiver: None for routers that come before it."""
+    """One component, and the figures of its sub-scores for each receiver: None for routers that
+    come before it."""
 
     name: str
     kind: str
@@ -83,7 +85,8 @@ class Sender:
 
     @property
     def label(self) -> str:
-        """Short and unique unless a layer has several of a kind: 'token', 'L1 E9', 'L3 head 5', 'L3 attention'."""
+        """Short and unique unless a layer has several of a kind: 'token', 'L1 E9', 'L3 head 5', 'L3
+        attention'."""
         labels = {
             "token": "token",
             "other": self.name,
@@ -105,7 +108,8 @@ class Output(RoutedExpert):
 
 @dataclass(frozen=True, slots=True)
 class KeyInfluence:
-    """One head's influence on one sequence by key token; shares of the sum over all queries and keys."""
+    """One head's influence on one sequence by key token; shares of the sum over all queries and
+    keys."""
 
     module: str
     layer: int | None
@@ -113,7 +117,8 @@ class KeyInfluence:
     sequence: int
     tokens: tuple[int, ...]  # [L] token ids
     texts: tuple[str, ...]  # [L] of the tokens; empty if the model has no tokenizer
-    influence: tuple[float, ...]  # [L] of each key: variance of its sub-scores, summed over routers, averaged over L
+    # [L] of each key: variance of its sub-scores, summed over routers, averaged over L
+    influence: tuple[float, ...]
     first: float  # share of the sequence's first token
     own: float  # share of the query's own token
     previous: float  # share of the token before it
@@ -135,12 +140,14 @@ class ScoreEdge:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Two experts of consecutive routers that more tokens pass one after the other than chance would send."""
+    """Two experts of consecutive routers that more tokens pass one after the other than chance
+    would send."""
 
     receiver: int  # number of the first one's router among the receivers
     expert: int
     following: int  # the expert of the next router
-    excess: float  # share of the tokens that pass both, less the product of the shares that pass each
+    # share of the tokens that pass both, less the product of the shares that pass each
+    excess: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +172,12 @@ class Attribution:
         return tuple(sender for sender in self.senders if sender.kind in kinds)
 
     def parts(self) -> tuple[Sender, ...]:
-        """The senders whose sub-scores add up to the logits, each part once: heads instead of their attention."""
+        """The senders whose sub-scores add up to the logits, each part once: heads instead of their
+        attention."""
         split = {head.module for head in self.of_kind("head")}
-        return tuple(sender for sender in self.senders if adds_up(sender.kind, sender.module, split))
+        return tuple(
+            sender for sender in self.senders if adds_up(sender.kind, sender.module, split)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +216,15 @@ def _unique(named: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
-    """Return at most `top` senders with any influence, the greatest total first, equal ones in model order."""
+    """Return at most `top` senders with any influence, the greatest total first, equal ones in
+    model order."""
     influential = [sender for sender in senders if sender.total_influence > 0]
     return tuple(sorted(influential, key=lambda sender: -sender.total_influence)[:top])
 
 
 def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
-    """Return the share of each kind of component in routing; heads, experts and shared experts are parts of others."""
+    """Return the share of each kind of component in routing; heads, experts and shared experts are
+    parts of others."""
     whole = math.fsum(sender.total_influence for sender in attribution.of_kind(*COMPONENTS))
     shares = []
     for kind in COMPONENTS:
@@ -229,7 +241,8 @@ def is_measured(value: float | None) -> TypeGuard[float]:
 
 
 def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
-    """Influence and AARV of each sender of these kinds on each receiver for which both were measured."""
+    """Influence and AARV of each sender of these kinds on each receiver for which both were
+    measured."""
     for sender in attribution.of_kind(*kinds):
         for influence, change in zip(sender.influence, sender.rank_change, strict=True):
             if is_measured(influence) and is_measured(change):

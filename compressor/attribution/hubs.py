@@ -1,8 +1,8 @@
 """Routing hubs: experts that steer later routers far more than the other experts of their layer do.
 
-Beside them the super experts, whose outputs are massive: Su et al. 2025, "Unveiling Super Experts in
-Mixture-of-Experts Large Language Models", arXiv:2507.23279. An expert can be either without the other.
-"""
+Beside them the super experts, whose outputs are massive: Su et al. 2025, "Unveiling Super Experts
+in Mixture-of-Experts Large Language Models", arXiv:2507.23279. An expert can be either without the
+other."""
 
 from collections.abc import Sequence
 from statistics import fmean, median
@@ -26,9 +26,9 @@ SUPER_SHARE = 0.1
 def outlier_scores(values: Sequence[float]) -> list[float]:
     """Modified z-scores by the median absolute deviation (MAD): 0.6745 (x - median) / MAD.
 
-    A twentieth of the median stands in for a smaller deviation. Where both are zero, for most values are, the mean
-    absolute deviation serves instead, with its own factor; where that is zero too, all values are equal and score 0.
-    """
+    A twentieth of the median stands in for a smaller deviation. Where both are zero, for most
+    values are, the mean absolute deviation serves instead, with its own factor; where that is zero
+    too, all values are equal and score 0."""
     centre = median(values)
     distances = [abs(value - centre) for value in values]
     factor = _TO_DEVIATION
@@ -40,10 +40,11 @@ def outlier_scores(values: Sequence[float]) -> list[float]:
 
 
 def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[Hub, ...]:
-    """Experts whose influence is an outlier of their layer, and whose AARV confirms it; the strongest first.
+    """Experts whose influence is an outlier of their layer, and whose AARV confirms it; the
+    strongest first.
 
-    Whatever stands out among noise is no hub: influence must reach a thousandth of the variance of the logits.
-    """
+    Whatever stands out among noise is no hub: influence must reach a thousandth of the variance of
+    the logits."""
     layers: dict[str, list[Sender]] = {}
     for sender in attribution.of_kind("expert"):
         layers.setdefault(sender.module, []).append(sender)
@@ -51,7 +52,9 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
     for experts in layers.values():
         influence_scores = outlier_scores([sender.total_influence for sender in experts])
         aarv_scores = outlier_scores([sender.total_rank_change for sender in experts])
-        for sender, influence_score, aarv_score in zip(experts, influence_scores, aarv_scores, strict=True):
+        for sender, influence_score, aarv_score in zip(
+            experts, influence_scores, aarv_scores, strict=True
+        ):
             assert sender.layer is not None and sender.number is not None
             reached = zip(attribution.receivers, sender.influence, strict=True)
             variance = sum(receiver.variance for receiver, value in reached if value is not None)
@@ -83,10 +86,10 @@ def _strongest_first(experts: Sequence[Expert], strengths: Sequence[float]) -> t
 def super_experts(attribution: Attribution) -> tuple[Output, ...]:
     """Experts of the model with massive activations before their gate weights; the strongest first.
 
-    The rule of the paper: the largest absolute entry is beyond the 99.5th percentile of all experts, and above a tenth
-    of the largest one. Some expert always meets that, so here the entry must be an outlier of the model's experts too.
-    Up to 200 experts the percentile leaves room for one alone. Experts that no token reached do not count.
-    """
+    The rule of the paper: the largest absolute entry is beyond the 99.5th percentile of all
+    experts, and above a tenth of the largest one. Some expert always meets that, so here the entry
+    must be an outlier of the model's experts too. Up to 200 experts the percentile leaves room for
+    one alone. Experts that no token reached do not count."""
     reached = [output for output in attribution.outputs if output.tokens > 0]
     if not reached:
         return ()

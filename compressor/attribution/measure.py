@@ -1,12 +1,13 @@
-"""Routing attribution in two streamed passes, exact, holding no component beyond its layer; and a third by key token.
+"""Routing attribution in two streamed passes, exact, holding no component beyond its layer; and a
+third by key token.
 
-Sub-scores are linear in the component until the receiver's norm divides them: the first pass keeps every router's
-logits and factors (`routers`), the second projects each component onto all later routers as it appears (`projecting`).
+Sub-scores are linear in the component until the receiver's norm divides them: the first pass keeps
+every router's logits and factors (`routers`), the second projects each component onto all later
+routers as it appears (`projecting`).
 
-By key token: a head's output at query q is sum_k A[q, k] v_k, so its sub-scores split by key, and the variance over
-the experts of one part is (A[q, k] * factor[q])^2 * Var(rows v_k). L tokens of a sequence, h size of a head, E experts,
-R routers.
-"""
+By key token: a head's output at query q is sum_k A[q, k] v_k, so its sub-scores split by key, and
+the variance over the experts of one part is (A[q, k] * factor[q])^2 * Var(rows v_k). L tokens of a
+sequence, h size of a head, E experts, R routers."""
 
 import logging
 from collections import ChainMap
@@ -19,7 +20,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from compressor.attribution.blocking import Blocked, read_blocked
-from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender, strongest
+from compressor.attribution.figures import (
+    KINDS,
+    Attribution,
+    KeyInfluence,
+    Receiver,
+    Sender,
+    strongest,
+)
 from compressor.attribution.graph import routed_together
 from compressor.attribution.projecting import Projection
 from compressor.attribution.routers import ObservedRouters, observe_routers
@@ -38,7 +46,8 @@ logger = logging.getLogger(__name__)
 # share of the largest logit that may stay unexplained
 FLOAT32_TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.25
-PRODUCT_TOLERANCE = 1e-3  # of the largest entry, by which weights times values may miss the projection's input
+# of the largest entry, by which weights times values may miss the projection's input
+PRODUCT_TOLERANCE = 1e-3
 
 
 def attribute(
@@ -53,17 +62,18 @@ def attribute(
 ) -> Attribution:
     """Decompose every router's logits on the calibration tokens.
 
-    On the first `keys` sequences the `top` most influential heads are split by key token, too. If `edges_kept` is not
-    0, influence is measured on every expert's score, too, and so many of those edges are kept.
-    Routers choose none of the experts `without` names (L1E9); figures are over all experts as ever.
-    Ranks share the batches, and all of them find the same, but for rounding what one process finds.
-    Raises `CompressionError` naming the layer and the reason if the architecture's logits are no sum over the
-    residual stream, or if sums miss the logits by more than rounding; at all ranks alike.
-    """
+    On the first `keys` sequences the `top` most influential heads are split by key token, too. If
+    `edges_kept` is not 0, influence is measured on every expert's score, too, and so many of those
+    edges are kept. Routers choose none of the experts `without` names (L1E9); figures are over all
+    experts as ever. Ranks share the batches, and all of them find the same, but for rounding what
+    one process finds. Raises `CompressionError` naming the layer and the reason if the
+    architecture's logits are no sum over the residual stream, or if sums miss the logits by more
+    than rounding; at all ranks alike."""
     shared = shared_experts(model)
     if shared:
         raise CompressionError(
-            f"{shared} shares its experts with another layer, so no layer's routing can be attributed to them"
+            f"{shared} shares its experts with another layer, so no layer's routing can be "
+            "attributed to them"
         )
     batches = calibration.batches
     tokens = calibration.tokens
@@ -93,7 +103,11 @@ def attribute(
     if keys:
         heads = [sender for sender in senders if sender.kind == "head"]
         sequences = [sequence for batch in batches for sequence in batch.split(1)]
-        per_key = key_influence(model, sequences[:keys], strongest(heads, top), progress, blocked) if heads else ()
+        per_key = (
+            key_influence(model, sequences[:keys], strongest(heads, top), progress, blocked)
+            if heads
+            else ()
+        )
         if not per_key:
             logger.warning("no head of %s can be split by key tokens", architecture.model_class)
     return Attribution(
@@ -107,13 +121,18 @@ def attribute(
         seconds=clock.seconds,
         per_key=tuple(per_key),
         score_edges=tuple(projection.score_edges),
-        together=routed_together(routers.chosen.values(), routers.valid, architecture.experts, tokens),
+        together=routed_together(
+            routers.chosen.values(), routers.valid, architecture.experts, tokens
+        ),
         without=tuple(label.replace(" ", "") for label in without),
     )
 
 
-def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) -> tuple[Receiver, ...]:
-    """The routers with the share that their sums leave unexplained; raises if that is more than rounding."""
+def _receivers(
+    routers: ObservedRouters, projection: Projection, tokens: int
+) -> tuple[Receiver, ...]:
+    """The routers with the share that their sums leave unexplained; raises if that is more than
+    rounding."""
     figures = torch.zeros(3, len(routers.layers), dtype=torch.float64)
     for logits in routers.logits.values():
         figures[0] += logits.var(-1, correction=0).sum(0).cpu()  # summed over tokens
@@ -122,9 +141,13 @@ def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) ->
         figures[2] = projection.remainder.abs().amax((0, 2)).cpu()
     variances, largest, missed = ranks().all_reduce(figures)
     unexplained = (missed / largest.clamp(min=torch.finfo(torch.float32).tiny)).tolist()
-    tolerance = FLOAT32_TOLERANCE if routers.model.partial.dtype == torch.float32 else HALF_TOLERANCE
+    tolerance = (
+        FLOAT32_TOLERANCE if routers.model.partial.dtype == torch.float32 else HALF_TOLERANCE
+    )
     receivers = []
-    for layer, variance, share in zip(routers.layers, (variances / tokens).tolist(), unexplained, strict=True):
+    for layer, variance, share in zip(
+        routers.layers, (variances / tokens).tolist(), unexplained, strict=True
+    ):
         if share > tolerance:
             raise CompressionError(
                 f"{layer.router}: the sub-scores miss its logits by {share:.1%} of the largest; "
@@ -153,13 +176,15 @@ class _Products(TorchFunctionMode):
 
 @dataclass(slots=True)
 class _ByKey(TracedPass):
-    """Splits heads by key token, sequence by sequence: those whose input to the projection is a product."""
+    """Splits heads by key token, sequence by sequence: those whose input to the projection is a
+    product."""
 
     routers: ObservedRouters
     heads: Sequence[Sender]
     sequences: Sequence[Tensor]
     tokenizer: Any
-    split: dict[tuple[int, int, int], KeyInfluence] = field(default_factory=dict)  # by layer, sequence and head
+    # by layer, sequence and head
+    split: dict[tuple[int, int, int], KeyInfluence] = field(default_factory=dict)
     recorded: _Products = field(default_factory=_Products)  # of the layer that is running
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
@@ -175,9 +200,17 @@ class _ByKey(TracedPass):
     def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
         """Split the heads of a layer on one sequence."""
         tokens = self.sequences[batch][0].tolist()
-        texts = [str(self.tokenizer.decode([token])) for token in tokens] if self.tokenizer is not None else ()
+        texts = (
+            [str(self.tokenizer.decode([token])) for token in tokens]
+            if self.tokenizer is not None
+            else ()
+        )
         for number, head in enumerate(self.heads):
-            influence = self._split(decoder_layer, batch, trace, head) if head.module in trace.heads else None
+            influence = (
+                self._split(decoder_layer, batch, trace, head)
+                if head.module in trace.heads
+                else None
+            )
             if influence is not None:
                 assert head.layer is not None and head.number is not None
                 total = max(float(influence.sum()), torch.finfo(torch.float32).tiny)
@@ -195,8 +228,11 @@ class _ByKey(TracedPass):
                     previous=float(influence.diagonal(-1).sum()) / total,
                 )
 
-    def _split(self, decoder_layer: str, batch: int, trace: LayerTrace, head: Sender) -> Tensor | None:
-        """[L, L] influence by query and key, summed over the routers; None if no product is the projection's input."""
+    def _split(
+        self, decoder_layer: str, batch: int, trace: LayerTrace, head: Sender
+    ) -> Tensor | None:
+        """[L, L] influence by query and key, summed over the routers; None if no product is the
+        projection's input."""
         heads = trace.heads[head.module]
         number = head.number or 0
         inputs = heads.inputs[:, number].float()
@@ -223,12 +259,17 @@ class _ByKey(TracedPass):
 
 
 def key_influence(
-    model: OpenModel, sequences: Sequence[Tensor], heads: Sequence[Sender], progress: Progress, blocked: Blocked
+    model: OpenModel,
+    sequences: Sequence[Tensor],
+    heads: Sequence[Sender],
+    progress: Progress,
+    blocked: Blocked,
 ) -> list[KeyInfluence]:
-    """Split the heads' influence by key on sequences [1, L]; tokens have texts if the model has a tokenizer.
+    """Split the heads' influence by key on sequences [1, L]; tokens have texts if the model has a
+    tokenizer.
 
-    A head whose attention does not multiply weights with values just before its output projection is left out.
-    """
+    A head whose attention does not multiply weights with values just before its output projection
+    is left out."""
     try:
         tokenizer = load_tokenizer(model.source.folder)
     except CompressionError:

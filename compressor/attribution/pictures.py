@@ -1,4 +1,5 @@
-"""The pictures of a routing attribution: what steers which router, which way, and whether it changes the choice.
+"""The pictures of a routing attribution: what steers which router, which way, and whether it
+changes the choice.
 
 After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
 """
@@ -79,7 +80,8 @@ LEAST_BODY = 2.6  # of height that a colour bar needs
 BESIDE = 0.75  # above and below a panel
 BAR = 1.05  # a colour bar with its label
 
-Group = tuple[str, Sequence[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
+# of points: label, pairs, and how they are drawn
+Group = tuple[str, Sequence[Pair], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,13 @@ class Panel:
 
 
 def pictures(
-    attribution: Attribution, hubs: Sequence[Hub], top: int, compared: Sequence[tuple[Sender, Sender]] = ()
+    attribution: Attribution,
+    hubs: Sequence[Hub],
+    top: int,
+    compared: Sequence[tuple[Sender, Sender]] = (),
 ) -> tuple[Figure, ...]:
-    """The four figures by their `NAMES`; `compared` are experts before others were blocked, and without those."""
+    """The four figures by their `NAMES`; `compared` are experts before others were blocked, and
+    without those."""
     return (
         influence_figure(attribution),
         scores_figure(attribution),
@@ -115,10 +121,13 @@ def _panels(
     """A heat map for each kind of component, with a row for each sender that has a value."""
     panels = []
     for kind in kinds:
-        senders = [sender for sender in attribution.of_kind(kind) if set(getattr(sender, name)) - {None}]
+        senders = [
+            sender for sender in attribution.of_kind(kind) if set(getattr(sender, name)) - {None}
+        ]
         labels = sender_labels(senders)
         layers = {sender.layer for sender in senders}
-        if None not in layers and len(layers) == len(senders):  # layers alone, where each sender has another
+        # layers alone, where each sender has another
+        if None not in layers and len(layers) == len(senders):
             labels = [f"L{sender.layer}" for sender in senders]
         if senders:
             values = [_row(sender, name) for sender in senders]
@@ -134,16 +143,24 @@ def _heat(
     columns: Sequence[Sequence[Panel]],
     scales: Mapping[str, str] = VARIANCE,
 ) -> Figure:
-    """Return columns of heat maps on one scale; `scales` has the colours of each colour bar by its label."""
+    """Return columns of heat maps on one scale; `scales` has the colours of each colour bar by its
+    label."""
     title = f"{attribution.model}: {title}"
     columns = [column for column in columns if column]
     if not columns:
-        empty = Drawing(title, "Nothing to show.", (5.0, 1.2), lambda canvas: canvas.text(0.03, 0.5, "nothing to show"))
+        empty = Drawing(
+            title,
+            "Nothing to show.",
+            (5.0, 1.2),
+            lambda canvas: canvas.text(0.03, 0.5, "nothing to show"),
+        )
         return Figure(name, title, "", (empty,))
     layers = [str(receiver.layer) for receiver in attribution.receivers]
     width = max(LEAST_PANEL, len(layers) * min(max(PANEL / len(layers), LEAST_CELL), MOST_CELL))
     tallest = max(len(panel.rows) for column in columns for panel in column)
-    row_height = min(max(HEIGHT / tallest, 1.2 * LINE if name == "experts" else LEAST_ROW), MOST_ROW)
+    row_height = min(
+        max(HEIGHT / tallest, 1.2 * LINE if name == "experts" else LEAST_ROW), MOST_ROW
+    )
     widths = []
     height = LEAST_BODY
     values = list[float]()
@@ -166,7 +183,9 @@ def _heat(
         parts = canvas.subfigures(1, len(widths), squeeze=False, width_ratios=widths)[0]
         for part, column in zip(parts, columns, strict=False):
             heights = [len(panel.rows) * row_height for panel in column]
-            grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+            grid = part.subplots(
+                len(column), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
+            )[:, 0]
             for axes, panel, panel_height in zip(grid, column, heights, strict=True):
                 # smaller numbers share the first colour, and blank cells stay NaN
                 shown = np.maximum(np.array(panel.values, dtype=float), low)
@@ -178,7 +197,9 @@ def _heat(
         for part, (label, colours) in zip(parts[len(columns) :], scales.items(), strict=True):
             axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
             scale = ScalarMappable(norm, colours)
-            bar = part.colorbar(scale, cax=axes, extend=extend, ticks=log_locator(low, high), format="%.2g")
+            bar = part.colorbar(
+                scale, cax=axes, extend=extend, ticks=log_locator(low, high), format="%.2g"
+            )
             bar.minorticks_off()
             bar.set_label(label, fontsize=FONT - 1)
 
@@ -191,14 +212,19 @@ def influence_figure(attribution: Attribution) -> Figure:
         _panels(attribution, ("token", "attention", "other"), "influence"),
         _panels(attribution, ("mlp", "moe"), "influence"),
     ]
-    shares = [f"{TITLES[kind.kind]} {100 * kind.share:.1f}%" for kind in kind_shares(attribution) if kind.share]
+    shares = [
+        f"{TITLES[kind.kind]} {100 * kind.share:.1f}%"
+        for kind in kind_shares(attribution)
+        if kind.share
+    ]
     alt = f"Shares of all influence: {', '.join(shares) or 'none'}."
     title = "influence on routing, by the layer of the sender (rows)"
     return _heat("influence", title, alt, attribution, columns)
 
 
 def scores_figure(attribution: Attribution) -> Figure:
-    """Draw how each component promotes experts (APS, left) and inhibits them (ANS, right), on one scale."""
+    """Draw how each component promotes experts (APS, left) and inhibits them (ANS, right), on one
+    scale."""
     columns = [
         _panels(attribution, TITLES, "positive", ": APS", PROMOTING),
         _panels(attribution, TITLES, "negative", ": ANS", INHIBITING),
@@ -210,9 +236,13 @@ def scores_figure(attribution: Attribution) -> Figure:
 
 
 def experts_figure(
-    attribution: Attribution, hubs: Sequence[Hub], top: int, compared: Sequence[tuple[Sender, Sender]] = ()
+    attribution: Attribution,
+    hubs: Sequence[Hub],
+    top: int,
+    compared: Sequence[tuple[Sender, Sender]] = (),
 ) -> Figure:
-    """A strip for each of the `top` strongest routed experts, hubs with a star, and of the strongest heads.
+    """A strip for each of the `top` strongest routed experts, hubs with a star, and of the
+    strongest heads.
 
     Experts that are `compared` come first, before others were blocked and without those.
     """
@@ -257,7 +287,9 @@ def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
     influences = [pair.influence for pair in points]
     changes = [pair.rank_change for pair in points]
     value = rank_correlation(points)
-    correlation = "no rank correlation" if value is None else f"Spearman rank correlation {value:.2f}"
+    correlation = (
+        "no rank correlation" if value is None else f"Spearman rank correlation {value:.2f}"
+    )
     correlation = f"{correlation} ({len(points):,} pairs)"
 
     def draw(figure: "FigureBase") -> None:
@@ -291,16 +323,26 @@ def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]
     labels: dict[tuple[str, int | None], str] = {}
     for number, hub in enumerate(hubs):
         labels[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
-    members: dict[str, list[Pair]] = {label: [] for label in ("no hub", "more hubs", *labels.values())}
+    members: dict[str, list[Pair]] = {
+        label: [] for label in ("no hub", "more hubs", *labels.values())
+    }
     for pair in pairs(attribution, "expert"):
         members[labels.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
     plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}
-    styles = [{"color": "#aaaaaa", **plain}, {"color": "black", **plain}, *map(_style, range(len(members) - 2))]
-    return [(label, points, style) for (label, points), style in zip(members.items(), styles, strict=True)]
+    styles = [
+        {"color": "#aaaaaa", **plain},
+        {"color": "black", **plain},
+        *map(_style, range(len(members) - 2)),
+    ]
+    return [
+        (label, points, style)
+        for (label, points), style in zip(members.items(), styles, strict=True)
+    ]
 
 
 def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
-    """Layers from left to right, the heaviest edges between senders and routers, the most central experts by name."""
+    """Layers from left to right, the heaviest edges between senders and routers, the most central
+    experts by name."""
     nodes = graph.nodes
     named = ranking(centrality, RELATIVE)[:EXPERTS_NAMED]
     steering = [edge for edge in edges_of(graph, STEERS).edges(data="weight") if edge[2] > 0]
@@ -344,19 +386,27 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
                 label=kind,
             )
         labels = {node: readable(node) for node in named}
-        nx.draw_networkx_labels(graph, at, labels, font_size=8, font_weight="bold", verticalalignment="bottom", ax=axes)
+        nx.draw_networkx_labels(
+            graph, at, labels, font_size=8, font_weight="bold", verticalalignment="bottom", ax=axes
+        )
         axes.tick_params(bottom=True, labelbottom=True)
-        axes.set_xticks([layer + 0.4 for layer in layers], labels=["token" if x < 0 else f"L{x}" for x in layers])
+        axes.set_xticks(
+            [layer + 0.4 for layer in layers],
+            labels=["token" if x < 0 else f"L{x}" for x in layers],
+        )
         axes.set(yticks=[], ylim=(-1.3, 1.3))
         axes.spines["left"].set_visible(False)
         if at:
             figure.legend(loc="outside right upper")
 
-    return Figure("graph", title, "", (Drawing(title, alt, (min(16, 4 + 1.1 * len(layers)), 5), draw),))
+    return Figure(
+        "graph", title, "", (Drawing(title, alt, (min(16, 4 + 1.1 * len(layers)), 5), draw),)
+    )
 
 
 def _places(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Places of nodes: a layer's from left to right by kind, routers in the middle, others spread over the height."""
+    """Places of nodes: a layer's from left to right by kind, routers in the middle, others spread
+    over the height."""
     columns: dict[float, list[str]] = {}
     for node, data in nodes.items():
         columns.setdefault(data["layer"] + PLACES.get(data["kind"], 0.1), []).append(node)

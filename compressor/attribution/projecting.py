@@ -1,10 +1,11 @@
-"""The second pass of routing attribution: each component's sub-scores for all later routers, as the component appears.
+"""The second pass of routing attribution: each component's sub-scores for all later routers, as the
+component appears.
 
-Figures of a sender for a router: the variance of its sub-scores over the experts measures influence (Proposition 1 of
-"Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs", ICLR 2026), their signs promote and
-inhibit (APS and ANS), the ranks change without them (AARV), and their covariance with the logits adds up.
-T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at once, K top-k.
-"""
+Figures of a sender for a router: the variance of its sub-scores over the experts measures influence
+(Proposition 1 of "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs",
+ICLR 2026), their signs promote and inhibit (APS and ANS), the ranks change without them (AARV), and
+their covariance with the logits adds up. T tokens of a batch, n of them, H hidden, E experts, R
+routers, r of them at once, K top-k."""
 
 import math
 from collections.abc import Iterator
@@ -32,23 +33,26 @@ FIGURES = (
 
 
 def spread(scores: Tensor) -> Tensor:
-    """Each expert's part of the variance over the experts, summed over the tokens: [n, R, E] -> [R, E], float64."""
+    """Each expert's part of the variance over the experts, summed over the tokens: [n, R, E] -> [R,
+    E], float64."""
     centred = scores - scores.mean(-1, keepdim=True)
     norms: Tensor = torch.linalg.vector_norm(centred, dim=0)
     return as_float64(norms).square() / scores.shape[-1]
 
 
 def covariance(scores: Tensor, logits: Tensor) -> Tensor:
-    """Covariance of sub-scores and logits over the experts, summed over tokens: [n, R, E] twice -> [R], float64.
+    """Covariance of sub-scores and logits over the experts, summed over tokens: [n, R, E] twice ->
+    [R], float64.
 
-    Logits are sums of sub-scores, so the covariances of all components add up to the logits' variance.
-    """
+    Logits are sums of sub-scores, so the covariances of all components add up to the logits'
+    variance."""
     centred = logits - logits.mean(-1, keepdim=True)
     return as_float64((scores * centred).sum(-1)).sum(0) / scores.shape[-1]
 
 
 def signs(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over the experts of the positive and of the negative sub-scores, summed over tokens: [n, R, E] -> 2 [R]."""
+    """Mean over the experts of the positive and of the negative sub-scores, summed over tokens: [n,
+    R, E] -> 2 [R]."""
     positive = as_float64(scores.clamp(min=0).mean(-1)).sum(0)
     return positive, as_float64(scores.mean(-1)).sum(0) - positive
 
@@ -56,9 +60,9 @@ def signs(scores: Tensor) -> tuple[Tensor, Tensor]:
 def rank_change(scores: Tensor, chosen: Tensor, before: Tensor, share: Tensor) -> Tensor:
     """Mean absolute change of the chosen experts' ranks, summed over tokens: -> [R].
 
-    `scores` [n, R, E] rank the experts without a sender, `before` [n, R, K] are the ranks of the `chosen` [n, R, K]
-    with it; `share` [R, K] is 1 / K of each router, 0 in slots that it does not use.
-    """
+    `scores` [n, R, E] rank the experts without a sender, `before` [n, R, K] are the ranks of the
+    `chosen` [n, R, K] with it; `share` [R, K] is 1 / K of each router, 0 in slots that it does not
+    use."""
     return as_float64((ranks_of(scores, chosen) - before).abs() * share).sum((0, 2))
 
 
@@ -80,7 +84,8 @@ class Tally:
     reaches: Tensor  # [R]: True for routers after the sender
     outputs: Tensor  # [2] of an expert: its tokens, and the L2 norms of its outputs
     largest: Tensor  # [2] of an expert: the largest norm and entry of its outputs
-    by_expert: Tensor | float = 0.0  # [R, E] variance by expert, while its layer passes and if edges are kept
+    # [R, E] variance by expert, while its layer passes and if edges are kept
+    by_expert: Tensor | float = 0.0
 
     def add(self, other: "Tally") -> None:
         """Add another rank's sums of the same sender."""
@@ -131,7 +136,8 @@ class Projection(TracedPass):
     tokens: int  # of all batches
     edges_kept: int = 0  # edges to single experts' scores, which are measured if it is not 0
     tallies: dict[Component, Tally] = field(default_factory=dict)
-    remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
+    # [T, R, E] of the first batch: logits less the sub-scores so far
+    remainder: Tensor | None = field(init=False)
     score_edges: list[ScoreEdge] = field(default_factory=list)  # the strongest of the layers so far
 
     def __post_init__(self) -> None:
@@ -156,19 +162,29 @@ class Projection(TracedPass):
         for module, ran in trace.routed.items():
             for expert in ran:
                 norms = expert.outputs.float().norm(dim=-1)
-                outputs = torch.tensor([len(norms), float(as_float64(norms).sum())], dtype=torch.float64)
-                largest = torch.tensor([float(norms.max()), float(expert.outputs.abs().max())], dtype=torch.float64)
-                self._tally(_expert(decoder_layer, module, expert.expert)).add_outputs(outputs, largest)
+                outputs = torch.tensor(
+                    [len(norms), float(as_float64(norms).sum())], dtype=torch.float64
+                )
+                largest = torch.tensor(
+                    [float(norms.max()), float(expert.outputs.abs().max())], dtype=torch.float64
+                )
+                self._tally(_expert(decoder_layer, module, expert.expert)).add_outputs(
+                    outputs, largest
+                )
         every_token = torch.arange(trace.context.tokens, device=self.routers.valid.device)
         for view in self.routers.views(decoder_layer, batch, trace):
-            moe = torch.zeros_like(self.routers.logits[batch][:, view.span])  # of routed and shared experts
-            for component, scores, tokens in self._sub_scores(decoder_layer, trace, view, every_token):
+            # of routed and shared experts
+            moe = torch.zeros_like(self.routers.logits[batch][:, view.span])
+            for component, scores, tokens in self._sub_scores(
+                decoder_layer, trace, view, every_token
+            ):
                 self._add(component, scores, tokens, batch, view.span)
                 if batch == 0 and self.remainder is not None and component.kind not in UNRANKED:
                     self.remainder[:, view.span].index_add_(0, tokens, -scores)
                 if component.kind in ("expert", "shared"):
                     moe.index_add_(0, tokens, scores)
-            if trace.routed and view.terms is trace.terms:  # for later routers, which see all of the layer
+            # for later routers, which see all of the layer
+            if trace.routed and view.terms is trace.terms:
                 self._add(
                     Component(f"{decoder_layer} MoE", "moe", decoder_layer, decoder_layer),
                     moe,
@@ -189,18 +205,24 @@ class Projection(TracedPass):
                 self._tally(component).add(tally)
         split = {component.module for component in self.tallies if component.kind == "head"}
         for component, tally in self.tallies.items():
-            if isinstance(tally.by_expert, Tensor) and adds_up(component.kind, component.module, split):
-                self.score_edges += _edges(component.name, tally.by_expert / self.tokens, self.edges_kept)
+            if isinstance(tally.by_expert, Tensor) and adds_up(
+                component.kind, component.module, split
+            ):
+                self.score_edges += _edges(
+                    component.name, tally.by_expert / self.tokens, self.edges_kept
+                )
             tally.by_expert = 0.0
-        self.score_edges = sorted(self.score_edges, key=lambda edge: -edge.influence)[: self.edges_kept]
+        self.score_edges = sorted(self.score_edges, key=lambda edge: -edge.influence)[
+            : self.edges_kept
+        ]
 
     def _sub_scores(
         self, decoder_layer: str, trace: LayerTrace, view: View, every_token: Tensor
     ) -> Iterator[tuple[Component, Tensor, Tensor]]:
         """Sub-scores [n, r, E] of each component at the tokens [n] that it wrote to.
 
-        After an attention come its heads, each through its slice of the output projection, and that one's bias.
-        """
+        After an attention come its heads, each through its slice of the output projection, and that
+        one's bias."""
         is_first = decoder_layer == self.routers.model.architecture.decoder_layers[0]
         for name, values in trace.context.leaves.items():
             seen = view.component(name) if name != STREAM or is_first else None
@@ -210,7 +232,11 @@ class Projection(TracedPass):
             if kind == "expert":
                 for ran in trace.routed[name]:
                     weighted = ran.outputs.float() * ran.weights.float()[:, None]
-                    yield _expert(decoder_layer, name, ran.expert), seen.scores(weighted, ran.rows), ran.rows
+                    yield (
+                        _expert(decoder_layer, name, ran.expert),
+                        seen.scores(weighted, ran.rows),
+                        ran.rows,
+                    )
                 continue
             sender = {"token": "token", "other": f"{decoder_layer} {name}"}.get(kind, name)
             scores = seen.scores(values.expand(len(every_token), -1), every_token)
@@ -223,13 +249,21 @@ class Projection(TracedPass):
                 view.shared[shared] = torch.tensordot(seen.rows, heads.weight.float(), 1)
             rows = view.shared[shared]
             for head in range(rows.shape[1]):
-                scores = replace(seen, rows=rows[:, head]).scores(heads.inputs[:, head], every_token)
-                yield Component(f"{name} head {head}", "head", decoder_layer, name, head), scores, every_token
+                scores = replace(seen, rows=rows[:, head]).scores(
+                    heads.inputs[:, head], every_token
+                )
+                yield (
+                    Component(f"{name} head {head}", "head", decoder_layer, name, head),
+                    scores,
+                    every_token,
+                )
             if heads.bias is not None:
                 scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)
                 yield Component(f"{name} bias", "bias", decoder_layer, name), scores, every_token
 
-    def _add(self, component: Component, scores: Tensor, tokens: Tensor, batch: int, span: slice) -> None:
+    def _add(
+        self, component: Component, scores: Tensor, tokens: Tensor, batch: int, span: slice
+    ) -> None:
         """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""
         routers = self.routers
         tally = self._tally(component)
@@ -254,7 +288,8 @@ def _expert(decoder_layer: str, module: str, expert: int) -> Component:
 
 
 def _edges(sender: str, by_expert: Tensor, most: int) -> list[ScoreEdge]:
-    """The strongest edges to single experts' scores of one sender: [R, E] -> at most so many, none of them 0."""
+    """The strongest edges to single experts' scores of one sender: [R, E] -> at most so many, none
+    of them 0."""
     values, order = by_expert.flatten().sort(descending=True, stable=True)
     edges = []
     for value, index in zip(values[:most].tolist(), order.tolist(), strict=False):

@@ -1,4 +1,5 @@
-"""Entry points of routing attribution for `prune`: hubs and central experts to protect, and AARV for strategies.
+"""Entry points of routing attribution for `prune`: hubs and central experts to protect, and AARV
+for strategies.
 
 All are called by all ranks together. The attribution is run once for all plans of a model.
 """
@@ -27,9 +28,14 @@ def hubs(planner: "Planner") -> list[tuple[str, int]]:
 
     attribution = _attribution(planner)
     experts: list[tuple[str, int]]
-    experts = ranks().broadcast(lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)])
+    experts = ranks().broadcast(
+        lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)]
+    )
     if not experts and ranks().is_first:
-        logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
+        logger.warning(
+            "no expert of this model is a hub on the calibration data, so --protect auto protects "
+            "none"
+        )
     return experts
 
 
@@ -47,7 +53,9 @@ def central(planner: "Planner", count: int) -> list[tuple[str, int]]:
 
     experts: list[tuple[str, int]] = ranks().broadcast(first)
     if not experts and ranks().is_first:
-        logger.warning("no expert steers a later router, so --protect graph:%d protects none", count)
+        logger.warning(
+            "no expert steers a later router, so --protect graph:%d protects none", count
+        )
     return experts
 
 
@@ -56,7 +64,8 @@ def rank_change(planner: "Planner") -> dict[str, "Tensor"]:
     import torch
 
     changes = {
-        layer.name: torch.zeros(layer.experts, dtype=torch.float64) for layer in planner.model.architecture.layers
+        layer.name: torch.zeros(layer.experts, dtype=torch.float64)
+        for layer in planner.model.architecture.layers
     }
     for sender in _attribution(planner).of_kind("expert"):
         assert sender.number is not None

@@ -1,4 +1,5 @@
-"""A routing attribution as blocks, and as files: JSON, hubs.json to protect, a text, a graph and pictures."""
+"""A routing attribution as blocks, and as files: JSON, hubs.json to protect, a text, a graph and
+pictures."""
 
 import json
 from collections.abc import Sequence
@@ -57,7 +58,8 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """An attribution with its hubs above a threshold and its super experts; `top` senders are shown."""
+    """An attribution with its hubs above a threshold and its super experts; `top` senders are
+    shown."""
 
     attribution: Attribution
     hubs: Sequence[Hub]
@@ -68,22 +70,30 @@ class Findings:
 
     @property
     def overlap(self) -> dict[str, list[RoutedExpert]]:
-        """Experts that are hub and super expert, and those that are one of them alone; the strongest first."""
+        """Experts that are hub and super expert, and those that are one of them alone; the
+        strongest first."""
         massive = {output.sort_key for output in self.supers}
         steering = {hub.sort_key for hub in self.hubs}
         return {
             "both": [hub for hub in self.hubs if hub.sort_key in massive],
             "only_hubs": [hub for hub in self.hubs if hub.sort_key not in massive],
-            "only_super_experts": [output for output in self.supers if output.sort_key not in steering],
+            "only_super_experts": [
+                output for output in self.supers if output.sort_key not in steering
+            ],
         }
 
     @property
     def compared(self) -> list[tuple[Sender, Sender]]:
-        """The `top` strongest experts with all experts, those blocked here apart, and the same ones without."""
+        """The `top` strongest experts with all experts, those blocked here apart, and the same ones
+        without."""
         if self.before is None:
             return []
         without = self.attribution.without
-        others = [sender for sender in self.before.of_kind("expert") if sender.label.replace(" ", "") not in without]
+        others = [
+            sender
+            for sender in self.before.of_kind("expert")
+            if sender.label.replace(" ", "") not in without
+        ]
         now = {sender.name: sender for sender in self.attribution.senders}
         return [(sender, now[sender.name]) for sender in strongest(others, self.top)]
 
@@ -103,18 +113,24 @@ class Findings:
 
 
 def findings(
-    attribution: Attribution, threshold: float = THRESHOLD, top: int = 10, before: Attribution | None = None
+    attribution: Attribution,
+    threshold: float = THRESHOLD,
+    top: int = 10,
+    before: Attribution | None = None,
 ) -> Findings:
-    """Find hubs and super experts; `before` is the attribution with the experts that are blocked here."""
+    """Find hubs and super experts; `before` is the attribution with the experts that are blocked
+    here."""
     hubs = find_hubs(attribution, threshold)
     return Findings(attribution, hubs, super_experts(attribution), threshold, top, before)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------------------------------
 
 
 def rounded(content: Any) -> Any:
-    """Numbers to 6 significant digits, None for what JSON cannot write, dataclasses and mappings as plain objects."""
+    """Numbers to 6 significant digits, None for what JSON cannot write, dataclasses and mappings as
+    plain objects."""
     return plain_json(content, lambda value: finite(float(f"{value:.{DIGITS}g}")))
 
 
@@ -125,7 +141,9 @@ def brief_content(findings: Findings) -> dict[str, Any]:
         "model": attribution.model,
         "tokens": attribution.tokens,
         "hubs": findings.hubs,
-        "super_experts": [_content(output, "max_entry", "max_norm", "mean_norm") for output in findings.supers],
+        "super_experts": [
+            _content(output, "max_entry", "max_norm", "mean_norm") for output in findings.supers
+        ],
         "overlap": {name: [*map(_content, experts)] for name, experts in findings.overlap.items()},
         "receivers": attribution.receivers,
         "kinds": kind_shares(attribution),
@@ -133,7 +151,10 @@ def brief_content(findings: Findings) -> dict[str, Any]:
     }
     content["overlap"]["jaccard"] = findings.jaccard
     if findings.before is not None:
-        content["without"] = {"experts": attribution.without, "before": [before for before, _ in findings.compared]}
+        content["without"] = {
+            "experts": attribution.without,
+            "before": [before for before, _ in findings.compared],
+        }
     plain: dict[str, Any] = rounded(content)
     return plain
 
@@ -143,7 +164,8 @@ def _content(expert: RoutedExpert, *figures: str) -> dict[str, Any]:
 
 
 def full_content(findings: Findings) -> dict[str, Any]:
-    """Return all facts but the graph's, as plain JSON types; calibration sources without folders."""
+    """Return all facts but the graph's, as plain JSON types; calibration sources without
+    folders."""
     attribution = findings.attribution
     senders = []
     for sender in attribution.senders:
@@ -164,11 +186,15 @@ def full_content(findings: Findings) -> dict[str, Any]:
 
 
 def graph_files(graph: "nx.DiGraph") -> dict[str, str]:
-    """Return the graph as GraphML and as node-link JSON, without rounding, which networkx and Gephi open."""
+    """Return the graph as GraphML and as node-link JSON, without rounding, which networkx and Gephi
+    open."""
     import networkx as nx
 
     graphml = "\n".join(nx.generate_graphml(graph, named_key_ids=True))
-    return {GRAPH[0]: f"{graphml}\n", GRAPH[1]: report_json(nx.node_link_data(graph, edges="edges"), 0)}
+    return {
+        GRAPH[0]: f"{graphml}\n",
+        GRAPH[1]: report_json(nx.node_link_data(graph, edges="edges"), 0),
+    }
 
 
 def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
@@ -192,7 +218,8 @@ def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list
     return write_files(folder, contents, NAMES, overwrite)
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
+# --- blocks
+# ------------------------------------------------------------------------------------------------
 
 
 def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
@@ -200,15 +227,20 @@ def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
     attribution = findings.attribution
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
     method = (
-        f"The logits of the routers of layers {layers} are sums of sub-scores, one for each earlier "
-        "component. Influence is the variance of a component's sub-scores over the experts, averaged over tokens; "
-        "AARV is how far the ranks of the top-k experts change, on average, without the component. Both are summed "
-        "over routers. Method: Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs, "
+        f"The logits of the routers of layers {layers} are sums of sub-scores, one for each "
+        "earlier "
+        "component. Influence is the variance of a component's sub-scores over the experts, "
+        "averaged over tokens; "
+        "AARV is how far the ranks of the top-k experts change, on average, without the "
+        "component. Both are summed "
+        "over routers. Method: Understanding Cross-Layer Contributions to Mixture-of-Experts "
+        "Routing in LLMs, "
         "ICLR 2026."
     )
     components, experts = map(short, findings.correlations.values())
     correlation = (
-        f"Spearman rank correlation of influence and AARV: {components} for components, {experts} for routed experts."
+        f"Spearman rank correlation of influence and AARV: {components} for components, "
+        f"{experts} for routed experts."
     )
     versions = ", ".join(f"{name} {version}" for name, version in attribution.versions.items())
     return (
@@ -232,7 +264,8 @@ def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
 
 
 def brief_blocks(findings: Findings) -> Blocks:
-    """The blocks that a terminal shows: hubs, the strongest senders, the kinds, and how exact it all is."""
+    """The blocks that a terminal shows: hubs, the strongest senders, the kinds, and how exact it
+    all is."""
     return (
         *_blocked_blocks(findings),
         *_hub_blocks(findings),
@@ -248,7 +281,8 @@ def exactness(attribution: Attribution) -> str:
     worst = max(attribution.receivers, key=lambda receiver: receiver.unexplained)
     source = without_folders(attribution.calibration)["source"]
     return (
-        f"Sub-scores add up to the router's logits within {short(worst.unexplained)} of the largest logit "
+        f"Sub-scores add up to the router's logits within {short(worst.unexplained)} of the "
+        "largest logit "
         f"(layer {worst.layer}), on {attribution.tokens:,} tokens of {source}."
     )
 
@@ -259,12 +293,16 @@ def _overlap_line(findings: Findings) -> str:
     both, hubs, supers = findings.overlap.values()
     return (
         f"Both hub and super expert: {', '.join(expert.label for expert in both) or 'none'}; "
-        f"hubs alone: {len(hubs)}, super experts alone: {len(supers)} (Jaccard index {findings.jaccard:.2f})."
+        f"hubs alone: {len(hubs)}, super experts alone: {len(supers)} (Jaccard index "
+        f"{findings.jaccard:.2f})."
     )
 
 
 def _hub_blocks(findings: Findings) -> Blocks:
-    rule = f"modified z-scores of influence and of AARV among its layer's experts both above {findings.threshold:g}"
+    rule = (
+        "modified z-scores of influence and of AARV among its layer's experts both above "
+        f"{findings.threshold:g}"
+    )
     if not findings.hubs:
         return Heading("Hubs"), Text(f"No expert is a hub: {rule}.")
     rows = []
@@ -273,7 +311,10 @@ def _hub_blocks(findings: Findings) -> Blocks:
         is_super = "yes" if hub in findings.overlap["both"] else "no"
         rows.append((hub.label, *figures, percent(hub.share), is_super))
     columns = ("expert", "influence", "its score", "AARV", "its score", "tokens", "super expert")
-    keep = ("Keep them when the model is made smaller: ", Code("moe-compress compress ... --protect hubs.json"))
+    keep = (
+        "Keep them when the model is made smaller: ",
+        Code("moe-compress compress ... --protect hubs.json"),
+    )
     return (
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
@@ -283,17 +324,31 @@ def _hub_blocks(findings: Findings) -> Blocks:
 
 
 def _blocked_blocks(findings: Findings) -> Blocks:
-    """What becomes of the strongest experts' influence where routers may not choose some experts."""
+    """What becomes of the strongest experts' influence where routers may not choose some
+    experts."""
     if findings.before is None:
         return ()
     rows = []
     for pair in findings.compared:
         influences = (short(sender.total_influence) for sender in pair)
         changes = (short(sender.total_rank_change) for sender in pair)
-        rows.append((pair[0].label, *influences, *changes, *(percent(sender.share) for sender in pair)))
+        rows.append(
+            (pair[0].label, *influences, *changes, *(percent(sender.share) for sender in pair))
+        )
     title = f"Without {', '.join(findings.attribution.without)}"
-    note = "No router chooses these experts. All other figures here are without them; tokens are those routed."
-    columns = ("expert", "influence before", "without", "AARV before", "without", "tokens before", "without")
+    note = (
+        "No router chooses these experts. All other figures here are without them; tokens are "
+        "those routed."
+    )
+    columns = (
+        "expert",
+        "influence before",
+        "without",
+        "AARV before",
+        "without",
+        "tokens before",
+        "without",
+    )
     return Heading(title), Text(note), Table(title, columns, rows)
 
 
@@ -301,7 +356,8 @@ def _kind_blocks(attribution: Attribution) -> Blocks:
     title = "What shapes routing"
     columns = ("kind", "senders", "influence", "share of all")
     rows = [
-        (kind.kind, str(kind.senders), short(kind.influence), percent(kind.share)) for kind in kind_shares(attribution)
+        (kind.kind, str(kind.senders), short(kind.influence), percent(kind.share))
+        for kind in kind_shares(attribution)
     ]
     return Heading(title), Table(title, columns, rows)
 
@@ -311,7 +367,9 @@ def _sender_blocks(findings: Findings) -> Blocks:
     rows = []
     for label, sender in zip(sender_labels(senders), senders, strict=True):
         change = "-" if sender.kind in UNRANKED else short(sender.total_rank_change)
-        rows.append((label, sender.kind, short(sender.total_influence), change, percent(sender.share)))
+        rows.append(
+            (label, sender.kind, short(sender.total_influence), change, percent(sender.share))
+        )
     title = "Strongest senders"
     columns = ("sender", "kind", "influence", "AARV", "tokens")
     note = "Heads are parts of their attention, routed and shared experts of their MoE layer."
@@ -328,17 +386,23 @@ def _super_table(findings: Findings) -> Block:
 
 
 def _key_blocks(attribution: Attribution) -> Blocks:
-    """The key tokens by which the strongest heads influence routers, for the sequences that were split by key."""
+    """The key tokens by which the strongest heads influence routers, for the sequences that were
+    split by key."""
     rows = []
     for split in attribution.per_key:
-        order = sorted(range(len(split.influence)), key=lambda key: -split.influence[key])[:STRONGEST_KEYS]
+        order = sorted(range(len(split.influence)), key=lambda key: -split.influence[key])[
+            :STRONGEST_KEYS
+        ]
         names = split.texts or tuple(map(str, split.tokens))
         keys = ", ".join(f"{json.dumps(names[key], ensure_ascii=False)} at {key}" for key in order)
         shares = map(percent, (split.first, split.own, split.previous))
         rows.append((f"L{split.layer} head {split.head}", str(split.sequence), *shares, keys))
     if not rows:
         return ()
-    note = "Shares of a head's influence on one sequence; a key may be the first token and the query's own."
+    note = (
+        "Shares of a head's influence on one sequence; a key may be the first token and the "
+        "query's own."
+    )
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"
     return Heading(title), Table(title, columns, rows, {columns[-1]}), Text(note)
@@ -347,10 +411,16 @@ def _key_blocks(attribution: Attribution) -> Blocks:
 def _graph_blocks(centrality: Centrality) -> Blocks:
     if not any(centrality.values()):  # no expert comes before a router
         return ()
-    note = " hold the whole graph: who steers which router, how strongly, and which experts go together."
+    note = (
+        " hold the whole graph: who steers which router, how strongly, and which experts go "
+        "together."
+    )
     files = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), note)
     central = []
     for expert in ranking(centrality, RELATIVE)[:TOP]:
         central.append((expert, *(f"{centrality[measure][expert]:.3g}" for measure in MEASURES)))
-    title = "The most central experts, by relative PageRank: PageRank over the mean of their layer's experts"
+    title = (
+        "The most central experts, by relative PageRank: PageRank over the mean of their "
+        "layer's experts"
+    )
     return Heading("The routing graph"), Text(files), Table(title, ("expert", *MEASURES), central)

@@ -1,4 +1,5 @@
-"""The first pass of routing attribution: how each layer changes the residual stream, and every router's view of it.
+"""The first pass of routing attribution: how each layer changes the residual stream, and every
+router's view of it.
 
 n or T tokens, H hidden, E experts, R routers, r of them at once, K top-k.
 """
@@ -35,7 +36,8 @@ OUTPUT = "output"  # a layer's own, among its components
 
 
 def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return the number of experts that score above each chosen one: [..., E], [..., K] -> [..., K]."""
+    """Return the number of experts that score above each chosen one: [..., E], [..., K] -> [...,
+    K]."""
     picked = scores.gather(-1, chosen)
     above = [(scores > picked[..., k, None]).sum(-1) for k in range(chosen.shape[-1])]
     return torch.stack(above, -1)
@@ -43,7 +45,8 @@ def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The scores that routers rank experts by: the logits or weights made of them, plus a bias [R, E] if any."""
+    """The scores that routers rank experts by: the logits or weights made of them, plus a bias [R,
+    E] if any."""
 
     score: Score | None = None  # None: the logits
     bias: Tensor | None = None
@@ -59,7 +62,8 @@ class Selection:
 
 
 def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]) -> Tensor:
-    """[n, R, K] -> [n, R, E]: experts in the same groups of neighbours as the chosen ones, of so many per router."""
+    """[n, R, K] -> [n, R, E]: experts in the same groups of neighbours as the chosen ones, of so
+    many per router."""
     counts = torch.zeros(*chosen.shape[:2], experts, device=chosen.device)
     among = counts.scatter_add_(-1, chosen, valid.float().expand(chosen.shape)) > 0
     for router, count in enumerate(groups):
@@ -69,7 +73,8 @@ def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]
 
 
 def selections(biases: Sequence[Tensor]) -> list[Selection]:
-    """Return the known ways to rank experts by routers with these biases, [R, E] each; the plainest first."""
+    """Return the known ways to rank experts by routers with these biases, [R, E] each; the plainest
+    first."""
     tried = [Selection()]
     for bias in biases:
         tried += [Selection(score, bias) for score in (None, *SCORES)]
@@ -85,9 +90,8 @@ def agreements(
 ) -> Tensor:
     """Count the choices of the routers that each way to rank experts explains: [len(tried)].
 
-    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers that choose `groups`
-    first rank the experts of those alone.
-    """
+    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers
+    that choose `groups` first rank the experts of those alone."""
     outside = ~competing(chosen, valid, logits.shape[-1], groups)
     used = valid.sum(-1)[:, None]
     counts = []
@@ -105,27 +109,35 @@ class LeafMap(NamedTuple):
 
 
 def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
-    """Return the path of a component; None if it has none. Terms of one component share their token factor."""
+    """Return the path of a component; None if it has none. Terms of one component share their token
+    factor."""
     entering = [term for term in terms if term.leaf == leaf]
     if not entering:
         return None
     token = entering[0].token
-    if any(bool(torch.as_tensor(term.token != token).any()) for term in entering if term.token is not token):
+    if any(
+        bool(torch.as_tensor(term.token != token).any())
+        for term in entering
+        if term.token is not token
+    ):
         raise CompressionError(
-            f"{leaf} enters a sum twice with different factors; routing attribution does not support this model"
+            f"{leaf} enters a sum twice with different factors; routing attribution does not "
+            "support this model"
         )
     return LeafMap(token, tuple(term.chain for term in entering))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The view of neighbouring routers on values: their numbers, rows [r * E, H'] and factors [T, r]."""
+    """The view of neighbouring routers on values: their numbers, rows [r * E, H'] and factors [T,
+    r]."""
 
     terms: Sequence[Term]  # of the sum that they see
     span: slice
     rows: Tensor
     scales: Tensor
-    shared: dict[str, Tensor] = field(default_factory=dict)  # by component, rows that all batches share
+    # by component, rows that all batches share
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
     def component(self, leaf: str) -> "View | None":
         """Return the view of one component of the layer; None if the routers do not see it."""
@@ -145,7 +157,8 @@ class View:
 def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
     """The error for an architecture whose routers' logits cannot be taken apart."""
     return CompressionError(
-        f"{model.architecture.model_class} cannot be attributed: {decoder_layer}: {why}; compress it without "
+        f"{model.architecture.model_class} cannot be attributed: {decoder_layer}: {why}; compress "
+        "it without "
         "attribution (--protect takes a list written by hand)"
     )
 
@@ -167,13 +180,16 @@ class ObservedRouters(TracedPass):
     valid: Tensor = field(init=False)  # [R, K] slots that the router uses
     share: Tensor = field(init=False)  # [R, K] 1 / K of each router in slots that it uses, else 0
     selection: Selection = field(default_factory=Selection)
-    _rows: dict[str, Tensor] = field(default_factory=dict)  # by experts module, [E, H] on the layer's input
+    # by experts module, [E, H] on the layer's input
+    _rows: dict[str, Tensor] = field(default_factory=dict)
     _streams: dict[str, tuple[Chain, ...]] = field(default_factory=dict)  # by decoder layer
     # of the stream's tokens, [T, 1] by experts module or decoder layer, and batch
     _factors: dict[tuple[str, int], Tensor | float] = field(default_factory=dict)
-    _biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # [E] by name, then experts module
+    # [E] by name, then experts module
+    _biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     _cached_layer: str = ""  # the decoder layer of these rows
-    _shared_rows: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)  # by routers, then component
+    # by routers, then component
+    _shared_rows: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = self.model.architecture.layers
@@ -182,7 +198,9 @@ class ObservedRouters(TracedPass):
         for batch in sorted(ranks().share(self.batches)):
             shape = self.batches[batch].numel(), len(self.layers)
             logits = (*shape, self.model.architecture.experts)
-            self.logits[batch] = allocate(logits, torch.float32, device, BUDGET // len(self.batches))
+            self.logits[batch] = allocate(
+                logits, torch.float32, device, BUDGET // len(self.batches)
+            )
             self.chosen[batch] = torch.zeros((*shape, top_k), dtype=torch.int64, device=device)
         self.valid = torch.zeros((len(self.layers), top_k), dtype=torch.bool, device=device)
 
@@ -212,11 +230,16 @@ class ObservedRouters(TracedPass):
             raise refuse(self.model, layer.decoder_layer, why)
         if not bool(torch.isfinite(logits.value).all()):
             raise CompressionError(
-                f"{layer.router}: its logits are not finite on the calibration data; try --dtype float32"
+                f"{layer.router}: its logits are not finite on the calibration data; try --dtype "
+                "float32"
             )
-        blocked = torch.tensor(self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device)
+        blocked = torch.tensor(
+            self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device
+        )
         if bool(torch.isin(logits.chosen, blocked).any()):
-            raise CompressionError(f"{layer.router} chooses experts by more than their scores, so none can be blocked")
+            raise CompressionError(
+                f"{layer.router} chooses experts by more than their scores, so none can be blocked"
+            )
         slots = logits.chosen.shape[-1]
         self.logits[batch][:, number] = logits.value
         self.chosen[batch][:, number, :slots] = logits.chosen
@@ -225,7 +248,8 @@ class ObservedRouters(TracedPass):
         self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
 
     def _expert_rows(self, layer: MoeLayer) -> Tensor:
-        """[E, E']: the rows that pick the experts' logits from the E' entries of a router's product."""
+        """[E, E']: the rows that pick the experts' logits from the E' entries of a router's
+        product."""
         return torch.eye(router_width(layer), device=self.valid.device)[: layer.experts]
 
     def on_layer_end(self, decoder_layer: str) -> None:
@@ -235,12 +259,17 @@ class ObservedRouters(TracedPass):
             tensors = dict((*block.named_parameters(), *block.named_buffers()))
             for tensor in layer.tensors:
                 name = tensor.key.removeprefix(f"{layer.block}.")
-                if name in tensors and tensors[name].numel() == layer.experts and tensors[name].is_floating_point():
+                if (
+                    name in tensors
+                    and tensors[name].numel() == layer.experts
+                    and tensors[name].is_floating_point()
+                ):
                     bias = tensors[name].detach().float().reshape(-1).clone()
                     self._biases.setdefault(name, {})[layer.name] = bias
 
     def rank(self) -> None:
-        """Find how routers rank experts, and the ranks of the chosen ones; routers without tokens are left out."""
+        """Find how routers rank experts, and the ranks of the chosen ones; routers without tokens
+        are left out."""
         self.valid = ranks().all_reduce(self.valid.int()) > 0
         reached = self.valid.any(1).nonzero().flatten().tolist()
         if len(reached) < len(self.layers):
@@ -257,7 +286,9 @@ class ObservedRouters(TracedPass):
                 biases.append(torch.stack(present))
         tried = selections(biases)
         if self.blocked:
-            mask = torch.zeros(len(self.layers), self.model.architecture.experts, device=self.valid.device)
+            mask = torch.zeros(
+                len(self.layers), self.model.architecture.experts, device=self.valid.device
+            )
             for number, layer in enumerate(self.layers):
                 mask[number, self.blocked.get(layer.name, ())] = -torch.inf
             tried = [replace(selection, mask=mask) for selection in tried]
@@ -265,7 +296,9 @@ class ObservedRouters(TracedPass):
         counts = torch.zeros(len(tried), dtype=torch.int64, device=self.valid.device)
         for batch, logits in self.logits.items():
             first = slice(SELECTION_TOKENS)
-            counts += agreements(tried, logits[first], self.chosen[batch][first], self.valid, groups)
+            counts += agreements(
+                tried, logits[first], self.chosen[batch][first], self.valid, groups
+            )
         self.selection = tried[int(ranks().all_reduce(counts).argmax())]  # the first of equals
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
@@ -276,7 +309,8 @@ class ObservedRouters(TracedPass):
         return sum(index(layer.decoder_layer) <= index(decoder_layer) for layer in self.layers)
 
     def views(self, decoder_layer: str, batch: int, trace: LayerTrace) -> Iterator[View]:
-        """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
+        """The layer's own routers on what comes before them in it, then all later ones on its
+        output, some at once."""
         if decoder_layer != self._cached_layer:
             self._cached_layer = decoder_layer
             self._shared_rows.clear()
@@ -286,19 +320,30 @@ class ObservedRouters(TracedPass):
                 rows = self._expert_rows(layer)
                 scales = torch.ones(tokens, 1, device=rows.device)
                 shared = self._shared_rows.setdefault((number, number + 1), {})
-                yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales, shared)
+                yield View(
+                    trace.logits[layer.name].terms, slice(number, number + 1), rows, scales, shared
+                )
         at_once = max(1, SCORES_AT_ONCE // (tokens * self.model.architecture.experts))
         for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans
             shared = self._shared_rows.setdefault((span.start, span.stop), {})
             if OUTPUT not in shared:
                 shared[OUTPUT] = self._rows_after(decoder_layer, span)
-            yield View(trace.terms, span, shared[OUTPUT], self._scales_after(decoder_layer, span, batch), shared)
+            yield View(
+                trace.terms,
+                span,
+                shared[OUTPUT],
+                self._scales_after(decoder_layer, span, batch),
+                shared,
+            )
 
     def _between(self, decoder_layer: str, layer: MoeLayer) -> Sequence[str]:
-        """Decoder layers after `decoder_layer` and before the one of an MoE layer, the last one first."""
+        """Decoder layers after `decoder_layer` and before the one of an MoE layer, the last one
+        first."""
         layer_names = self.model.architecture.decoder_layers
-        return layer_names[layer_names.index(decoder_layer) + 1 : layer_names.index(layer.decoder_layer)][::-1]
+        return layer_names[
+            layer_names.index(decoder_layer) + 1 : layer_names.index(layer.decoder_layer)
+        ][::-1]
 
     def _rows_after(self, decoder_layer: str, span: slice) -> Tensor:
         """[r * E, H]: later routers' rows on the output of a layer."""
@@ -321,9 +366,14 @@ class ObservedRouters(TracedPass):
 
 
 def observe_routers(
-    model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0, blocked: Blocked | None = None
+    model: OpenModel,
+    batches: Sequence[Tensor],
+    progress: Progress,
+    seed: int = 0,
+    blocked: Blocked | None = None,
 ) -> ObservedRouters:
-    """Run the first pass; raises `CompressionError` naming what in the architecture cannot be decomposed."""
+    """Run the first pass; raises `CompressionError` naming what in the architecture cannot be
+    decomposed."""
     routers = ObservedRouters(model, batches, blocked or {})
     routers.run_pass(routers, progress, "routers", seed)
     routers.rank()

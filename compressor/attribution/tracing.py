@@ -1,16 +1,17 @@
-"""Tensors that know what they are the sum of, and one decoder layer run on them: its own forward tells what adds up.
+"""Tensors that know what they are the sum of, and one decoder layer run on them: its own forward
+tells what adds up.
 
-A `Traced` tensor carries the terms of a sum: components (leaves), each scaled token by token and mapped linearly, by a
-chain of steps that act on each token alone. Rows are pulled back through such a chain in float32.
-Operations that are linear keep the terms. The result of any other operation is a plain tensor, a constant: so a
-norm's statistics are frozen at the values of the whole input, LN(c) = c * gamma / RMS(z), as in "Understanding
-Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026), and the terms stay an exact
-decomposition.
+A `Traced` tensor carries the terms of a sum: components (leaves), each scaled token by token and
+mapped linearly, by a chain of steps that act on each token alone. Rows are pulled back through such
+a chain in float32. Operations that are linear keep the terms. The result of any other operation is
+a plain tensor, a constant: so a norm's statistics are frozen at the values of the whole input,
+LN(c) = c * gamma / RMS(z), as in "Understanding Cross-Layer Contributions to Mixture-of-Experts
+Routing in LLMs" (ICLR 2026), and the terms stay an exact decomposition.
 
-Modules with weight matrices (attention, MLPs, the experts) are components: they get plain tensors, and their output
-begins a term. Modules without (norms, residual scalings) rescale terms. A router's first matrix product with as many
-rows as experts gives the logits that are decomposed. T tokens, H width before, H' width after a chain.
-"""
+Modules with weight matrices (attention, MLPs, the experts) are components: they get plain tensors,
+and their output begins a term. Modules without (norms, residual scalings) rescale terms. A router's
+first matrix product with as many rows as experts gives the logits that are decomposed. T tokens, H
+width before, H' width after a chain."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -31,12 +32,14 @@ STREAM = "stream"  # the leaf of a layer's input
 HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")
 
 
-Step = Tensor | float  # of a token's entries: a factor (a number or a vector [H]), or a matrix [H', H]
+# of a token's entries: a factor (a number or a vector [H]), or a matrix [H', H]
+Step = Tensor | float
 Chain = tuple[Step, ...]
 
 
 def pull(rows: Tensor, chain: Chain) -> Tensor:
-    """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with its image under a chain."""
+    """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with its image under
+    a chain."""
     for step in reversed(chain):
         by = torch.as_tensor(step).float()
         rows = rows @ by if by.dim() == 2 else rows * by
@@ -66,7 +69,8 @@ class Context:
     tokens: int
     # values of components by name, [T, H], or [1, H] where they are the same for every token
     leaves: dict[str, Tensor] = field(default_factory=dict)
-    products: list[tuple[Tensor, Terms]] = field(default_factory=list)  # of traced tensors with matrices
+    # of traced tensors with matrices
+    products: list[tuple[Tensor, Terms]] = field(default_factory=list)
 
     def begin(self, name: str, value: Tensor) -> Terms:
         """The one term of a new component; a second one of the same name is numbered."""
@@ -138,19 +142,24 @@ def untraced(values: Any) -> Any:
 
 
 def _linear_terms(context: Context, name: str, result: Any, args: Any, kwargs: Any) -> Terms | None:
-    """Return the terms of an operation's result; None if the operation is not linear or does not go token by token."""
+    """Return the terms of an operation's result; None if the operation is not linear or does not go
+    token by token."""
     if name in RESHAPING:
         kept = isinstance(args[0], Traced) and result.numel() == args[0].numel()
         return args[0].terms if kept else None
     operation = OPERATIONS.get(name.rstrip("_"))  # add_ is add in place
-    return operation(context, result, *args, **kwargs) if operation and context.fits(result) else None
+    return (
+        operation(context, result, *args, **kwargs) if operation and context.fits(result) else None
+    )
 
 
 def _then(terms: Terms, step: Step) -> Terms:
     return tuple(term._replace(chain=(*term.chain, step)) for term in terms)
 
 
-def _sum(context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0) -> Terms | None:
+def _sum(
+    context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0
+) -> Terms | None:
     """input + alpha * other."""
     first = _summand(context, result, input)
     second = _summand(context, result, other)
@@ -159,12 +168,15 @@ def _sum(context: Context, result: Tensor, input: Any, other: Any, alpha: float 
     return (*first, *(second if alpha == 1 else _then(second, alpha)))
 
 
-def _difference(context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0) -> Terms | None:
+def _difference(
+    context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0
+) -> Terms | None:
     return _sum(context, result, input, other, -alpha)
 
 
 def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
-    """A summand's terms. A plain one begins a component: it has a row for each token, or is one constant for all."""
+    """A summand's terms. A plain one begins a component: it has a row for each token, or is one
+    constant for all."""
     if isinstance(value, Traced):
         return value.terms
     number = torch.as_tensor(value, device=result.device).detach()
@@ -178,7 +190,11 @@ def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
 
 def _product(context: Context, result: Tensor, input: Any, other: Any) -> Terms | None:
     traced, factor = (input, other) if isinstance(input, Traced) else (other, input)
-    return None if isinstance(factor, Traced) else _times(traced, torch.as_tensor(factor).detach().float())
+    return (
+        None
+        if isinstance(factor, Traced)
+        else _times(traced, torch.as_tensor(factor).detach().float())
+    )
 
 
 def _quotient(
@@ -208,7 +224,9 @@ def _mean(context: Context, result: Tensor, input: Traced, *dim: Any, **more: An
     return _then(input.terms, torch.tensor(1 / width, device=result.device).expand(width, width))
 
 
-def _linear(context: Context, result: Tensor, input: Traced, weight: Tensor, bias: Tensor | None = None) -> Terms:
+def _linear(
+    context: Context, result: Tensor, input: Traced, weight: Tensor, bias: Tensor | None = None
+) -> Terms:
     terms = _then(input.terms, weight.detach())
     if bias is not None:
         terms = (*terms, *context.begin("constant", bias))
@@ -217,7 +235,11 @@ def _linear(context: Context, result: Tensor, input: Traced, weight: Tensor, bia
 
 
 def _matrix_product(context: Context, result: Tensor, input: Any, other: Tensor) -> Terms | None:
-    return None if isinstance(other, Traced) or other.dim() != 2 else _linear(context, result, input, other.T)
+    return (
+        None
+        if isinstance(other, Traced) or other.dim() != 2
+        else _linear(context, result, input, other.T)
+    )
 
 
 def _layer_norm(
@@ -283,7 +305,8 @@ OPERATIONS: dict[str, Callable[..., Terms | None]] = {
 }
 
 
-# --- one decoder layer -----------------------------------------------------------------------------------------------
+# --- one decoder layer
+# -----------------------------------------------------------------------------------------------
 
 
 class RoutedOutputs(NamedTuple):
@@ -305,7 +328,8 @@ class Logits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Input [T, heads, size] of an attention's output projection, its weight [H, heads, size] and bias [H]."""
+    """Input [T, heads, size] of an attention's output projection, its weight [H, heads, size] and
+    bias [H]."""
 
     inputs: Tensor
     weight: Tensor
@@ -314,22 +338,25 @@ class Heads:
 
 @dataclass(slots=True)
 class LayerTrace:
-    """One batch's pass through a decoder layer. Leaves are named by module; the input's is `STREAM`."""
+    """One batch's pass through a decoder layer. Leaves are named by module; the input's is
+    `STREAM`."""
 
     context: Context
     kinds: dict[str, str]  # of components by module
     terms: Terms = ()  # of the layer's output
-    logits: dict[str, Logits] = field(default_factory=dict)  # by experts module; without terms: no product as wide
+    # by experts module; without terms: no product as wide
+    logits: dict[str, Logits] = field(default_factory=dict)
     routed: dict[str, list[RoutedOutputs]] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
 
 def parts_of(decoder_layer: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str]:
-    """The components of a decoder layer: its topmost modules with weight matrices that hold no router or experts.
+    """The components of a decoder layer: its topmost modules with weight matrices that hold no
+    router or experts.
 
-    Returns the kind of each by its full name: attention, mlp, shared or expert. A bare linear module, as into and out
-    of a latent space of the experts, is a step of a term and not a component.
-    """
+    Returns the kind of each by its full name: attention, mlp, shared or expert. A bare linear
+    module, as into and out of a latent space of the experts, is a step of a term and not a
+    component."""
     experts = {layer.name for layer in layers}
     routers = {layer.router for layer in layers}
     parts: dict[str, str] = {}
@@ -338,7 +365,13 @@ def parts_of(decoder_layer: str, module: nn.Module, layers: Sequence[MoeLayer]) 
         around = any(inner.startswith(f"{name}.") for inner in (*experts, *routers))
         if name in experts:
             parts[name] = "expert"
-        elif inside or around or name == decoder_layer or name in routers or isinstance(child, nn.Linear):
+        elif (
+            inside
+            or around
+            or name == decoder_layer
+            or name in routers
+            or isinstance(child, nn.Linear)
+        ):
             continue
         elif any(parameter.dim() > 1 for parameter in child.parameters()):
             parts[name] = _kind(child, bool(layers))
@@ -348,14 +381,18 @@ def parts_of(decoder_layer: str, module: nn.Module, layers: Sequence[MoeLayer]) 
 def _kind(module: nn.Module, in_moe_layer: bool) -> str:
     """A token mixer takes masks, positions or a cache beside its input; an MLP its input alone."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [entry.kind not in variadic for entry in inspect.signature(type(module).forward).parameters.values()]
+    named = [
+        entry.kind not in variadic
+        for entry in inspect.signature(type(module).forward).parameters.values()
+    ]
     if sum(named) > 2:  # more than self and the hidden states
         return "attention"
     return "shared" if in_moe_layer else "mlp"
 
 
 def router_width(layer: MoeLayer) -> int:
-    """Rows of a router's last matrix: its experts, and the extra entries that it scores beside them."""
+    """Rows of a router's last matrix: its experts, and the extra entries that it scores beside
+    them."""
     extra = [tensor.extra for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}.")]
     return layer.experts + max(extra, default=0)
 
@@ -396,7 +433,9 @@ def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStac
         begun = context.start(part, first)
         return (begun, *output[1:]) if isinstance(output, tuple) else begun
 
-    stack.enter_context(module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True))
+    stack.enter_context(
+        module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True)
+    )
     stack.enter_context(module.register_forward_hook(begin))
     if trace.kinds[part] == "attention":
         for child in module.modules():
@@ -405,7 +444,8 @@ def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStac
 
 
 def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: ExitStack) -> None:
-    """Keep the experts' outputs, the router's first matrix product with a column for each, and its choices."""
+    """Keep the experts' outputs, the router's first matrix product with a column for each, and its
+    choices."""
     width = router_width(layer)
     products = trace.context.products
 
@@ -423,7 +463,11 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: Ex
         ends = [0, *choices.ends.tolist()]
         for expert, rows in enumerate(map(slice, ends, ends[1:])):
             if rows.start < rows.stop:
-                routed.append(RoutedOutputs(expert, choices.tokens[rows], choices.weights[rows], outputs[rows]))
+                routed.append(
+                    RoutedOutputs(
+                        expert, choices.tokens[rows], choices.weights[rows], outputs[rows]
+                    )
+                )
 
     stack.enter_context(moe_hooks(model, layer, on_router=keep, on_expert_output=keep_outputs))
 
@@ -443,7 +487,9 @@ class TracedPass(LayerVisitor):
             layers = self.at.moe_layers
             hidden = args[0] if args else kwargs["hidden_states"]
             context = Context(hidden.shape[:-1].numel())
-            trace = LayerTrace(context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers))
+            trace = LayerTrace(
+                context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers)
+            )
             start = context.start(STREAM, hidden)
             with ExitStack() as stack:
                 for part in trace.kinds:

@@ -1,7 +1,7 @@
 """SHA256SUMS: digests of all files of an output, which `sha256sum -c` checks, too.
 
-Comments hold the digest of the lines themselves, and a CRC-32 of each tensor, which says which one is damaged.
-"""
+Comments hold the digest of the lines themselves, and a CRC-32 of each tensor, which says which one
+is damaged."""
 
 import hashlib
 import re
@@ -26,14 +26,17 @@ LATER = ("readme", "licen", "notice", "gate.", "recipe.")  # what people and oth
 
 
 def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
-    """Return a file's SHA-256, read once, and each tensor's name and CRC-32 in the order of their bytes.
+    """Return a file's SHA-256, read once, and each tensor's name and CRC-32 in the order of their
+    bytes.
 
     It has no tensors unless it is a readable safetensors file.
     """
     infos = []
     if path.suffix == ".safetensors":
         with suppress(CompressionError):
-            infos = sorted(read_header(path).values(), key=lambda info: (info.begin, info.end, info.name))
+            infos = sorted(
+                read_header(path).values(), key=lambda info: (info.begin, info.end, info.name)
+            )
     if not infos:
         return file_digest(path), []
     tensors = []
@@ -61,20 +64,24 @@ def write_digests(folder: Path) -> None:
                 lines.append(f"{OF_TENSORS}{''.join(crc for _, crc in tensors)}\n")
     body = "".join(lines)
     with wrap_full_disk(folder):
-        (folder / SUMS).write_text(f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}", encoding="utf-8")
+        (folder / SUMS).write_text(
+            f"{HEADING}{hashlib.sha256(body.encode()).hexdigest()}\n{body}", encoding="utf-8"
+        )
 
 
 def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
-    """Return a sentence for each file, or tensor, that is not what was written, and the names of files not listed.
+    """Return a sentence for each file, or tensor, that is not what was written, and the names of
+    files not listed.
 
-    None where no digests are recorded. A file that loaders read has to be listed. A folder of the Hub's cache may lack
-    files that no loader needs.
-    """
+    None where no digests are recorded. A file that loaders read has to be listed. A folder of the
+    Hub's cache may lack files that no loader needs."""
     if not (folder / SUMS).is_file():
         return None
     heading, _, body = read_data(folder / SUMS, MOST_BYTES).partition(b"\n")
     if heading != f"{HEADING}{hashlib.sha256(body).hexdigest()}".encode():
-        return [f"{SUMS} is not what was written: its first line is not the digest of the others"], []
+        return [
+            f"{SUMS} is not what was written: its first line is not the digest of the others"
+        ], []
     recorded, faults = _recorded(body.decode("utf-8", "replace"))
     present = files_in(folder)
     unlisted = [name for name in present if name not in recorded]
@@ -87,19 +94,28 @@ def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the relative names of a folder's files but the list's own; hidden ones are the Hub client's."""
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    """Return the relative names of a folder's files but the list's own; hidden ones are the Hub
+    client's."""
+    names = [
+        path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
+    ]
     return [name for name in names if name != SUMS and not name.startswith(".")]
 
 
 def _is_loaded(name: str) -> bool:
     is_part = WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name.removeprefix(f"{TEMPLATES}/"))
     is_inside = "/" in name and not name.startswith(f"{TEMPLATES}/")
-    return bool(is_part) and not is_inside and not name.lower().startswith(LATER) and not name.endswith(".gguf")
+    return (
+        bool(is_part)
+        and not is_inside
+        and not name.lower().startswith(LATER)
+        and not name.endswith(".gguf")
+    )
 
 
 def _recorded(body: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return digest and checksums by name, and a sentence for each line that lists no file of the folder, or none."""
+    """Return digest and checksums by name, and a sentence for each line that lists no file of the
+    folder, or none."""
     recorded = dict[str, tuple[str, str]]()
     faults = []
     end = 0
@@ -108,7 +124,9 @@ def _recorded(body: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
         parts = PurePosixPath(name).parts
         if match.start() != end or name in recorded or name.startswith("/") or ".." in parts:
             shown = reprlib.repr(name)
-            faults.append(f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form")
+            faults.append(
+                f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form"
+            )
         else:
             recorded[name] = sha256, checksums
         end = match.end()

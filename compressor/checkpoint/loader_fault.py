@@ -1,4 +1,5 @@
-"""Faults of the installed transformers with experts of a quantisation, found by loading two random matrices."""
+"""Faults of the installed transformers with experts of a quantisation, found by loading two random
+matrices."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -26,19 +27,25 @@ ROUNDED = 2.0**-6  # of the largest weight: two roundings to bfloat16 differ by 
 def loader_fault(
     quantization: Mapping[str, Any], module: str = "model.layers.0.mlp.experts.0.down_proj"
 ) -> str | None:
-    """Return a sentence on how the stock loader mistreats experts of a `quantization_config`; None if it does not.
+    """Return a sentence on how the stock loader mistreats experts of a `quantization_config`; None
+    if it does not.
 
-    Experts are packed by compressed-tensors itself and compared after loading. `module` is the name of an expert, for
-    a config with several groups.
-    """
+    Experts are packed by compressed-tensors itself and compared after loading. `module` is the name
+    of an expert, for a config with several groups."""
     method = str(quantization.get("quant_method"))
     stock = f"transformers {transformers.__version__}"
     if method == "fp8":  # only of scales with that name is it asked
         return f"{stock} does not read scales that are called weight_scale beside fp8 weights"
     if method != "compressed-tensors":
-        return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
+        return (
+            None
+            if method in AUTO_QUANTIZATION_CONFIG_MAPPING
+            else f"{stock} does not read {method} checkpoints"
+        )
     require("compressed_tensors")
-    quantizer = CompressedTensorsHfQuantizer(CompressedTensorsConfig.from_dict({**quantization, "dequantize": True}))
+    quantizer = CompressedTensorsHfQuantizer(
+        CompressedTensorsConfig.from_dict({**quantization, "dequantize": True})
+    )
     quantizer.validate_environment()
     config = quantizer.compressor.quantization_config
     scheme = scheme_of(config, module) if config.config_groups else None
@@ -47,8 +54,12 @@ def loader_fault(
     kind = scheme.format or config.format
     try:
         stored, wanted = _packed(scheme, kind)
-        model = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})})
-        stacked = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
+        model = nn.ModuleDict(
+            {"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})}
+        )
+        stacked = WeightConverter(
+            ["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)]
+        )
         converter = quantizer.update_weight_conversions([stacked], model)[0]
         for name, value in stored.items():
             _, pattern = converter.rename_source_key(name)
@@ -88,7 +99,9 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         whole = None
         if weights.strategy == "tensor_group":
             whole = parts["weight_global_scale"] = generate_gparam(low.min(), high.max())
-        parts["weight_scale"], parts["weight_zero_point"] = calculate_qparams(low, high, weights, whole)
+        parts["weight_scale"], parts["weight_zero_point"] = calculate_qparams(
+            low, high, weights, whole
+        )
         packed = compressor.compress(parts, scheme)
         stored |= {f"experts.{expert}.down_proj.{part}": value for part, value in packed.items()}
         plain.append(compressor.decompress(packed, scheme)["weight"])
@@ -96,7 +109,8 @@ def _packed(scheme: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def block_fault(checkpoint: Checkpoint) -> str | None:
-    """Return a sentence on the first FP8 weight whose blocks the stock loader mistakes; None if there is none."""
+    """Return a sentence on the first FP8 weight whose blocks the stock loader mistakes; None if
+    there is none."""
     block = checkpoint.quantization.get("weight_block_size") or ()
     for name, info in checkpoint.tensors.items():
         if f"{name}_scale_inv" in checkpoint.tensors and info.dtype.startswith("F8"):
@@ -109,7 +123,8 @@ def block_fault(checkpoint: Checkpoint) -> str | None:
 
 @cache
 def _side_fault(side: int, length: int) -> str | None:
-    """Return what the stock loader does wrong with a side in blocks of a length; None if nothing."""
+    """Return what the stock loader does wrong with a side in blocks of a length; None if
+    nothing."""
     scales = torch.arange(-(-side // length)).float()[:, None]
     wanted = scales.repeat_interleave(length, 0)[:side]
     try:

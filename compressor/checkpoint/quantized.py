@@ -1,9 +1,8 @@
 """Quantised checkpoints: the stock quantiser, set to load plain weights.
 
 Pruning does not need it, as it copies stored tensors. Pass the result of `dequantizer` to
-`get_model_conversion_mapping` and `LoadStateDictConfig`. Its `preprocess_model` and `postprocess_model` are not called,
-as no module changes.
-"""
+`get_model_conversion_mapping` and `LoadStateDictConfig`. Its `preprocess_model` and
+`postprocess_model` are not called, as no module changes."""
 
 import inspect
 import re
@@ -33,13 +32,17 @@ MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
 
 
 def declared_quantization(config: Any) -> Any:
-    """Return the quantisation in a config, or in that of its language model; None or empty for plain weights."""
+    """Return the quantisation in a config, or in that of its language model; None or empty for
+    plain weights."""
     text = config.get_text_config(decoder=True)
-    return getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    return getattr(config, "quantization_config", None) or getattr(
+        text, "quantization_config", None
+    )
 
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
-    """Return the quantiser that dequantises this checkpoint while loading, or None for plain weights."""
+    """Return the quantiser that dequantises this checkpoint while loading, or None for plain
+    weights."""
     declared = declared_quantization(config)
     if not declared:
         return None
@@ -47,27 +50,37 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     settings: Any = {"modelopt": _ModelOptConfig, **AUTO_QUANTIZATION_CONFIG_MAPPING}.get(method)
     if settings is None or "dequantize" not in inspect.signature(settings).parameters:
-        raise CompressionError(f"config.json: can't dequantise {method!r}; start from plain or fp8 weights.")
+        raise CompressionError(
+            f"config.json: can't dequantise {method!r}; start from plain or fp8 weights."
+        )
     if method == "compressed-tensors":
         require("compressed_tensors")
     if fields.get("transform_config"):
-        raise CompressionError("config.json: transformers would ignore transform_config and be wrong.")
+        raise CompressionError(
+            "config.json: transformers would ignore transform_config and be wrong."
+        )
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method, _ModelOptQuantizer)
     try:
-        quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(settings.from_dict(fields | {"dequantize": True}))
+        quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(
+            settings.from_dict(fields | {"dequantize": True})
+        )
     except Exception as error:  # these packages raise anything
-        raise CompressionError(f"config.json: this {method} checkpoint can't be read: {reason_of(error)}") from error
+        raise CompressionError(
+            f"config.json: this {method} checkpoint can't be read: {reason_of(error)}"
+        ) from error
     return quantizer
 
 
 def refuse_unscaled(
-    tensors: Mapping[str, TensorInfo], plain: Mapping[str, str], targets: Mapping[str, str], floating: Collection[str]
+    tensors: Mapping[str, TensorInfo],
+    plain: Mapping[str, str],
+    targets: Mapping[str, str],
+    floating: Collection[str],
 ) -> None:
     """Refuse a weight of 8 bits or less, or a packed one, of which no scale is read.
 
-    `targets` maps stored tensors to parameters, `plain` does for a checkpoint that is not quantised. Only `floating`
-    parameters are weights.
-    """
+    `targets` maps stored tensors to parameters, `plain` does for a checkpoint that is not
+    quantised. Only `floating` parameters are weights."""
     scaled = set()
     for name, target in targets.items():
         module, _, part = name.rpartition(".")
@@ -80,29 +93,41 @@ def refuse_unscaled(
         is_packed = part == "weight_packed" and (name in targets or not scaled)
         if (is_narrow or is_packed) and (target, module) not in scaled:
             raise CompressionError(
-                f"tensor {name!r} in {info.file} is {info.dtype}, and none of its scales is read; restore its scale "
+                f"tensor {name!r} in {info.file} is {info.dtype}, and none of its scales is read; "
+                "restore its scale "
                 "and the quantization_config from the source, or store the weight in bfloat16"
             )
 
 
 def refuse_unread_scales(targets: Mapping[str, str | None]) -> None:
-    """Refuse a weight that would be loaded without its scale; `targets` maps stored tensors to parameters."""
-    loaded = {name.removesuffix("_packed") for name, target in targets.items() if target is not None}
+    """Refuse a weight that would be loaded without its scale; `targets` maps stored tensors to
+    parameters."""
+    loaded = {
+        name.removesuffix("_packed") for name, target in targets.items() if target is not None
+    }
     for name, target in targets.items():
         module, _, part = name.rpartition(".")
         cuts = range(1, part.count("_") + 1)
-        weights = {f"{module}.{part.rsplit('_', cut)[0]}" for cut in cuts} & loaded  # of x.weight_scale, x.up_scale
+        # of x.weight_scale, x.up_scale
+        weights = {f"{module}.{part.rsplit('_', cut)[0]}" for cut in cuts} & loaded
         if target is None and weights and re.search("^(?!.*input).*(scale|zero|g_idx)", part):
-            raise CompressionError(f"Tensor {name}: transformers would load {min(weights)} but not this scale.")
+            raise CompressionError(
+                f"Tensor {name}: transformers would load {min(weights)} but not this scale."
+            )
 
 
 def refuse_faults(report: LoadStateDictInfo) -> None:
-    """Refuse a layer with a tensor that could not be dequantised or that has another shape than the model's."""
+    """Refuse a layer with a tensor that could not be dequantised or that has another shape than the
+    model's."""
     for name, message in sorted(report.conversion_errors.items()):
-        lines = [line for line in message.splitlines() if line.strip() and not line.startswith("Error:")]
+        lines = [
+            line for line in message.splitlines() if line.strip() and not line.startswith("Error:")
+        ]
         raise CompressionError(f"Tensor {name} can't be converted: {lines[-1].strip()}")
     for name, stored, wanted in sorted(report.mismatched_keys):
-        raise CompressionError(f"Tensor {name} has shape {list(stored)}, the model wants {list(wanted)}.")
+        raise CompressionError(
+            f"Tensor {name} has shape {list(stored)}, the model wants {list(wanted)}."
+        )
 
 
 def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
@@ -127,10 +152,12 @@ def scheme_of(config: Any, module: str) -> Any:
 
 
 class _Fp8Dequantize(Fp8Dequantize):
-    """Upstream's operation, corrected for sides that are no multiple of the block, and for unscaled tensors."""
+    """Upstream's operation, corrected for sides that are no multiple of the block, and for unscaled
+    tensors."""
 
     def __deepcopy__(self, memo: Any) -> "_Fp8Dequantize":
-        return self  # the loader copies converters for every tensor, and with this its whole quantiser
+        # the loader copies converters for every tensor, and with this its whole quantiser
+        return self
 
     def _dequantize_one(self, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
         block = self.hf_quantizer.quantization_config.weight_block_size
@@ -151,7 +178,11 @@ class _Fp8Dequantize(Fp8Dequantize):
         dtype = wanted_dtype(kwargs["model"], kwargs["full_layer_name"])
         plain = super().convert(input_dict, *args, **kwargs)
         for name, value in plain.items():
-            plain[name] = [tensor.to(dtype) for tensor in value] if isinstance(value, list) else value.to(dtype)
+            plain[name] = (
+                [tensor.to(dtype) for tensor in value]
+                if isinstance(value, list)
+                else value.to(dtype)
+            )
         return plain
 
 
@@ -161,7 +192,8 @@ def _one(parts: dict[str, list[Tensor]], expert: int) -> dict[str, Tensor]:
 
 
 class _CompressedTensorsDequantize(CompressedTensorsDequantize):
-    """Dequantisation of any format by the package's `decompress`; upstream reads only fp8 and symmetric experts."""
+    """Dequantisation of any format by the package's `decompress`; upstream reads only fp8 and
+    symmetric experts."""
 
     def __deepcopy__(self, memo: Any) -> "_CompressedTensorsDequantize":
         return self  # as above
@@ -173,27 +205,38 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         modules: dict[str, dict[str, list[Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():
             module, _, part = pattern.rpartition(".")
-            modules.setdefault(module, {})[part] = tensors if isinstance(tensors, list) else [tensors]
+            modules.setdefault(module, {})[part] = (
+                tensors if isinstance(tensors, list) else [tensors]
+            )
         for module, parts in modules.items():
-            name = target.replace(kwargs["target_patterns"][0], module.replace("*", "0")) if module else target
+            name = (
+                target.replace(kwargs["target_patterns"][0], module.replace("*", "0"))
+                if module
+                else target
+            )
             experts, *others = {len(tensors) for tensors in parts.values()}
             if others:
                 raise ValueError(f"{module} is quantised for some of the experts only")
             if not module:  # no experts: the converter of all other weights
                 return {target: self._weight(_one(parts, 0), name).to(dtype)}
-            if len(parts) == 1 or "*" not in module or len(kwargs["target_patterns"]) > 1:  # plain, or for two modules
+            # plain, or for two modules
+            if len(parts) == 1 or "*" not in module or len(kwargs["target_patterns"]) > 1:
                 weights = (self._weight(_one(parts, expert), name) for expert in range(experts))
                 plain[f"{module}.weight"] = [weight.to(dtype) for weight in weights]
                 continue
             first = self._weight(_one(parts, 0), name)
             # stacked here rather than by the merge that follows, to hold the weights once
-            plain[f"{module}.weight"] = stacked = first.new_empty((experts, *first.shape), dtype=dtype)
+            plain[f"{module}.weight"] = stacked = first.new_empty(
+                (experts, *first.shape), dtype=dtype
+            )
             stacked[0] = first
             with one_thread_each() as pool:
                 list(pool.map(partial(self._fill, stacked, parts, name), range(1, experts)))
         return plain
 
-    def _fill(self, stacked: Tensor, parts: dict[str, list[Tensor]], name: str, expert: int) -> None:
+    def _fill(
+        self, stacked: Tensor, parts: dict[str, list[Tensor]], name: str, expert: int
+    ) -> None:
         stacked[expert] = self._weight(_one(parts, expert), name)
 
     def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
@@ -206,7 +249,9 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         scheme = scheme_of(config, name.removesuffix(".weight"))
         storage = scheme.format or config.format
         if scheme.weights is None or storage in ("dense", "fakequant"):
-            raise ValueError(f"config.json does not say how it is quantised (its format is {storage!r})")
+            raise ValueError(
+                f"config.json does not say how it is quantised (its format is {storage!r})"
+            )
         needed = {
             "weight_zero_point": not scheme.weights.symmetric,
             "weight_global_scale": scheme.weights.strategy == "tensor_group",
@@ -219,18 +264,23 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             width = parts["weight_packed"].shape[-1]
             columns = int(parts["weight_shape"][-1])
             if width != -(-columns * scheme.weights.num_bits // 32):
-                raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
+                raise ValueError(
+                    f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words"
+                )
         zero_point = parts.get("weight_zero_point")
-        if zero_point is not None and len(zero_point) == 1:  # with other strides the package can't view it as bytes
+        # with other strides the package can't view it as bytes
+        if zero_point is not None and len(zero_point) == 1:
             parts["weight_zero_point"] = zero_point.reshape(-1, 1).T
-        if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
+        # the product would be rounded to it first
+        if parts["weight_scale"].dtype == torch.bfloat16:
             parts["weight_scale"] = parts["weight_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(storage)
         return compressor.decompress(parts, scheme)["weight"]
 
 
 class _ModelOptDequantize(_CompressedTensorsDequantize):
-    """Dequantisation of NVFP4 and FP8 of NVIDIA's modelopt, told apart by the tensors of each module."""
+    """Dequantisation of NVFP4 and FP8 of NVIDIA's modelopt, told apart by the tensors of each
+    module."""
 
     def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
         weight = parts["weight"]
@@ -245,17 +295,24 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
 
 
 class _ModelOptConfig(QuantizationConfigMixin):
-    """The config that modelopt writes into config.json, or as `quantization` into a file of its own."""
+    """The config that modelopt writes into config.json, or as `quantization` into a file of its
+    own."""
 
     def __init__(self, dequantize: bool = True, **declared: Any) -> None:
         self.quant_method = "modelopt"
         self.dequantize = dequantize
         declared = declared.get("quantization") or declared
         entries = [declared, *(declared.get("quantized_layers") or {}).values()]
-        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in entries} - {"", "MIXED_PRECISION"}
+        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in entries} - {
+            "",
+            "MIXED_PRECISION",
+        }
         unknown = sorted(algorithms - {*MODELOPT_ALGORITHMS})
         if unknown:
-            raise ValueError(f"its quant_algo {unknown[0]} is not known; known are {', '.join(MODELOPT_ALGORITHMS)}")
+            raise ValueError(
+                f"its quant_algo {unknown[0]} is not known; known are "
+                f"{', '.join(MODELOPT_ALGORITHMS)}"
+            )
 
 
 class _ModelOptQuantizer(HfQuantizer):
@@ -272,7 +329,8 @@ class _ModelOptQuantizer(HfQuantizer):
 
 
 class _OfPlain(ConversionOps):
-    """An operation on dequantised tensors of these patterns, in a conversion that also has patterns of scales."""
+    """An operation on dequantised tensors of these patterns, in a conversion that also has patterns
+    of scales."""
 
     supports_many_to_many = True
 
@@ -301,14 +359,24 @@ class _CompressedQuantizer(CompressedTensorsHfQuantizer):
         return {"dequantize": _CompressedTensorsDequantize}
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
-        """Return upstream's conversions, corrected for experts shared by modules, such as text and vision."""
+        """Return upstream's conversions, corrected for experts shared by modules, such as text and
+        vision."""
         updated: list[Any] = super().update_weight_conversions(weight_conversions, model)
         for conversion in updated:
             operations = getattr(conversion, "operations", [])
-            plain = [pattern for pattern in conversion.source_patterns if pattern.endswith(".weight")]
-            if plain and len(operations) > 1 and len(conversion.target_patterns) > 1:  # others are left as they were
-                conversion.operations = [operations[0], *(_OfPlain(operation, plain) for operation in operations[1:])]
+            plain = [
+                pattern for pattern in conversion.source_patterns if pattern.endswith(".weight")
+            ]
+            # others are left as they were
+            if plain and len(operations) > 1 and len(conversion.target_patterns) > 1:
+                conversion.operations = [
+                    operations[0],
+                    *(_OfPlain(operation, plain) for operation in operations[1:]),
+                ]
         return updated
 
 
-_CORRECTED = {FineGrainedFP8HfQuantizer: _Fp8Quantizer, CompressedTensorsHfQuantizer: _CompressedQuantizer}
+_CORRECTED = {
+    FineGrainedFP8HfQuantizer: _Fp8Quantizer,
+    CompressedTensorsHfQuantizer: _CompressedQuantizer,
+}

@@ -1,4 +1,5 @@
-"""Lazy reading of a safetensors checkpoint: all headers are read and checked, and tensors only on request.
+"""Lazy reading of a safetensors checkpoint: all headers are read and checked, and tensors only on
+request.
 
 Links out of the folder or to hidden files are refused.
 """
@@ -28,20 +29,23 @@ from compressor.errors import CompressionError, reason_of
 from compressor.files import NAME_ONE, TEMPLATES
 from compressor.records import RESTORE, read_object
 
-warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # views of files are only read
+# views of files are only read
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise `CompressionError` naming the first visible file of the folder, or of its templates, that leads elsewhere.
+    """Raise `CompressionError` naming the first visible file of the folder, or of its templates,
+    that leads elsewhere.
 
-    A link to another folder is not a file of the checkpoint and is ignored. Names that no list of files holds are
-    refused, too.
-    """
+    A link to another folder is not a file of the checkpoint and is ignored. Names that no list of
+    files holds are refused, too."""
     for inner in (folder, folder / TEMPLATES):
         refuse_link(inner, folder)
         for path in sorted(inner.glob("[!.]*")):
             if ODD.search(path.name):
-                raise CompressionError(f"the name of {path} has a line break or is no UTF-8; rename or remove the file")
+                raise CompressionError(
+                    f"the name of {path} has a line break or is no UTF-8; rename or remove the file"
+                )
             if path.is_symlink() and not os.path.isdir(path):
                 refuse_link(path, folder)
 
@@ -49,8 +53,8 @@ def refuse_links(folder: Path) -> None:
 def refuse_link(path: Path, folder: Path) -> None:
     """Raise `CompressionError` if a file in a folder is a link out of it, or to a hidden file.
 
-    The Hub's cache keeps a model's files in `blobs` and fills `snapshots/COMMIT` with links to them.
-    """
+    The Hub's cache keeps a model's files in `blobs` and fills `snapshots/COMMIT` with links to
+    them."""
     root = Path(os.path.realpath(folder))  # unlike Path.resolve, it accepts a ring of links
     target = Path(os.path.realpath(path))
     blobs = root.parent.parent / "blobs"
@@ -59,25 +63,33 @@ def refuse_link(path: Path, folder: Path) -> None:
     inside = target.is_relative_to(root)
     if not inside or any(part.startswith(".") for part in target.relative_to(root).parts):
         raise CompressionError(
-            f"{path} is a link to a {'hidden file' if inside else 'file outside the folder'}, which is neither read "
-            "nor published; put a copy in its place (cp -rL copies a folder with what its links lead to)"
+            f"{path} is a link to a {'hidden file' if inside else 'file outside the folder'}, "
+            "which is neither read "
+            "nor published; put a copy in its place (cp -rL copies a folder with what its links "
+            "lead to)"
         )
 
 
 TORCH_DTYPES: dict[str, torch.dtype] = {**safetensors.torch._TYPES, "F8_E8M0": torch.float8_e8m0fnu}
-DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
+DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
+    name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()
+}
 ODD = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # letters of names
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-PART = re.compile(r"(.+?)_(packed|blocks|scale|scale_inv|scale_2|scales|shape|zero_point|global_scale)")  # of a weight
-LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits without the sign; above it is NaN
+# of a weight
+PART = re.compile(
+    r"(.+?)_(packed|blocks|scale|scale_inv|scale_2|scales|shape|zero_point|global_scale)"
+)
+# in bits without the sign; above it is NaN
+LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """The position of one tensor: `begin` and `end` are absolute byte offsets in its file.
 
-    `density` is the number of the model's weights per element, which is not 1 for packed weights and scales.
-    """
+    `density` is the number of the model's weights per element, which is not 1 for packed weights
+    and scales."""
 
     name: str
     file: str
@@ -113,9 +125,12 @@ class Size:
 
     @classmethod
     def of(cls, tensors: Iterable[Any]) -> Self:
-        """Return the sums over tensors with `parameters` and `nbytes`, on disk or yet to be written."""
+        """Return the sums over tensors with `parameters` and `nbytes`, on disk or yet to be
+        written."""
         counted = list(tensors)
-        return cls(sum(tensor.parameters for tensor in counted), sum(tensor.nbytes for tensor in counted))
+        return cls(
+            sum(tensor.parameters for tensor in counted), sum(tensor.nbytes for tensor in counted)
+        )
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -130,7 +145,8 @@ def header_bytes(path: Path) -> int:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of one safetensors file by name; they fill it without a gap, as the format demands."""
+    """Return the tensors of one safetensors file by name; they fill it without a gap, as the format
+    demands."""
     try:
         with safe_open(path, "pt"):  # checks the header against the file
             start = header_bytes(path)
@@ -146,7 +162,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         begin, end = (start + offset for offset in entry["data_offsets"])
         info = TensorInfo(name, path.name, entry["dtype"], tuple(entry["shape"]), begin, end)
         if info.dtype not in DTYPE_BITS:
-            raise CompressionError(f"{path}: tensor {name!r} has dtype {info.dtype!r}, which torch does not know")
+            raise CompressionError(
+                f"{path}: tensor {name!r} has dtype {info.dtype!r}, which torch does not know"
+            )
         tensors[name] = info
     return tensors
 
@@ -161,7 +179,8 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # modelopt's quantisation, if not in config.json
 PART_BYTES = 2**24  # of two tensors, compared at once
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
-READ_BYTES = Counter[tuple[Path, str]]()  # by folder and tensor, as often as this process has read it
+# by folder and tensor, as often as this process has read it
+READ_BYTES = Counter[tuple[Path, str]]()
 
 
 def read_weight_map(index_path: Path) -> dict[str, Any]:
@@ -173,7 +192,8 @@ def read_weight_map(index_path: Path) -> dict[str, Any]:
 
 
 def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
-    """Return the file of weights, or the index of several, that stock transformers chooses; None if there is none."""
+    """Return the file of weights, or the index of several, that stock transformers chooses; None if
+    there is none."""
     chosen = config.get(WEIGHTS)
     candidates = (SINGLE_NAME, INDEX_NAME) if chosen is None else (chosen,)
     return next((name for name in candidates if name in names), None)
@@ -185,13 +205,15 @@ def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
     if beside_weights:
         message = "has an adapter, which transformers would add to its weights"
     return CompressionError(
-        f"{place} {message} ({ADAPTER}); merge it into the base model and save that first (peft's merge_and_unload, "
+        f"{place} {message} ({ADAPTER}); merge it into the base model and save that first (peft's "
+        "merge_and_unload, "
         "then save_pretrained, and the tokenizer's too)"
     )
 
 
 def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
-    """Return the file of weights, or the index of several, that stock transformers loads from a folder or repository.
+    """Return the file of weights, or the index of several, that stock transformers loads from a
+    folder or repository.
 
     Raises `CompressionError` if transformers would load something else, or nothing.
     """
@@ -201,7 +223,8 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     parts = matching(names, "shard-*-model-*-of-*.safetensors")
     if parts:
         raise CompressionError(
-            f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers prefers to other "
+            f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers "
+            "prefers to other "
             "weights; save the whole model, or remove them"
         )
     if head is not None and head.endswith((".safetensors", INDEX_END)):
@@ -217,16 +240,21 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     if any(matching(names, pattern) for pattern in PICKLE_PATTERNS):
         message = "holds its weights only as pickle files, which can run code when opened"
         raise CompressionError(f"{place} {message}; convert them to safetensors first")
-    raise CompressionError(f"{place} has neither {SINGLE_NAME} nor {INDEX_NAME}; name a whole safetensors checkpoint")
+    raise CompressionError(
+        f"{place} has neither {SINGLE_NAME} nor {INDEX_NAME}; name a whole safetensors checkpoint"
+    )
 
 
 def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
     """Return the file that `find_head` finds in a folder."""
-    return folder / find_head(str(folder), {path.name for path in folder.iterdir() if path.is_file()}, config)
+    return folder / find_head(
+        str(folder), {path.name for path in folder.iterdir() if path.is_file()}, config
+    )
 
 
 def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return all tensors by name; shards that are missing, hidden or outside the folder are refused."""
+    """Return all tensors by name; shards that are missing, hidden or outside the folder are
+    refused."""
     path = weights_head(folder, config)
     if not path.name.endswith(INDEX_END):
         return read_header(path)
@@ -234,26 +262,31 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
     for name, file in weight_map.items():
         if Path(file).name != file or file.startswith("."):
             raise CompressionError(
-                f"{path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; it is refused"
+                f"{path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; "
+                "it is refused"
             )
     tensors = dict[str, TensorInfo]()
     for file in sorted(set(weight_map.values())):
         if not os.path.isfile(folder / file):  # also False if it is too long for a name
             raise CompressionError(
-                f"{path} names the shard {file!r}, which is missing from {folder}; download it again"
+                f"{path} names the shard {file!r}, which is missing from {folder}; download it "
+                "again"
             )
         header = read_header(folder / file)
         absent = [name for name in weight_map if weight_map[name] == file and name not in header]
         if absent:
             raise CompressionError(
-                f"{path} promises tensor {absent[0]!r} in {file!r}, which does not hold it; download both again"
+                f"{path} promises tensor {absent[0]!r} in {file!r}, which does not hold it; "
+                "download both again"
             )
-        tensors |= header  # including tensors that the index leaves out, as transformers loads whole files
+        # including tensors that the index leaves out, as transformers loads whole files
+        tensors |= header
     return tensors
 
 
 def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
-    """Return a field of a config's JSON, or of one of the configs in it; None if it is absent or empty."""
+    """Return a field of a config's JSON, or of one of the configs in it; None if it is absent or
+    empty."""
     for node in (raw_config, *raw_config.values()):
         if isinstance(node, dict) and node.get(name):
             return node[name]
@@ -261,13 +294,15 @@ def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
 
 
 def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantisation in config.json or in modelopt's own file; empty if neither has one."""
+    """Return the quantisation in config.json or in modelopt's own file; empty if neither has
+    one."""
     declared = config_field(raw_config, "quantization_config")
     if declared:
         groups = declared.get("config_groups") or {} if isinstance(declared, Mapping) else None
         if not isinstance(groups, Mapping):
             raise CompressionError(
-                f"{folder}: quantization_config in config.json, or its config_groups, should be an object; {RESTORE}"
+                f"{folder}: quantization_config in config.json, or its config_groups, should be "
+                f"an object; {RESTORE}"
             )
         return {} if packs_nothing(declared) else dict(declared)
     content = modelopt_file(folder)
@@ -275,7 +310,8 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
 
 
 def packs_nothing(quantization: Mapping[str, Any]) -> bool:
-    """Return True if a quantisation of compressed-tensors names no weights, as that of a pruned model may."""
+    """Return True if a quantisation of compressed-tensors names no weights, as that of a pruned
+    model may."""
     is_named = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
     return quantization.get("quant_method") == "compressed-tensors" and not is_named
 
@@ -285,30 +321,45 @@ def modelopt_file(folder: Path) -> dict[str, Any]:
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
-def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, TensorInfo]:
+def counted(
+    tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
+) -> dict[str, TensorInfo]:
     """Return the tensors of a quantised checkpoint with the number of weights in an element."""
-    groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
+    groups = [
+        group
+        for group in (quantization.get("config_groups") or {}).values()
+        if isinstance(group, dict)
+    ]
     result = {}
     for name, info in tensors.items():
         weights = Fraction(1)
         match = PART.fullmatch(name)
         weight, part = match.groups() if match else (name, "")
-        if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:  # the latter in modelopt's NVFP4
-            bits = _declared_bits(weight.removesuffix(".weight"), groups) or {"U8": 4}.get(info.dtype)
+        # the latter in modelopt's NVFP4
+        if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:
+            bits = _declared_bits(weight.removesuffix(".weight"), groups) or {"U8": 4}.get(
+                info.dtype
+            )
             weights = Fraction(DTYPE_BITS[info.dtype], bits or DTYPE_BITS[info.dtype])
-        elif part and (weight.endswith(".input") or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()):
+        elif part and (
+            weight.endswith(".input")
+            or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()
+        ):
             weights = Fraction(0)
         result[name] = replace(info, density=weights)
     return result
 
 
 def _declared_bits(module: str, groups: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the bits of a module's weights by compressed-tensors' groups: one that names it, or one for its class."""
+    """Return the bits of a module's weights by compressed-tensors' groups: one that names it, or
+    one for its class."""
     bits: dict[bool, Any] = {}
     for group in groups:
         for target in map(str, group.get("targets") or ()):
             with suppress(re.error):
-                is_named = module == target or (target[:3] == "re:" and re.match(target[3:], module) is not None)
+                is_named = module == target or (
+                    target[:3] == "re:" and re.match(target[3:], module) is not None
+                )
                 if is_named or target.isidentifier():
                     bits.setdefault(is_named, (group.get("weights") or {}).get("num_bits"))
     found = bits.get(True, bits.get(False))
@@ -328,7 +379,9 @@ class Checkpoint:
         if not (folder / CONFIG).is_file():
             if (folder / ADAPTER).is_file():
                 raise an_adapter(str(folder))
-            raise CompressionError(f"{folder} has no {CONFIG}; name the folder of a transformers checkpoint")
+            raise CompressionError(
+                f"{folder} has no {CONFIG}; name the folder of a transformers checkpoint"
+            )
         self.folder = folder
         self.raw_config = read_object(folder / CONFIG)
         self.quantization = quantization_of(folder, self.raw_config)
@@ -348,10 +401,13 @@ class Checkpoint:
         return self.folder / self.tensors[name].file
 
     def stamp(self) -> list[tuple[str, int, int]]:
-        """Return name, size and time of change of each weight file; an interrupted run resumes only if they match."""
+        """Return name, size and time of change of each weight file; an interrupted run resumes only
+        if they match."""
         files = sorted({info.file for info in self.tensors.values()})
         stats = [(self.folder / file).stat() for file in files]
-        return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+        return [
+            (file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)
+        ]
 
     def read(self, name: str) -> Tensor:
         """Return one tensor as a read-only view of its mapped file."""
@@ -364,10 +420,11 @@ class Checkpoint:
         return tensor
 
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors as read-only views of their files; neighbours share a mapping, which ends with the last one.
+        """Return tensors as read-only views of their files; neighbours share a mapping, which ends
+        with the last one.
 
-        Only the bytes of these tensors are mapped. A tensor whose view is still in use is not read again.
-        """
+        Only the bytes of these tensors are mapped. A tensor whose view is still in use is not read
+        again."""
         views = {}
         infos = []
         for name in names:
@@ -390,7 +447,8 @@ class Checkpoint:
         return views
 
     def holds_alike(self, first: str, second: str) -> bool:
-        """Return True if two tensors hold the same bytes, or these are not here, but headers alone."""
+        """Return True if two tensors hold the same bytes, or these are not here, but headers
+        alone."""
         pair = (first, second)
         one, other = (self.tensors[name] for name in pair)
         if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -416,13 +474,16 @@ class Checkpoint:
             if count == 0:
                 views[info.name] = torch.empty(info.shape, dtype=dtype)
                 continue
-            flat = torch.frombuffer(mapped, dtype=dtype, count=count // dtype.itemsize, offset=info.begin - start)
+            flat = torch.frombuffer(
+                mapped, dtype=dtype, count=count // dtype.itemsize, offset=info.begin - start
+            )
             views[info.name] = flat.view(info.shape) if info.dtype in TORCH_DTYPES else flat
         return views
 
 
 def contains_nan(tensor: Tensor) -> bool:
-    """Return True if a tensor of any stored dtype holds a NaN: one pass, no copy of it in memory."""
+    """Return True if a tensor of any stored dtype holds a NaN: one pass, no copy of it in
+    memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return False
     if tensor.dtype.itemsize > 1:
@@ -430,11 +491,13 @@ def contains_nan(tensor: Tensor) -> bool:
     bits = tensor.view(torch.uint8)  # several times as fast as `isnan` of a float8
     if tensor.dtype in LARGEST_NUMBER:
         return bool((bits & 0x7F).amax() > LARGEST_NUMBER[tensor.dtype])
-    return bool((bits == (0xFF if tensor.dtype == torch.float8_e8m0fnu else 0x80)).any())  # the single NaN
+    # the single NaN
+    return bool((bits == (0xFF if tensor.dtype == torch.float8_e8m0fnu else 0x80)).any())
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it in memory."""
+    """Return True if a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it
+    in memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # a NaN is both
@@ -443,4 +506,6 @@ def is_finite(tensor: Tensor) -> bool:
 def refuse_nan(name: str, file: str, tensor: Tensor) -> None:
     """Raise `CompressionError` naming the tensor when it holds a NaN."""
     if contains_nan(tensor):
-        raise CompressionError(f"tensor {name!r} in {file} holds NaN; repair or download the checkpoint again")
+        raise CompressionError(
+            f"tensor {name!r} in {file} holds NaN; repair or download the checkpoint again"
+        )

@@ -36,23 +36,34 @@ from compressor.progress import Progress, Silent
 PASSING = (408, 429)  # temporary answers: too slow, too many requests
 
 
-def hub_error(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
-    """Return the error for an exception of the Hub client about one `file`, or about the model as a whole."""
+def hub_error(
+    model: str, revision: str | None, error: Exception, file: str | None = None
+) -> CompressionError:
+    """Return the error for an exception of the Hub client about one `file`, or about the model as a
+    whole."""
     not_here = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says more
     reason = reason_of(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
-        message = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
+        message = (
+            f"{model} is gated on the Hub; ask for access on its page and log in with `hf "
+            "auth login`"
+        )
     elif isinstance(error, errors.RevisionNotFoundError):
         message = f"{model} has no revision {revision!r} on the Hub; check --revision"
     elif isinstance(error, errors.RepositoryNotFoundError):
         message = (
-            f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
+            f"{model!r} is neither a folder here nor a model on the Hub; check the name, or "
+            "log in if it is private"
         )
     elif file is not None:
-        message = f"{file} of {model} could not be downloaded ({reason}); run the same command again to go on"
+        message = (
+            f"{file} of {model} could not be downloaded ({reason}); run the same command "
+            "again to go on"
+        )
     else:
         message = (
-            f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); check the path or the "
+            f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); "
+            "check the path or the "
             "network"
         )
     return CompressionError(message)
@@ -83,7 +94,8 @@ class ModelRepository:
 
 
 def download(model: str, revision: str | None, progress: Progress) -> Path:
-    """Fetch the files that a model needs, and return its folder in the cache, named after the commit.
+    """Fetch the files that a model needs, and return its folder in the cache, named after the
+    commit.
 
     If the Hub is unreachable, a complete copy in the cache is used. Raises `CompressionError`.
     """
@@ -107,18 +119,22 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
 
 
 def find_repository(model: str, revision: str | None) -> ModelRepository | Path:
-    """Return the repository, by two or three small requests; if unreachable, a complete copy in the cache."""
+    """Return the repository, by two or three small requests; if unreachable, a complete copy in the
+    cache."""
     api = HfApi()
     try:
         commit = api.model_info(model, revision=revision).sha or revision or "main"
         entries = list(api.list_repo_tree(model, revision=commit))
         if any(entry.path == TEMPLATES for entry in entries):
             entries += api.list_repo_tree(model, TEMPLATES, revision=commit)
-        return ModelRepository(model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
+        return ModelRepository(
+            model, commit, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+        )
     except Exception as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
         refused = status < 500 and status not in PASSING  # otherwise the Hub is unreachable or down
-        cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)  # as last seen
+        # as last seen
+        cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)
         if not isinstance(cached, str):
             raise hub_error(model, revision, error) from error
         folder = Path(cached).parent
@@ -130,7 +146,9 @@ def find_repository(model: str, revision: str | None) -> ModelRepository | Path:
                 f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
                 f"({reason_of(error)}); run the command again with a network"
             ) from error
-        logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
+        logger.warning(
+            "the Hub could not be asked for %s; its cached commit %s is used", model, folder.name
+        )
         return folder
 
 
@@ -141,15 +159,20 @@ def weights_file(repository: ModelRepository, revision: str | None) -> str:
     """
     names = repository.files
     where = f"{repository.model} on the Hub"
-    config = json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
+    config = (
+        json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
+    )
     head = find_head(where, names, config)
     if CONFIG not in names:
-        raise CompressionError(f"{where} has no {CONFIG}; name the repository of a transformers checkpoint")
+        raise CompressionError(
+            f"{where} has no {CONFIG}; name the repository of a transformers checkpoint"
+        )
     return head
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """Return the small files to read or to copy with the weights, in the order in which they are fetched."""
+    """Return the small files to read or to copy with the weights, in the order in which they are
+    fetched."""
     matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
     small = {name for name in matching if not name.endswith(NOT_COMPANIONS)}
     return sorted(small | ({CARD} & {*names}), key=lambda name: (name != CONFIG, name))
@@ -164,12 +187,14 @@ def fetch_small(repository: ModelRepository, revision: str | None, names: Sequen
 
 
 def shard_names(repository: ModelRepository, folder: Path, head: str) -> list[str]:
-    """Return the weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
+    """Return the weight files in order; raises `CompressionError` if the Hub lacks one that the
+    index names."""
     names = _weight_files(folder, head)
     for name in names:
         if name not in repository.files:
             raise CompressionError(
-                f"{repository.model}: {head} names the shard {name!r}, which is missing on the Hub; ask its owner to "
+                f"{repository.model}: {head} names the shard {name!r}, which is missing on the "
+                "Hub; ask its owner to "
                 "upload it, or choose another --revision"
             )
     return names
@@ -177,11 +202,14 @@ def shard_names(repository: ModelRepository, folder: Path, head: str) -> list[st
 
 def _weight_files(folder: Path, head: str) -> list[str]:
     """Return the shards of a fetched index; of a single file of weights, itself."""
-    return sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
+    return (
+        sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
+    )
 
 
 def _cached_size(folder: Path, file: RepoFile) -> int | None:
-    """Return the bytes of a file in the cache, from this commit or another one with the same content."""
+    """Return the bytes of a file in the cache, from this commit or another one with the same
+    content."""
     tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
     for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
         if path.is_file():
@@ -194,12 +222,15 @@ def steps(nbytes: int) -> int:
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(repository: ModelRepository, file: RepoFile, progress: Progress, damaged: bool) -> None:
+def _fetch_weights(
+    repository: ModelRepository, file: RepoFile, progress: Progress, damaged: bool
+) -> None:
     left = last = steps(file.size)
 
     def on_bytes(received: int) -> None:
         nonlocal left
-        while left > max(1, last - received // STEP_BYTES):  # the last step is done when the file is in place
+        # the last step is done when the file is in place
+        while left > max(1, last - received // STEP_BYTES):
             left -= 1
             progress.advance(file.path)
 
@@ -215,7 +246,8 @@ def _fetch(
     on_bytes: Callable[[int], None] = lambda received: None,
     again: bool = False,
 ) -> Path:
-    """Return one file's path in the cache, downloaded if need be; `on_bytes` gets the number of bytes received."""
+    """Return one file's path in the cache, downloaded if need be; `on_bytes` gets the number of
+    bytes received."""
 
     class Bar(tqdm):  # draws nothing; the Hub client may use several at once for one file
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -227,9 +259,14 @@ def _fetch(
 
     for left in reversed(range(TRIES)):
         try:
-            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=Bar, force_download=again))
+            return Path(
+                hf_hub_download(
+                    model, name, revision=revision, tqdm_class=Bar, force_download=again
+                )
+            )
         except Exception as error:
-            if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
+            # the Hub's answers, the disk's, wrong names
+            if left == 0 or isinstance(error, (OSError, ValueError)):
                 raise hub_error(model, revision, error, name) from error
             time.sleep(PAUSE_SECONDS)
     raise AssertionError
@@ -249,8 +286,11 @@ class ModelSource:
         return without_tokens(self.name if self.revision else self.folder.name)
 
 
-def locate(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
-    """Find a local folder, or download a model from the Hub, shard by shard; links out of a folder are refused."""
+def locate(
+    model: str, revision: str | None = None, progress: Progress | None = None
+) -> ModelSource:
+    """Find a local folder, or download a model from the Hub, shard by shard; links out of a folder
+    are refused."""
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
     if model.lower().endswith(".gguf") and not Path(model).is_dir():
@@ -279,7 +319,9 @@ def locate_tokenizer(model: str, revision: str | None = None) -> ModelSource:
     return ModelSource(model, repository.commit, folder)
 
 
-def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
+def find_model(
+    model: str, revision: str | None = None, progress: Progress | None = None
+) -> ModelSource:
     """Locate a model; of several processes the first one downloads it."""
     return ranks().first_before_others(lambda: locate(model, revision, progress))
 
@@ -307,5 +349,7 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
     tensors = {}
     for file, header in zip(files, headers, strict=True):
         for name, info in header.tensors.items():
-            tensors[name] = TensorInfo(name, file, info.dtype, tuple(info.shape), *info.data_offsets)
+            tensors[name] = TensorInfo(
+                name, file, info.dtype, tuple(info.shape), *info.data_offsets
+            )
     return Checkpoint(folder, tensors)

@@ -13,26 +13,40 @@ from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.files import GOLDEN, lock_output, refuse_absent, write_file
 from compressor.records import plain_json
 
-Checking = Annotated[Running, options_of(Running, RUNNING, ("revision", "device", "overwrite", "as_json"))]
-Serving = Annotated[dict[str, Any], options_of(ServerOptions, SERVERS, ("server", "served_model", "timeout"))]
+Checking = Annotated[
+    Running, options_of(Running, RUNNING, ("revision", "device", "overwrite", "as_json"))
+]
+Serving = Annotated[
+    dict[str, Any], options_of(ServerOptions, SERVERS, ("server", "served_model", "timeout"))
+]
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="A checkpoint or ONNX folder, a Hub id, or a GGUF file.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint or ONNX folder, a Hub id, or a GGUF file.")
+    ],
     running: Checking,
     servers: Serving,
     answers: Annotated[
-        Path | None, flag("The golden answers, or their folder (default: beside the model).", metavar="FILE")
+        Path | None,
+        flag("The golden answers, or their folder (default: beside the model).", metavar="FILE"),
     ] = None,
     bits: Annotated[
         Literal["16", "8", "4"] | None,
-        flag("Bits of the weights: how much rounding passes (default: as stored).", metavar="16|8|4"),
+        flag(
+            "Bits of the weights: how much rounding passes (default: as stored).", metavar="16|8|4"
+        ),
     ] = None,
     write: Annotated[bool, flag("Write the model's golden answers instead.")] = False,
-    base: Annotated[str | None, flag("Model it was made from: compare digests, and each tensor with it.")] = None,
-    output: Annotated[Path | None, flag("Where to write them (default: golden_answers.json in the folder).")] = None,
+    base: Annotated[
+        str | None, flag("Model it was made from: compare digests, and each tensor with it.")
+    ] = None,
+    output: Annotated[
+        Path | None, flag("Where to write them (default: golden_answers.json in the folder).")
+    ] = None,
 ) -> None:
-    """Say if this computes the model of the golden answers: the same, the same up to rounding, or a different one.
+    """Say if this computes the model of the golden answers: the same, the same up to rounding, or a
+    different one.
 
     Exit status 1 if it is different.
     """

@@ -1,4 +1,5 @@
-"""The commands that make models: `plan`, `apply` and `compress`, and `split`, `calibrate-router` and `distill`."""
+"""The commands that make models: `plan`, `apply` and `compress`, and `split`, `calibrate-router`
+and `distill`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +45,10 @@ if TYPE_CHECKING:  # loaded only where a model is made
     from compressor.pipeline.outcome import Attempt, Outcome
     from compressor.quality_gate.verdict import GateResult
 
-Source = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, GGUF file or recipe.yaml.")]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, GGUF file or recipe.yaml."),
+]
 Base = Annotated[str, flag("Model that the checkpoint was made from: a folder or a Hub id.")]
 DryRun = Annotated[bool, flag("Print what would be done, and write nothing.")]
 OPTIONS = recipe_options()
@@ -67,7 +71,9 @@ def plan(
     running: Making,
     settings: Settings = None,
     imatrix: Imatrix = None,
-    listed: Annotated[Path | None, flag("File of another tool that says which experts stay.", None, "--from")] = None,
+    listed: Annotated[
+        Path | None, flag("File of another tool that says which experts stay.", None, "--from")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
@@ -87,18 +93,25 @@ def plan(
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if package is None:
-            planned = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
+            planned = compressor.plan(
+                recipe, device=running.device, progress=progress, announce=servers.append
+            )
         else:
             planned = package.plan(model, flags, imatrix)
         if ranks().is_first:
             write_plan(output, planned, running.overwrite)
-    blocks = [*plan_blocks(planned, output), *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers)]
+    blocks = [
+        *plan_blocks(planned, output),
+        *(Line(f"Servers: {servers_in_words(advice)}") for advice in servers),
+    ]
     print_report(running.as_json, planned.to_dict(), blocks)
 
 
 def apply(
     context: typer.Context,
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")
+    ],
     output: Out,
     running: Writing,
     comparing: Comparing,
@@ -111,7 +124,9 @@ def apply(
         package.apply(plan_file, model, output, running)
         return
     with progress_bars(running.as_json) as progress:
-        outcome = compressor.apply(plan_file, output, model=model, **comparing, **running.making(progress))
+        outcome = compressor.apply(
+            plan_file, output, model=model, **comparing, **running.making(progress)
+        )
     show_outcome(outcome, running.as_json)
 
 
@@ -150,9 +165,13 @@ def compress(
     announce = None if running.as_json else print_power
     try:
         with progress_bars(running.as_json) as progress:
-            outcome = compressor.compress(recipe, output, announce=announce, **running.making(progress))
+            outcome = compressor.compress(
+                recipe, output, announce=announce, **running.making(progress)
+            )
     except compressor.GateFailedError as failure:
-        show_gated(failure.result, failure.outcome, failure.attempts, failure.reports, running.as_json)
+        show_gated(
+            failure.result, failure.outcome, failure.attempts, failure.reports, running.as_json
+        )
         raise typer.Exit(failure.status) from None
     if recipe.gate is None or outcome.gate is None:
         return show_outcome(outcome, running.as_json)
@@ -171,7 +190,11 @@ def show_outcome(outcome: "Outcome", as_json: bool) -> None:
     """Print the outcome of a run, and where it was published."""
     from compressor.report.terminal import outcome_blocks
 
-    print_report(as_json, {**outcome.to_dict(), **published(outcome)}, () if as_json else outcome_blocks(outcome))
+    print_report(
+        as_json,
+        {**outcome.to_dict(), **published(outcome)},
+        () if as_json else outcome_blocks(outcome),
+    )
 
 
 def published(outcome: "Outcome") -> dict[str, Any]:
@@ -186,7 +209,8 @@ def show_gated(
     written: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Print the gate of the model in place, or of the last one if none passed, and the outcome of what is in place."""
+    """Print the gate of the model in place, or of the last one if none passed, and the outcome of
+    what is in place."""
     from compressor.quality_gate.report import full_content, gate_blocks
     from compressor.report.terminal import attempts_table, outcome_blocks
 
@@ -195,7 +219,11 @@ def show_gated(
         **full_content(result),
         "written": [str(path) for path in written],
         "attempts": [
-            {"experts": attempt.experts, "accepted": attempt.accepted, "verdict": attempt.result.verdict}
+            {
+                "experts": attempt.experts,
+                "accepted": attempt.accepted,
+                "verdict": attempt.result.verdict,
+            }
             for attempt in attempts
         ],
         "compression": None if outcome is None else outcome.to_dict(),
@@ -209,11 +237,22 @@ def show_gated(
     print_report(as_json, content, blocks)
 
 
-def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) -> Callable[..., None]:
-    """A command that carries out one step on a finished checkpoint; its options are the step's fields."""
+def _of_step(
+    step: type[StepOptions], name: str, text: str, against_base: bool
+) -> Callable[..., None]:
+    """A command that carries out one step on a finished checkpoint; its options are the step's
+    fields."""
     sized = "sequence_length" in step.model_fields  # by the step itself
-    fields = ("data", "emphasis", "strict") if sized else ("data", "samples", "sequence_length", "strict")
-    of_base = [("base", Parameter("base", Parameter.KEYWORD_ONLY, annotation=Base))] if against_base else []
+    fields = (
+        ("data", "emphasis", "strict")
+        if sized
+        else ("data", "samples", "sequence_length", "strict")
+    )
+    of_base = (
+        [("base", Parameter("base", Parameter.KEYWORD_ONLY, annotation=Base))]
+        if against_base
+        else []
+    )
 
     def command(
         checkpoint: Model,
@@ -227,7 +266,13 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
         dry_run: DryRun = False,
     ) -> None:
         revision = {"base_revision" if against_base else "revision": running.revision}
-        settings = {"seed": seed, "dtype": running.dtype, "resident": running.resident, **base, **revision}
+        settings = {
+            "seed": seed,
+            "dtype": running.dtype,
+            "resident": running.resident,
+            **base,
+            **revision,
+        }
         steps = [on_text(step.name, options, text)]
         content = {"model": checkpoint, "steps": steps, "output": comparing, **settings}
         recipe = Recipe.of(content, "the command line")
@@ -245,15 +290,20 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
 split = _of_step(
     Split,
     "split",
-    "Split each expert into narrower sub-experts with the same output, which `compress` can drop one by one.",
+    "Split each expert into narrower sub-experts with the same output, which `compress` can drop "
+    "one by one.",
     against_base=False,
 )
 calibrate_router = _of_step(
     Routers,
     "calibrate_router",
-    "Calibrate a smaller model's routers against its base (after C3PO); kept if held-out text is closer to the base's.",
+    "Calibrate a smaller model's routers against its base (after C3PO); kept if held-out text is "
+    "closer to the base's.",
     against_base=True,
 )
 distill = _of_step(
-    Distill, "distill", "Train a smaller model to match its base's next-token distribution.", against_base=True
+    Distill,
+    "distill",
+    "Train a smaller model to match its base's next-token distribution.",
+    against_base=True,
 )

@@ -1,4 +1,5 @@
-"""The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
+"""The demo: compress the embedded checkpoint with several strategies and measure what each
+costs."""
 
 import multiprocessing
 import os
@@ -37,9 +38,15 @@ TEXT: dict[str, Any] = {
 def score(
     model: Any, tokenizer: Any, questions: Sequence[DemoItem], texts: Sequence[str]
 ) -> tuple[dict[str, float], float]:
-    """Share of right answers for each skill, and loss in nats per token of the texts (0 without any)."""
+    """Share of right answers for each skill, and loss in nats per token of the texts (0 without
+    any)."""
     items = [
-        Item(f"{tokenizer.bos_token}{each.question}", each.choices[each.answer], each.choices, each.skill)
+        Item(
+            f"{tokenizer.bos_token}{each.question}",
+            each.choices[each.answer],
+            each.choices,
+            each.skill,
+        )
         for each in questions
     ]
     items += [Item("", text) for text in texts]
@@ -50,7 +57,8 @@ def score(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model of the demo: the original without a strategy, or what a strategy makes of it in `folder`."""
+    """A model of the demo: the original without a strategy, or what a strategy makes of it in
+    `folder`."""
 
     name: str
     folder: Path
@@ -69,7 +77,11 @@ def measured(trial: Trial, source: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     if trial.strategy is not None:
-        choice: dict[str, Any] = {"experts": trial.experts, "strategy": trial.strategy, "options": {**trial.options}}
+        choice: dict[str, Any] = {
+            "experts": trial.experts,
+            "strategy": trial.strategy,
+            "options": {**trial.options},
+        }
         compress(str(source), trial.folder, samples=SAMPLES, evaluate=False, **TEXT, **choice)
     size = Size.of(Checkpoint(trial.folder).tensors.values())
     with quiet_transformers():
@@ -77,15 +89,23 @@ def measured(trial: Trial, source: Path) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(trial.folder)
     texts = [text for text, _ in load_documents("heldout")[:: trial.every]]
     accuracy, loss = score(model, tokenizer, load_items()[:: trial.every], texts)
-    return {"name": trial.name, "experts": trial.experts, **asdict(size), "loss": loss, "accuracy": accuracy}
+    return {
+        "name": trial.name,
+        "experts": trial.experts,
+        **asdict(size),
+        "loss": loss,
+        "accuracy": accuracy,
+    }
 
 
-def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool) -> list[dict[str, Any]]:
-    """Measure the demo model and each strategy's compression of it; `output` keeps the compressed models.
+def run_demo(
+    experts: int, output: Path | None, progress: Progress, quick: bool
+) -> list[dict[str, Any]]:
+    """Measure the demo model and each strategy's compression of it; `output` keeps the compressed
+    models.
 
-    Each core has a process that makes and measures one model after the other. Loss is in nats per held-out token. With
-    `quick` it is one strategy, on a tenth of the questions and texts.
-    """
+    Each core has a process that makes and measures one model after the other. Loss is in nats per
+    held-out token. With `quick` it is one strategy, on a tenth of the questions and texts."""
     strategies, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
     if output is not None and not is_free(output):
         raise CompressionError(f"{output} exists already; name a new folder")
@@ -99,7 +119,8 @@ def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool)
         workers = min(os.cpu_count() or 1, len(trials))
         progress.start("compress and measure", len(trials))
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            futures = [pool.submit(measured, trial, source) for trial in reversed(trials)]  # the longest first
+            # the longest first
+            futures = [pool.submit(measured, trial, source) for trial in reversed(trials)]
             for future in as_completed(futures):
                 progress.advance(future.result()["name"])
         return [future.result() for future in reversed(futures)]

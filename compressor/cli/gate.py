@@ -56,14 +56,16 @@ SHOWN = (  # by `gate --help`, others by `--help-all`
     "demo",
     "help_all",
 )
-JUDGING = {"max_drop", "max_task_drop", "confidence", "inconclusive"}  # options of recorded results, too
+# options of recorded results, too
+JUDGING = {"max_drop", "max_task_drop", "confidence", "inconclusive"}
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
 
 @contextmanager
 def _reporting_errors(report: Path | None, as_json: bool) -> Iterator[None]:
-    """Where the block ends with an error, have gate.xml in the folder `report` and a GitHub job's page say so.
+    """Where the block ends with an error, have gate.xml in the folder `report` and a GitHub job's
+    page say so.
 
     The report of an earlier run stays, but for one of an error.
     """
@@ -86,38 +88,56 @@ def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
     servers: Annotated[dict[str, Any], SERVER_OPTIONS],
     running: Reading,
-    base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
+    base: Annotated[
+        str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")
+    ] = None,
     compressed: Annotated[
         str | None, typer.Argument(help="The compressed model, or the tokenizer of a served one.")
     ] = None,
     tasks: Annotated[
         str | None,
         flag(
-            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --suite, --prompts and --text "
+            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --suite, "
+            "--prompts and --text "
             "none are usual."
         ),
     ] = None,
-    output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
+    output: Annotated[
+        Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")
+    ] = None,
     save_baseline: Annotated[
         Path | None,
-        flag("Keep the base's answers in this .json or .json.gz for --baseline; needs no smaller model."),
+        flag(
+            "Keep the base's answers in this .json or .json.gz for --baseline; needs no smaller "
+            "model."
+        ),
     ] = None,
     results: Annotated[
-        bool, flag("Compare results of lm-eval, EvalPlus, inspect or CSV, in two files or folders; loads no model.")
+        bool,
+        flag(
+            "Compare results of lm-eval, EvalPlus, inspect or CSV, in two files or folders; loads "
+            "no model."
+        ),
     ] = False,
     metric: Annotated[
-        str | None, flag("METRIC or METRIC,FILTER of --results, or inspect's scorer (default: the first).")
+        str | None,
+        flag("METRIC or METRIC,FILTER of --results, or inspect's scorer (default: the first)."),
     ] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
-    dry_run: Annotated[bool, flag("Print what the gate can show. Nothing is run, and no models are needed.")] = False,
+    dry_run: Annotated[
+        bool, flag("Print what the gate can show. Nothing is run, and no models are needed.")
+    ] = False,
     demo: Annotated[
         bool,
         flag(
-            "Use the demo's tasks, and without models the demo model. The largest drop that passes is then "
+            "Use the demo's tasks, and without models the demo model. The largest drop that "
+            "passes is then "
             f"{DEMO_MAX_DROP}."
         ),
     ] = False,
-    cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
+    cache_dir: Annotated[
+        Path | None, flag("Folder of results to reuse (default: the user's cache folder).")
+    ] = None,
 ) -> None:
     """Test if a compressed model is as good: exit status 0 if it is, 1 if not, 3 if undecided."""
     report = output if not dry_run and ranks().is_first else None
@@ -126,17 +146,32 @@ def gate(
         if results:
             from compressor.quality_gate.recorded import gate_results
 
-            unused = [f"--{name.replace('_', '-')}" for name in sorted(options.keys() - JUDGING | servers.keys())]
+            unused = [
+                f"--{name.replace('_', '-')}"
+                for name in sorted(options.keys() - JUDGING | servers.keys())
+            ]
             if unused or demo or dry_run or save_baseline or not (base and compressed):
                 more = joined(unused) or "--demo, --dry-run and --save-baseline"
                 raise CompressionError(
-                    f"--results compares two files or folders alone; name both, and leave out {more}"
+                    "--results compares two files or folders alone; name both, and leave out "
+                    f"{more}"
                 )
-            judging = validated(GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line")
-            _end(gate_results(Path(base), Path(compressed), judging, wanted, metric), judging, output, running)
+            judging = validated(
+                GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line"
+            )
+            _end(
+                gate_results(Path(base), Path(compressed), judging, wanted, metric),
+                judging,
+                output,
+                running,
+            )
         if metric is not None:
-            raise CompressionError("--metric is of recorded results; pass --results, or leave it out")
-        names_conditions = bool({"suite", "prompts", "text", "answers", "baseline"} & options.keys())
+            raise CompressionError(
+                "--metric is of recorded results; pass --results, or leave it out"
+            )
+        names_conditions = bool(
+            {"suite", "prompts", "text", "answers", "baseline"} & options.keys()
+        )
         usual: tuple[str, ...] = () if names_conditions else DEFAULT_TASKS
         if demo:
             usual = DEMO_TASKS
@@ -159,7 +194,11 @@ def gate(
                 refuse_absent(model)
         from compressor.quality_gate.run import GateRequest, passable, read_tasks
 
-        computing: dict[str, Any] = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
+        computing: dict[str, Any] = {
+            "device": running.device,
+            "dtype": running.dtype,
+            "cache": cache_dir,
+        }
         if dry_run:
             _, power = read_tasks(GateRequest.read(gate_options, **computing))
             print_report(running.as_json, plain_json(power), power_blocks(power))
@@ -168,8 +207,13 @@ def gate(
         if gate_options.baseline is not None and base is not None and compressed is None:
             base, compressed = None, base
         elif base is None and not demo:
-            raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
-        with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
+            raise CompressionError(
+                "name two models, the base and the compressed one, or pass --demo for an example"
+            )
+        with (
+            reporting(output, NAMES, running.overwrite, running.as_json) as progress,
+            ExitStack() as stack,
+        ):
             serving = ServerOptions(**servers)
             if base is None and compressed is None:
                 refuse_several("the demo's compression", "name two models")
@@ -177,13 +221,22 @@ def gate(
                 _, power = read_tasks(GateRequest.read(gate_options, **computing))
                 passable(power)
                 base, compressed = stack.enter_context(_demo_models(progress))
-            shared = {**computing, "servers": serving, "revision": running.revision, "progress": progress}
+            shared = {
+                **computing,
+                "servers": serving,
+                "revision": running.revision,
+                "progress": progress,
+            }
             written = []
             if save_baseline is not None and base is not None:
                 written.append(save_baseline)
-                compressor.save_baseline(base, save_baseline, gate_options, overwrite=running.overwrite, **shared)
+                compressor.save_baseline(
+                    base, save_baseline, gate_options, overwrite=running.overwrite, **shared
+                )
                 if compressed is None and serving.server is None:
-                    print_report(running.as_json, {"written": [str(save_baseline)]}, written_line(written))
+                    print_report(
+                        running.as_json, {"written": [str(save_baseline)]}, written_line(written)
+                    )
                     return
             result = compressor.gate(
                 base,
@@ -197,7 +250,11 @@ def gate(
 
 
 def _end(
-    result: GateResult, options: GateOptions, output: Path | None, running: Running, written: Sequence[Path] = ()
+    result: GateResult,
+    options: GateOptions,
+    output: Path | None,
+    running: Running,
+    written: Sequence[Path] = (),
 ) -> NoReturn:
     """Write and print the result, and exit with the status of its verdict."""
     from compressor.quality_gate.report import full_content, gate_blocks, keep_result, write_gate
@@ -235,7 +292,8 @@ def print_power(power: "PowerAnalysis") -> None:
 
 
 def summarise(result: GateResult, as_json: bool) -> None:
-    """Append the report to the summary page of a GitHub job, if this is one, and its verdict to the job's messages."""
+    """Append the report to the summary page of a GitHub job, if this is one, and its verdict to the
+    job's messages."""
     from compressor.quality_gate.report import append_summary, notice
 
     message = notice(result)

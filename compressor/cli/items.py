@@ -12,7 +12,8 @@ class ItemFlags(Options):
     """Items that a model answers."""
 
     tasks: str | None = None
-    """lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."""
+    """lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training
+    splits."""
     file: Path | None = None
     """Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."""
     limit: int | None = None
@@ -29,7 +30,11 @@ class ItemFlags(Options):
 
     def arguments(self, file: str) -> dict[str, Any]:
         """Return the arguments of a function that reads items, with its name for their file."""
-        return {**self.model_dump(exclude={"file"}), "tasks": listed(self.tasks, "--tasks") or (), file: self.file}
+        return {
+            **self.model_dump(exclude={"file"}),
+            "tasks": listed(self.tasks, "--tasks") or (),
+            file: self.file,
+        }
 
 
 Items = Annotated[ItemFlags, options_of(ItemFlags, names={"file": "calibration"})]

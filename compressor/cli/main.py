@@ -24,24 +24,35 @@ from compressor.memory import limit_caches
 from compressor.run_record import versions
 
 PACKAGE = "moe-compressor"
-USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it
+# click's ClickException, wherever typer keeps it
+USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 INTERRUPTED = 130
 CHAT = "apply-chat-template"
-FULL_DISK = "; free some space where the output, the cache (MOE_COMPRESSOR_CACHE) and $TMPDIR lie, and run it again"
+FULL_DISK = (
+    "; free some space where the output, the cache (MOE_COMPRESSOR_CACHE) and $TMPDIR "
+    "lie, and run it again"
+)
 
-app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def main() -> None:
-    """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
+    """Run the command line; every fault that a user can mend is one sentence on stderr and exit
+    status 2."""
     limit_caches()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names that a terminal cannot show end no command
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin hold each other up where cores are shared
+            # names that a terminal cannot show end no command
+            stream.reconfigure(errors="backslashreplace")
+    # threads that spin hold each other up where cores are shared
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _own_warnings():
         try:
-            status = click_command(app)(spelled_out(sys.argv[1:]), prog_name=PROGRAM, standalone_mode=False)
+            status = click_command(app)(
+                spelled_out(sys.argv[1:]), prog_name=PROGRAM, standalone_mode=False
+            )
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
@@ -62,7 +73,8 @@ def main() -> None:
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with a value for --apply-chat-template, whose name of a template may be left out.
+    """Return arguments with a value for --apply-chat-template, whose name of a template may be left
+    out.
 
     What follows it is no name if it is another option, a folder or a Hub id.
     """
@@ -71,7 +83,9 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
     for argument, after in zip(arguments, followers, strict=True):
         if argument == f"--no-{CHAT}":
             argument = f"--{CHAT}=false"
-        elif argument == f"--{CHAT}" and (after.startswith("-") or "/" in after or Path(after).exists()):
+        elif argument == f"--{CHAT}" and (
+            after.startswith("-") or "/" in after or Path(after).exists()
+        ):
             argument = f"--{CHAT}=true"
         spelled.append(argument)
     return spelled
@@ -87,7 +101,8 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def _own_warnings() -> Iterator[None]:
-    """Warnings of ours and of plugins on stderr, and what a run will do, unless only JSON is wanted.
+    """Warnings of ours and of plugins on stderr, and what a run will do, unless only JSON is
+    wanted.
 
     The Hub client's retries are reported by the error that ends them.
     """
@@ -117,7 +132,8 @@ def _fail(message: str) -> NoReturn:
 
 
 def _usage(error: Any) -> str:
-    """A fault in the arguments as one sentence; no arguments at all is a call for help, which has been shown."""
+    """A fault in the arguments as one sentence; no arguments at all is a call for help, which has
+    been shown."""
     message = str(error.format_message()).strip().rstrip(".")
     context = getattr(error, "ctx", None)
     if not message:
@@ -134,14 +150,16 @@ def _show_version(requested: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+        bool,
+        typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version),
     ] = False,
 ) -> None:
     """Make Mixture-of-Experts checkpoints smaller; the output loads with stock transformers."""
 
 
 REST = "All other options: --set step.option=value; see `moe-compress list steps`."
-SHOWN: Mapping[str, Sequence[str]] = {  # by --help, of commands with more options than a screen has lines
+# by --help, of commands with more options than a screen has lines
+SHOWN: Mapping[str, Sequence[str]] = {
     "compress": SHOWN_OF_RECIPES,
     "plan": SHOWN_OF_RECIPES,
     "gate": gate.SHOWN,
@@ -161,8 +179,18 @@ GROUPS: Mapping[str, Sequence[Command]] = {  # of commands in the help
         alone(measure.installed),
         alone(measure.demo),
     ),
-    "Test": (on_ranks(gate.gate), on_ranks(measure.compare), alone(behaviour.evaluate), alone(check.check)),
-    "Publish": (alone(outputs.report), alone(outputs.export), alone(outputs.generate), alone(outputs.push)),
+    "Test": (
+        on_ranks(gate.gate),
+        on_ranks(measure.compare),
+        alone(behaviour.evaluate),
+        alone(check.check),
+    ),
+    "Publish": (
+        alone(outputs.report),
+        alone(outputs.export),
+        alone(outputs.generate),
+        alone(outputs.push),
+    ),
 }
 RESEARCH = "Research"  # of plugins
 for group, commands in GROUPS.items():

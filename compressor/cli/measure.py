@@ -50,11 +50,20 @@ GRID_NAMES = {
     "corrections": "correct",
     "evaluate": "heldout",
 }
-COUNTS = options_of(Grid, KEEP, ("experts", "protect", "ratios", "splits", "top_ks"), names=GRID_NAMES)
+COUNTS = options_of(
+    Grid, KEEP, ("experts", "protect", "ratios", "splits", "top_ks"), names=GRID_NAMES
+)
 WAYS = options_of(
     Grid,
     None,
-    ("strategies", "corrections", "evaluate", "evaluation_samples", "sample_tokens", "random_seeds"),
+    (
+        "strategies",
+        "corrections",
+        "evaluate",
+        "evaluation_samples",
+        "sample_tokens",
+        "random_seeds",
+    ),
     names=GRID_NAMES,
 )
 FORMATS = options_of(Grid, SIZES, ("sizes", "bits", "context", "shares", "schemes"))
@@ -84,16 +93,21 @@ def compare(
     grid: Annotated[dict[str, Any], WAYS],
     sizes: Annotated[dict[str, Any], FORMATS],
     tasks: Annotated[dict[str, Any], TASK_OPTIONS],
-    output: Annotated[Path, flag("New folder for comparison.json, comparison.md and comparison.png.")] = Path(
-        "comparison"
-    ),
-    format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
+    output: Annotated[
+        Path, flag("New folder for comparison.json, comparison.md and comparison.png.")
+    ] = Path("comparison"),
+    format: Annotated[
+        str, flag("safetensors, or mone: rows with constants for experts, too.")
+    ] = "safetensors",
     nbytes: Bytes = None,
     servers: For = None,
     seed: Seed = 0,
-    cache_dir: Annotated[Path | None, flag("Folder of tasks' results to reuse (default: the user's).", TASKS)] = None,
+    cache_dir: Annotated[
+        Path | None, flag("Folder of tasks' results to reuse (default: the user's).", TASKS)
+    ] = None,
 ) -> None:
-    """Compare strategies, corrections, expert counts and number formats on text and tasks: one table, one plot."""
+    """Compare strategies, corrections, expert counts and number formats on text and tasks: one
+    table, one plot."""
     require("matplotlib", *protecting_packages(counts.get("protect")))
     for named in separated(grid.get("strategies")) or ():
         find(STRATEGIES, named.partition(":")[0])
@@ -103,7 +117,9 @@ def compare(
     from compressor.report.comparison_report import NAMES, write_reports
 
     if format not in ("safetensors", MONE):
-        raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
+        raise CompressionError(
+            f"there are no rows of --format {format!r}; known are safetensors, {MONE}"
+        )
     options = {
         **counts,
         **grid,
@@ -124,15 +140,20 @@ def compare(
             **running.reading(progress),
         )
         written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []
-    print_report(running.as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)])
+    print_report(
+        running.as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)]
+    )
 
 
 def installed(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(LISTS)}.")],
     running: Printing,
-    needs: Annotated[bool, flag("With strategies: list the statistics that a strategy may ask for instead.")] = False,
+    needs: Annotated[
+        bool, flag("With strategies: list the statistics that a strategy may ask for instead.")
+    ] = False,
 ) -> None:
-    """List what is installed, built-in and third-party, with the type, default and meaning of every option."""
+    """List what is installed, built-in and third-party, with the type, default and meaning of every
+    option."""
     if kind not in LISTS:
         raise CompressionError(f"there is no list {kind!r}; {known_names(kind, LISTS)}")
     if needs:
@@ -140,9 +161,15 @@ def installed(
     content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
     for name, summary, options, *needed in _entries(kind):
         known = described(options) if options else {}
-        rows.append((name, "", "", "", f"{summary} Needs {', '.join(needed)}." if needed else summary))
+        rows.append(
+            (name, "", "", "", f"{summary} Needs {', '.join(needed)}." if needed else summary)
+        )
         for option, field in known.items():
-            default = field.default if isinstance(field.default, str) else json.dumps(field.default, default=str)
+            default = (
+                field.default
+                if isinstance(field.default, str)
+                else json.dumps(field.default, default=str)
+            )
             shown = "-" if field.default in (None, {}) else default
             rows.append(("", option, field.type_name, shown, field.text))
         content.append(
@@ -156,7 +183,11 @@ def installed(
             }
         )
     columns = ("name", "option", "type", "default", "meaning")
-    print_report(running.as_json, content, [Table(kind.capitalize(), columns, tuple(rows), frozenset(columns))])
+    print_report(
+        running.as_json,
+        content,
+        [Table(kind.capitalize(), columns, tuple(rows), frozenset(columns))],
+    )
 
 
 def _list_statistics(as_json: bool) -> None:
@@ -171,7 +202,8 @@ def _list_statistics(as_json: bool) -> None:
 
 
 def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
-    """Name, summary and class of options of what is installed, and the statistics that a strategy needs."""
+    """Name, summary and class of options of what is installed, and the statistics that a strategy
+    needs."""
     if kind == "steps":
         for step in working(STEPS, step_class):
             yield step.name, _first_line(step.__doc__), step
@@ -185,7 +217,11 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
         from compressor.recipe.registry import exporter_options, load_exporter
 
         yield "safetensors", "A checkpoint of transformers, as `compress` writes it.", None
-        yield MONE, "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.", None
+        yield (
+            MONE,
+            "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.",
+            None,
+        )
         for name, options in working(EXPORTERS, lambda name: (name, exporter_options(name))):
             yield name, _first_line(load_exporter(name).__doc__), options and type(options)
     elif kind == "text":
@@ -196,7 +232,11 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
             yield entry.domain, f"{entry.source} ({entry.licence}), weight {entry.weight:g}", None
     else:
         for name in described(step_class("distill"))["optimizer"].type_name.split(" | "):
-            yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", None
+            yield (
+                name,
+                "distill, as distill.optimizer: adam by default, with distill.stream adafactor.",
+                None,
+            )
         yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", None
         yield "adamw", "comoe train; --learning-rate is its learning rate.", None
 
@@ -211,7 +251,8 @@ def demo(
     output: Annotated[Path | None, flag("Keep the compressed models in this new folder.")] = None,
     quick: Annotated[bool, flag("One strategy, on a tenth of the questions.")] = False,
 ) -> None:
-    """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
+    """Compress the embedded demo model with several strategies and show what each costs; no network
+    is used."""
     from compressor.cli.demonstration import run_demo
 
     with progress_bars(running.as_json) as progress:
@@ -221,15 +262,24 @@ def demo(
     sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for row in rows:
         size = (str(row["experts"]), human_count(row["parameters"]), human_bytes(row["bytes"]))
-        sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}"))
-        by_skill.append((row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values())))
-    skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill))
+        sizes.append(
+            (row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}")
+        )
+        by_skill.append(
+            (row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values()))
+        )
+    skills = Table(
+        "Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill)
+    )
     program = PROGRAM if shutil.which(PROGRAM) else os.path.relpath(sys.argv[0])
     sources = os.path.relpath(Path(compressor.__file__).parent / "demo" / "checkpoint")
     following = (
         "Next:",
-        f"  {program} compress {sources} -o smaller --experts 12 --calibration demo --sequence-length 128",
+        f"  {program} compress {sources} -o smaller --experts 12 --calibration demo "
+        "--sequence-length 128",
         f"  {program} gate {sources} smaller --demo",
         f"  {program} push smaller NAMESPACE/NAME --dry-run",
     )
-    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills, *map(Line, following)])
+    print_report(
+        running.as_json, rows, [Table(title, columns, tuple(sizes)), skills, *map(Line, following)]
+    )

@@ -1,4 +1,5 @@
-"""Models that are no checkpoints but files of another format: packages that work on them are found by entry points."""
+"""Models that are no checkpoints but files of another format: packages that work on them are found
+by entry points."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,14 +17,19 @@ Imatrix = Annotated[
 
 
 def package_of(context: typer.Context, model: str | None, imatrix: Path | None = None) -> Any:
-    """Return the package that carries out this command on a model's file, its options checked; None for a checkpoint.
+    """Return the package that carries out this command on a model's file, its options checked; None
+    for a checkpoint.
 
     It has the functions `recognises`, `check_options`, `inspect`, `plan`, `compress` and `apply`.
     """
     for package in working(MODEL_FILES, lambda name: load(MODEL_FILES, name)):
         if model is not None and package.recognises(model):
-            package.check_options({option.name: option.opts[0] for option in context.command.params}, given(context))
+            package.check_options(
+                {option.name: option.opts[0] for option in context.command.params}, given(context)
+            )
             return package
     if imatrix is not None:
-        raise CompressionError("--imatrix goes with a GGUF file; name one as the model, or leave it out")
+        raise CompressionError(
+            "--imatrix goes with a GGUF file; name one as the model, or leave it out"
+        )
     return None

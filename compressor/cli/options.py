@@ -1,4 +1,5 @@
-"""Options of the command line, made of the fields of option classes: named, documented and defaulted once."""
+"""Options of the command line, made of the fields of option classes: named, documented and
+defaulted once."""
 
 import inspect
 import sys
@@ -30,9 +31,16 @@ from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
-KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
+KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = (
+    "What to keep",
+    "Calibration",
+    "Step",
+    "Experts",
+    "Training",
+)
 GATE, SERVERS, RUNNING, SIZES = "Gate", "Servers", "Running", "Prune or quantise"
-PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)  # in this order
+# in this order
+PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)
 HELP_ALL = "help_all"
 TYPE_NAMES = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
 
@@ -65,7 +73,8 @@ class Described:
 
 
 def described(model: Any) -> dict[str, Described]:
-    """Return the fields of a pydantic model or a dataclass; those without a text are not for users."""
+    """Return the fields of a pydantic model or a dataclass; those without a text are not for
+    users."""
 
     if issubclass(model, BaseModel):
         return {
@@ -103,10 +112,11 @@ def options_of(
     names: Mapping[str, str] = MappingProxyType({"as_json": "json"}),
     mention: bool = True,
 ) -> Choices:
-    """Make an option of each described field of a class of options; its value is None where it is not given.
+    """Make an option of each described field of a class of options; its value is None where it is
+    not given.
 
-    `names` are those of options that are not called like their field. The help mentions defaults, or does not.
-    """
+    `names` are those of options that are not called like their field. The help mentions defaults,
+    or does not."""
     options = Choices()
     for field, entry in described(model).items():
         if not entry.text or field in without or (only is not None and field not in only):
@@ -119,7 +129,11 @@ def options_of(
         text = entry.text
         name = names.get(field, field)
         if mention and entry.default is not False and entry.default not in (None, {}, ()):
-            shown = ",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else entry.default
+            shown = (
+                ",".join(map(str, entry.default))
+                if isinstance(entry.default, tuple)
+                else entry.default
+            )
             shown = "yes" if shown is True else shown
             first, dot, more = text.rstrip(".").partition(". ")
             text = f"{first} (default: {shown}){dot}{more}."
@@ -128,17 +142,18 @@ def options_of(
             spelling = f"{spelling}/--no-{spelling[2:]}"
         several = {"metavar": "<str>"} if kind == list[str] else {}
         option: Any = Annotated[kind | None, flag(text, panel, spelling, **several)]
-        options.append((field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
+        options.append(
+            (field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option))
+        )
     return options
 
 
 def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable[..., None]:
     """Return the command with an option for each field of the option classes among its parameters.
 
-    `Annotated[Shape, options]` takes the listed options alone; a dict gets those that are given, by field. Only options
-    in `shown`, if there are any, are not hidden, in that order and with one sentence of help each; `--help-all` shows
-    all of them as they are.
-    """
+    `Annotated[Shape, options]` takes the listed options alone; a dict gets those that are given, by
+    field. Only options in `shown`, if there are any, are not hidden, in that order and with one
+    sentence of help each; `--help-all` shows all of them as they are."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
     shapes: dict[str, tuple[Any, Choices]] = {}
@@ -148,7 +163,9 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
             shapes[name] = shape, options
             parameters += [option for _, option in options]
         else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            parameters.append(
+                parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+            )
     if shown:
         parameters.append(_help_all(function))
     parameters = [_spelled(parameter, shown) for parameter in parameters]
@@ -178,7 +195,8 @@ def with_all_options(function: Callable[..., None]) -> Any:
 
 
 def click_command(app: typer.Typer) -> Any:
-    """Return an app as click's command, whose help shows no type for switches, which take no value."""
+    """Return an app as click's command, whose help shows no type for switches, which take no
+    value."""
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for inner in (each, *getattr(each, "commands", {}).values()):
@@ -197,11 +215,14 @@ def _help_all(function: Callable[..., None]) -> Parameter:
             raise typer.Exit()
 
     option = flag("Show all options and exit.", is_eager=True, callback=show)
-    return Parameter(HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+    return Parameter(
+        HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+    )
 
 
 def _position(parameter: Parameter, shown: Sequence[str]) -> int:
-    """Return the place of an option in `shown`, or of its panel; 0, before all others, where it is in none."""
+    """Return the place of an option in `shown`, or of its panel; 0, before all others, where it is
+    in none."""
     if shown:
         return shown.index(parameter.name) + 1 if parameter.name in shown else 0
     _, option = (*get_args(parameter.annotation), None, None)[:2]
@@ -210,7 +231,8 @@ def _position(parameter: Parameter, shown: Sequence[str]) -> int:
 
 
 def _spelled(parameter: Parameter, shown: Sequence[str]) -> Parameter:
-    """Return the option with its names: no `--no-` beside a switch, `-o` for an output; hidden unless shown."""
+    """Return the option with its names: no `--no-` beside a switch, `-o` for an output; hidden
+    unless shown."""
     kind, option = (*get_args(parameter.annotation), None, None)[:2]
     if not isinstance(option, OptionInfo):
         return parameter
@@ -229,7 +251,11 @@ def _spelled(parameter: Parameter, shown: Sequence[str]) -> Parameter:
 def given(context: typer.Context) -> set[str]:
     """Return the names of parameters that stand on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return {
+        name
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
 
 
 class Running(ModelOptions):
@@ -245,7 +271,12 @@ class Running(ModelOptions):
 
     def reading(self, progress: Progress) -> dict[str, Any]:
         """Return the arguments of a function that reads a model and computes."""
-        return {"device": self.device, "dtype": self.dtype, "revision": self.revision, "progress": progress}
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "revision": self.revision,
+            "progress": progress,
+        }
 
     def making(self, progress: Progress) -> dict[str, Any]:
         """Return the arguments of a function that makes a model, whose record names the command."""
@@ -256,21 +287,30 @@ class Running(ModelOptions):
 
 
 Computing = Annotated[Running, options_of(Running, RUNNING)]
-Reading = Annotated[Running, options_of(Running, RUNNING, without=("resident",))]  # of what runs no passes
+# of what runs no passes
+Reading = Annotated[Running, options_of(Running, RUNNING, without=("resident",))]
 Printing = Annotated[Running, options_of(Running, RUNNING, ("as_json",))]
 Writing = Annotated[Running, options_of(Running, RUNNING, ("overwrite", "as_json"))]
 Making = Annotated[Running, options_of(Running, RUNNING, ("device", "overwrite", "as_json"))]
 Fetching = Annotated[Running, options_of(Running, RUNNING, ("revision", "overwrite", "as_json"))]
 Comparing = Annotated[dict[str, Any], options_of(OutputOptions, RUNNING, ("evaluate",))]
-Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
+Model = Annotated[
+    str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")
+]
 Out = Annotated[Path, flag("Where to write.")]
 Seed = Annotated[
     int,
-    flag("Seed of everything that is drawn, such as calibration text.", CALIBRATION, min=0, max=2**63 - 1),
+    flag(
+        "Seed of everything that is drawn, such as calibration text.",
+        CALIBRATION,
+        min=0,
+        max=2**63 - 1,
+    ),
 ]
 TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]
-Unweighted = Annotated[TextOptions, [option for option in TEXT if option[0] != "emphasis"]]  # of what fits nothing
+# of what fits nothing
+Unweighted = Annotated[TextOptions, [option for option in TEXT if option[0] != "emphasis"]]
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
 BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
 SERVER_OPTIONS = options_of(ServerOptions, SERVERS)

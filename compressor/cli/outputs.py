@@ -1,4 +1,5 @@
-"""The commands on outputs: `export` to another format, `generate` text, `report` as a page, `push` to the Hub."""
+"""The commands on outputs: `export` to another format, `generate` text, `report` as a page, `push`
+to the Hub."""
 
 import sys
 import warnings
@@ -47,8 +48,8 @@ class OnnxFlags(Options):
     no_past: bool = False
     """Leave out the KV cache as inputs and outputs."""
     stream: bool | None = None
-    """Verify with the graph's weights mapped from their file, or read into memory (default: mapped where the model does
-    not fit)."""
+    """Verify with the graph's weights mapped from their file, or read into memory (default: mapped
+    where the model does not fit)."""
 
 
 def export(
@@ -56,10 +57,15 @@ def export(
     output: Out,
     running: Fetching,
     settings: Annotated[dict[str, Any], options_of(OnnxFlags, "ONNX")],
-    format: Annotated[str, flag("onnx, keep-list, or the name of another exporter that is installed.")] = "onnx",
-    option: Annotated[list[str] | None, flag("name=value for an option of the exporter; may be repeated.")] = None,
+    format: Annotated[
+        str, flag("onnx, keep-list, or the name of another exporter that is installed.")
+    ] = "onnx",
+    option: Annotated[
+        list[str] | None, flag("name=value for an option of the exporter; may be repeated.")
+    ] = None,
 ) -> None:
-    """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in memory at a time.
+    """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in
+    memory at a time.
 
     keep-list takes a plan file, too.
     """
@@ -71,7 +77,9 @@ def export(
         find(EXPORTERS, format)
     if settings.pop("no_past", False):
         settings["past"] = False
-    settings |= dict(read_option(text, f"--option {text!r} should be name=value") for text in option or ())
+    settings |= dict(
+        read_option(text, f"--option {text!r} should be name=value") for text in option or ()
+    )
     if "overwrite" in settings:
         raise CompressionError("--option overwrite is the option --overwrite; pass that")
     with progress_bars(running.as_json) as progress:
@@ -90,17 +98,23 @@ def export(
 def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
     """Print an exporter's summary, in its own blocks if it has any, and where its output is."""
     if hasattr(summary, "describe"):
-        return print_report(as_json, summary.to_dict(), [*summary.describe(), Text(f"Written to {summary.folder}")])
+        return print_report(
+            as_json, summary.to_dict(), [*summary.describe(), Text(f"Written to {summary.folder}")]
+        )
     values = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
     facts = {key: str(value) for key, value in values.items()}
-    blocks: list[Block] = [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
+    blocks: list[Block] = (
+        [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
+    )
     content = {"format": name, **facts, "folder": str(output)}
     return print_report(as_json, content, [*blocks, Text(f"Written to {output}")])
 
 
 def generate(
     folder: Annotated[Path, typer.Argument(help="The folder of an ONNX export.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(help="The text to continue; - reads it from standard input.")
+    ],
     running: Annotated[Running, options_of(Running, RUNNING, ("device", "as_json"))],
     options: Annotated[dict[str, Any], options_of(GenerationOptions)],
 ) -> None:
@@ -114,7 +128,11 @@ def generate(
     if not running.as_json:
         for piece in continuation:
             # a prompt injected into the model may make it generate control characters
-            print(readable(piece).replace("\r", "") if sys.stdout.isatty() else piece, end="", flush=True)
+            print(
+                readable(piece).replace("\r", "") if sys.stdout.isatty() else piece,
+                end="",
+                flush=True,
+            )
         print()
         return
     written = "".join(continuation)
@@ -133,37 +151,57 @@ def generate(
 
 def report(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A folder that compress or apply has written; or a model, with --calibration.")
+        Path,
+        typer.Argument(
+            help="A folder that compress or apply has written; or a model, with --calibration."
+        ),
     ],
     text: Annotated[dict[str, Any], TEXT[:1]],
     running: Reading,
     output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
     model: Annotated[str | None, flag("Source checkpoint, if it has moved.")] = None,
-    samples: Annotated[int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")] = None,
+    samples: Annotated[
+        int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")
+    ] = None,
     sequence_length: Annotated[int | None, flag("Tokens in each, of a text named here.")] = None,
     hubs: Annotated[Path | None, flag("A hubs.json made by `moe-compress attribute`.")] = None,
     gate: Annotated[
-        Path | None, flag("The gate's result (default: the newest one of these files).", metavar="GATE.JSON")
+        Path | None,
+        flag("The gate's result (default: the newest one of these files).", metavar="GATE.JSON"),
     ] = None,
     speed: Annotated[
-        bool, flag("Time both models side by side with stock transformers: prefill, decode and memory.")
+        bool,
+        flag("Time both models side by side with stock transformers: prefill, decode and memory."),
     ] = False,
-    no_measure: Annotated[bool, flag("Run no model: show what the folder and the record of the run hold.")] = False,
+    no_measure: Annotated[
+        bool, flag("Run no model: show what the folder and the record of the run hold.")
+    ] = False,
     figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
     experts: Annotated[
-        int | None, flag("Groups to show of a model that is not compressed (default: three quarters of its experts).")
+        int | None,
+        flag(
+            "Groups to show of a model that is not compressed (default: three quarters of its "
+            "experts)."
+        ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings.
+    """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors,
+    hubs, gate, timings.
 
-    Of a model before compression: the similarity of its experts by several measures, over depth, and their groups.
-    """
+    Of a model before compression: the similarity of its experts by several measures, over depth,
+    and their groups."""
     require("matplotlib", "jinja2")
     refuse_absent(checkpoint)
     for file in (gate, hubs):
         refuse_no_file(file)
     if text.get("data") and not (checkpoint / COMPRESSION).is_file():
-        from compressor.report.base_report import FIGURE_NAMES, base_blocks, base_figures, base_page, compare_experts
+        from compressor.report.base_report import (
+            FIGURE_NAMES,
+            base_blocks,
+            base_figures,
+            base_page,
+            compare_experts,
+        )
         from compressor.report.page import check_report, write_page
 
         check_report(output, figures, running.overwrite, FIGURE_NAMES)
@@ -182,7 +220,11 @@ def report(
         drawn = base_figures(base)
         page = base_page(base, drawn)
         written = write_page(page, drawn, FIGURE_NAMES, output, figures, running.overwrite)
-        print_report(running.as_json, plain_json(base), [*base_blocks(base), *written_line([output, *written])])
+        print_report(
+            running.as_json,
+            plain_json(base),
+            [*base_blocks(base), *written_line([output, *written])],
+        )
         return
     with progress_bars(running.as_json or no_measure) as progress:
         data, written = compressor.write_report(
@@ -210,25 +252,42 @@ def report(
 
 
 def push(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")
+    ],
     repo_id: Annotated[
-        str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME, or NAMESPACE/; made if it is missing.")
+        str,
+        typer.Argument(
+            help="The model on the Hub, as NAMESPACE/NAME, or NAMESPACE/; made if it is missing."
+        ),
     ],
     running: Printing,
     private: Annotated[bool, flag("Make the repository private; never use a public one.")] = False,
-    revision: Annotated[str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")] = None,
+    revision: Annotated[
+        str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")
+    ] = None,
     create_pr: Annotated[bool, flag("Open a pull request instead.")] = False,
-    message: Annotated[str | None, flag("Message of the commit (default: how the model was made).")] = None,
+    message: Annotated[
+        str | None, flag("Message of the commit (default: how the model was made).")
+    ] = None,
     tag: Annotated[str | None, flag("A tag for the commit.")] = None,
     dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.")] = False,
-    card: Annotated[Path | None, flag("New file for the model card, to read before it's sent.")] = None,
-    require_gate: Annotated[
-        Path | None, flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON")
+    card: Annotated[
+        Path | None, flag("New file for the model card, to read before it's sent.")
     ] = None,
-    base_model: Annotated[str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")] = None,
-    yes: Annotated[bool, flag("Publish what did not pass its gate, too, without being asked.")] = False,
+    require_gate: Annotated[
+        Path | None,
+        flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON"),
+    ] = None,
+    base_model: Annotated[
+        str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")
+    ] = None,
+    yes: Annotated[
+        bool, flag("Publish what did not pass its gate, too, without being asked.")
+    ] = False,
 ) -> None:
-    """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
+    """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf
+    auth login`)."""
     for path in (checkpoint, require_gate):
         refuse_no_file(path)
     if (checkpoint / GRAPH).is_file() or (checkpoint / "onnx" / GRAPH).is_file():
@@ -261,7 +320,8 @@ def push(
 
 
 def show_hub_bars(as_json: bool) -> None:
-    """Keep the bars of the Hub's client to a terminal; transformers' too, which would switch them on again."""
+    """Keep the bars of the Hub's client to a terminal; transformers' too, which would switch them
+    on again."""
     from transformers.utils import logging
 
     if as_json or not sys.stderr.isatty():

@@ -1,9 +1,8 @@
 """From the options of `compress` and `plan` to a recipe.
 
-Each option sets a field of the recipe, named by its path as for `--set`: `--split 2` is `--set split.parts=2`. `--help`
-shows few of them. The others are made of every field of the recipe, its text, gate and output, and of those fields of
-steps that Python's `compress` takes by name.
-"""
+Each option sets a field of the recipe, named by its path as for `--set`: `--split 2` is `--set
+split.parts=2`. `--help` shows few of them. The others are made of every field of the recipe, its
+text, gate and output, and of those fields of steps that Python's `compress` takes by name."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,13 +53,22 @@ SHOWN = (  # by `compress --help`, others by `--help-all`
     "help_all",
 )
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
-PRESETS: Mapping[str, Mapping[str, Any]] = {  # each short for values of other options, which win when they are given
-    "fast": {"prune.strategy": "energy", "prune.sequential": True, "correct.method": "ridge", "correct.toward": 0.0},
+# each short for values of other options, which win when they are given
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {
+        "prune.strategy": "energy",
+        "prune.sequential": True,
+        "correct.method": "ridge",
+        "correct.toward": 0.0,
+    },
     "best": {"calibration.samples": 1024, "correct.method": "tune", "distill.train": "experts"},
 }
 Fast = Annotated[
     bool,
-    flag("One pass, energy, ridge. Short for --strategy energy --sequential --correct ridge --set correct.toward=0."),
+    flag(
+        "One pass, energy, ridge. Short for --strategy energy --sequential --correct ridge --set "
+        "correct.toward=0."
+    ),
 ]
 Best = Annotated[
     bool,
@@ -69,7 +77,9 @@ Best = Annotated[
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 Settings = Annotated[
     list[str] | None,
-    flag("Any other option, as step.option=value. May be repeated.", None, "--set", metavar="<str>"),
+    flag(
+        "Any other option, as step.option=value. May be repeated.", None, "--set", metavar="<str>"
+    ),
 ]
 
 
@@ -104,8 +114,13 @@ def recipe_options() -> Choices:
     }
     for section, model in sections.items():
         prefix = f"{section}." if section else ""
-        names = {path.removeprefix(prefix): name for path, name in NAMES.items() if path.startswith(prefix)}
-        # the text's `strict` is the gate's, too; --seed is of calibration, and the tasks' --set gate.seed
+        names = {
+            path.removeprefix(prefix): name
+            for path, name in NAMES.items()
+            if path.startswith(prefix)
+        }
+        # the text's `strict` is the gate's, too; --seed is of calibration, and the tasks' --set
+        # gate.seed
         shared = ("strict", "seed") if model is GateOptions else ()
         named = options_of(model, without=("calibration", "options", *shared), names=names)
         options += [(f"{prefix}{field}", option) for field, option in named]
@@ -120,7 +135,8 @@ def preset(fast: bool, best: bool) -> Mapping[str, Any]:
 
 
 def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:
-    """Return the recipe that a command line asks for; `model` may be a recipe's file, changed by flags and settings."""
+    """Return the recipe that a command line asks for; `model` may be a recipe's file, changed by
+    flags and settings."""
     values = dict(flags)
     if values.pop("prune.options.no_merge_routers", False):
         values["prune.options.merge_routers"] = False
@@ -128,12 +144,18 @@ def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | No
         name, value = read_option(text, f"--option {text!r} should be name=value")
         values[f"prune.options.{name}"] = value
     for text in settings or ():
-        path, value = read_option(text, f"--set {text!r} should be step.option=value, such as distill.steps=100")
+        path, value = read_option(
+            text, f"--set {text!r} should be step.option=value, such as distill.steps=100"
+        )
         values[path] = value
     constants = MONE in (separated(values.get("output.formats")) or ())
     is_file = model.endswith(SUFFIXES)
     heads = {path.partition(".")[0] for path in values}
-    steps = () if "quantize" in heads and "prune" not in heads and not constants else default_steps(constants)
+    steps = (
+        ()
+        if "quantize" in heads and "prune" not in heads and not constants
+        else default_steps(constants)
+    )
     recipe = read_recipe(Path(model)) if is_file else Recipe(model=model, steps=steps)
     changed = _changed(recipe, values)
     if changed.model is None:
@@ -144,10 +166,13 @@ def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | No
 
 
 def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with these values, by path; a step that it lacks is put in its usual place."""
+    """Return the recipe with these values, by path; a step that it lacks is put in its usual
+    place."""
     steps = {step.name: step for step in recipe.steps}
     if "constants" not in steps and any(path.startswith("constants.") for path in values):
-        raise CompressionError(f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out")
+        raise CompressionError(
+            f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out"
+        )
     content = dict(recipe)
     of_steps = dict[str, dict[str, Any]]()
     for path, value in values.items():
@@ -157,7 +182,9 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
             continue
         if not field:
             hint = did_you_mean(head, [name for name in Recipe.model_fields if name != "steps"])
-            raise CompressionError(f"--set {path!r} names no option of a step; {hint}write step.option=value")
+            raise CompressionError(
+                f"--set {path!r} names no option of a step; {hint}write step.option=value"
+            )
         step_class(head)  # which refuses an unknown name
         if head == "prune" and "constants" in steps and head not in steps:
             head = "constants"  # which has the same names
@@ -169,7 +196,10 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         if name == "prune" and "strategy" in options:
             options = {"options": {}, **options}  # the recipe's were another strategy's
         elif isinstance(options.get("options"), dict) and name in steps:
-            options = {**options, "options": {**getattr(steps[name], "options", {}), **options["options"]}}
+            options = {
+                **options,
+                "options": {**getattr(steps[name], "options", {}), **options["options"]},
+            }
         changed = with_options(changed, name, options)
     return Recipe.of({**content, "steps": changed}, "the command line")
 

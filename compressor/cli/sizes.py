@@ -1,4 +1,5 @@
-"""Options that `compare` and `compress` share for a limit of bytes, and the choice of a recipe within it."""
+"""Options that `compare` and `compress` share for a limit of bytes, and the choice of a recipe
+within it."""
 
 import logging
 from typing import TYPE_CHECKING, Annotated
@@ -13,16 +14,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Bytes = Annotated[
     str | None,
-    flag("Prune or quantise, as is best, to so many bytes: 16GB, 500MB, 2.5GiB or a number.", SIZES, "--bytes"),
+    flag(
+        "Prune or quantise, as is best, to so many bytes: 16GB, 500MB, 2.5GiB or a number.",
+        SIZES,
+        "--bytes",
+    ),
 ]
 For = Annotated[
     str | None,
-    flag("Only formats that these load: vllm, sglang, llama.cpp, transformers, comma-separated.", SIZES, "--for"),
+    flag(
+        "Only formats that these load: vllm, sglang, llama.cpp, transformers, comma-separated.",
+        SIZES,
+        "--for",
+    ),
 ]
 
 
-def fit_into(recipe: "Recipe", nbytes: str, servers: str | None, device: str, progress: Progress) -> "Recipe":
-    """Return the recipe with the share of the experts and the format that fit best; log what they are."""
+def fit_into(
+    recipe: "Recipe", nbytes: str, servers: str | None, device: str, progress: Progress
+) -> "Recipe":
+    """Return the recipe with the share of the experts and the format that fit best; log what they
+    are."""
     from compressor.report.comparison_report import sentences
     from compressor.report.sizes import fitted
 

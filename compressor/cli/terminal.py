@@ -32,7 +32,8 @@ Command = Callable[..., None]
 
 
 class Bars:
-    """One progress bar for each phase, on stderr, naming the layer that was finished last. Phases may be nested."""
+    """One progress bar for each phase, on stderr, naming the layer that was finished last. Phases
+    may be nested."""
 
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
@@ -45,7 +46,8 @@ class Bars:
         self.bars.add_task(phase, total=total, detail="")
 
     def advance(self, detail: str) -> None:
-        """Move the newest bar on; one that ends within an unfinished phase gives way to that phase's."""
+        """Move the newest bar on; one that ends within an unfinished phase gives way to that
+        phase's."""
         unfinished = [task.id for task in self.bars.tasks if not task.finished]
         if not unfinished:
             return
@@ -87,8 +89,11 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 
 
 @contextmanager
-def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet: bool) -> Iterator[Any]:
-    """Show progress bars while the folder for reports of these names, if any, is checked and held by this run."""
+def reporting(
+    output: Path | None, names: Sequence[str], overwrite: bool, quiet: bool
+) -> Iterator[Any]:
+    """Show progress bars while the folder for reports of these names, if any, is checked and held
+    by this run."""
     if output is not None:
         ranks().broadcast(lambda: check_folder(output, names, overwrite))
     with held(output) if output else nullcontext(), progress_bars(quiet) as progress:
@@ -96,7 +101,8 @@ def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet:
 
 
 def print_json(content: Any) -> None:
-    """Print indented JSON on stdout; what a terminal would obey, and what its encoding cannot hold, is escaped."""
+    """Print indented JSON on stdout; what a terminal would obey, and what its encoding cannot hold,
+    is escaped."""
     is_unicode = str(sys.stdout.encoding or "utf-8").lower().startswith("utf")
     text = json.dumps(content, indent=2, ensure_ascii=not is_unicode)
     print("".join(x if x.isprintable() or x in "\n\xa0" else json.dumps(x)[1:-1] for x in text))
@@ -117,7 +123,9 @@ def annotate(level: Literal["error", "warning"], title: str, message: str, quiet
     text = "\n".join(one_line(line, None) for line in message.splitlines())
     escaped = []
     for value, letters in ((one_line(title, None), "%\r\n:,"), (text, "%\r\n")):
-        escaped.append("".join(f"%{ord(letter):02X}" if letter in letters else letter for letter in value))
+        escaped.append(
+            "".join(f"%{ord(letter):02X}" if letter in letters else letter for letter in value)
+        )
     print(f"::{level} title={escaped[0]}::{escaped[1]}", file=sys.stderr if quiet else sys.stdout)
 
 
@@ -132,7 +140,11 @@ def on_ranks(command: Command) -> Command:
     @wraps(command)
     def run(*arguments: Any, **named: Any) -> None:
         status = 0
-        with process_group() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
+        with (
+            process_group() as ranks,
+            Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+            ExitStack() as stack,
+        ):
             if not ranks.is_first:
                 stack.enter_context(redirect_stdout(nowhere))
             try:
@@ -146,7 +158,8 @@ def on_ranks(command: Command) -> Command:
 
 
 def alone(command: Command, group: str = "") -> Command:
-    """Return the command, of a group if it is in one, refused where several processes would all do the same."""
+    """Return the command, of a group if it is in one, refused where several processes would all do
+    the same."""
 
     @wraps(command)
     def run(*arguments: Any, **named: Any) -> None:

@@ -17,14 +17,18 @@ def text(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SOURCE...", help="Text, JSONL, CSV or parquet file, data set, 'demo', or a blend (default: blend)."
+            metavar="SOURCE...",
+            help="Text, JSONL, CSV or parquet file, data set, 'demo', or a blend (default: blend).",
         ),
     ] = None,
-    model: Annotated[str | None, flag("Model whose tokenizer and chat template read it; none is downloaded.")] = None,
+    model: Annotated[
+        str | None, flag("Model whose tokenizer and chat template read it; none is downloaded.")
+    ] = None,
     documents: Annotated[int, flag("Documents to show.", min=0)] = 3,
     seed: Seed = 0,
 ) -> None:
-    """Show what calibration will read: rows, columns, the first documents as tokens, and the digest of all tokens."""
+    """Show what calibration will read: rows, columns, the first documents as tokens, and the digest
+    of all tokens."""
     from compressor.checkpoint.source import locate_tokenizer
     from compressor.data.batches import TextSpec, load_tokenizer
     from compressor.data.sources import DEFAULT_SOURCE, parse_sources

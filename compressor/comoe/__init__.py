@@ -1,11 +1,15 @@
-"""CoMoE: LoRA experts with a top-k router beside linear layers, and a contrastive loss that keeps them distinct.
+"""CoMoE: LoRA experts with a top-k router beside linear layers, and a contrastive loss that keeps
+them distinct.
 
-"CoMoE: Contrastive Representation for Mixture-of-Experts in Parameter-Efficient Fine-tuning" (Feng et al., 2025).
+"CoMoE: Contrastive Representation for Mixture-of-Experts in Parameter-Efficient Fine-tuning" (Feng
+et al., 2025).
 
 - `layer.py`: the experts and their router (equations 1 to 3), put into a model, saved and loaded;
-- `contrastive.py`: Algorithm 1 (equations 10 to 12), and the bound of the information gap (theorem 1);
+- `contrastive.py`: Algorithm 1 (equations 10 to 12), and the bound of the information gap (theorem
+  1);
 - `training.py`: cross entropy with the contrastive loss (equation 13);
-- `evaluating.py`, `representations.py` and `report.py`: use of the experts by task (figures 4 to 7);
+- `evaluating.py`, `representations.py` and `report.py`: use of the experts by task (figures 4 to
+  7);
 - `cost.py`: time and memory (table 8);
 - `options.py` has the options, `command.py` the commands.
 """
@@ -34,7 +38,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562), so that the command line reads options without torch."""
+    """Load a public name on first use (PEP 562), so that the command line reads options without
+    torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'options' if name == 'ComoeConfig' else 'layer'}"), name)
+    return getattr(
+        import_module(f"{__name__}.{'options' if name == 'ComoeConfig' else 'layer'}"), name
+    )

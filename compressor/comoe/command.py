@@ -1,4 +1,5 @@
-"""`comoe train` and `comoe evaluate`, which tune a model by LoRA experts and ask it; torch is loaded when they run."""
+"""`comoe train` and `comoe evaluate`, which tune a model by LoRA experts and ask it; torch is
+loaded when they run."""
 
 from functools import partial
 from pathlib import Path
@@ -8,13 +9,24 @@ import typer
 
 import compressor
 from compressor.cli.items import HeldoutItems, Items
-from compressor.cli.options import EXPERTS, TRAINING, Model, Out, Reading, flag, listed, options_of, spread
+from compressor.cli.options import (
+    EXPERTS,
+    TRAINING,
+    Model,
+    Out,
+    Reading,
+    flag,
+    listed,
+    options_of,
+    spread,
+)
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting, written_line
 from compressor.comoe.options import TARGETS, ComoeConfig, Projection, TuningOptions
 from compressor.extras import require
 
 app = typer.Typer(
-    help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).", no_args_is_help=True
+    help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).",
+    no_args_is_help=True,
 )
 one_process = partial(alone, group="comoe")
 
@@ -32,18 +44,24 @@ def train(
     ],
     options: Annotated[dict[str, Any], options_of(TuningOptions, TRAINING)],
     items: Items,
-    targets: Annotated[str, flag("How the names of the linear layers end.", EXPERTS)] = ",".join(TARGETS),
+    targets: Annotated[str, flag("How the names of the linear layers end.", EXPERTS)] = ",".join(
+        TARGETS
+    ),
 ) -> None:
     """Train LoRA experts with a router beside a model's linear layers, on questions with answers.
 
-    The adapters are written as safetensors with a config and a log. The same command goes on where a killed one was.
-    """
+    The adapters are written as safetensors with a config and a log. The same command goes on where
+    a killed one was."""
     items.check_packages()
     require("accelerate")  # for transformers' Trainer
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
-    experts = {**config, "targets": tuple(listed(targets, "--targets") or ()), "seed": options.get("seed", 0)}
+    experts = {
+        **config,
+        "targets": tuple(listed(targets, "--targets") or ()),
+        "seed": options.get("seed", 0),
+    }
     with progress_bars(running.as_json) as progress:
         trained = compressor.train_comoe(
             model,
@@ -53,7 +71,11 @@ def train(
             overwrite=running.overwrite,
             **running.reading(progress),
         )
-    print_report(running.as_json, plain_json(trained), (*training_blocks(trained), *written_line(trained.files)))
+    print_report(
+        running.as_json,
+        plain_json(trained),
+        (*training_blocks(trained), *written_line(trained.files)),
+    )
 
 
 @app.command()
@@ -67,13 +89,22 @@ def evaluate(
     with_base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
     batch_size: Annotated[int, flag("Items of a batch.", min=1)] = 16,
     timed_tokens: Annotated[
-        int, flag("Time a batch of answers of so many generated tokens, and take its memory (0: don't).", min=0)
+        int,
+        flag(
+            "Time a batch of answers of so many generated tokens, and take its memory (0: don't).",
+            min=0,
+        ),
     ] = 0,
     projection: Annotated[
-        Projection, flag("How experts' outputs are drawn in two dimensions: pca or tsne.", metavar="NAME")
+        Projection,
+        flag("How experts' outputs are drawn in two dimensions: pca or tsne.", metavar="NAME"),
     ] = "pca",
-    scatter_layer: Annotated[str | None, flag("Layer whose experts' outputs are drawn (default: the last).")] = None,
-    output: Annotated[Path | None, flag("Write a report with pictures into this new folder.")] = None,
+    scatter_layer: Annotated[
+        str | None, flag("Layer whose experts' outputs are drawn (default: the last).")
+    ] = None,
+    output: Annotated[
+        Path | None, flag("Write a report with pictures into this new folder.")
+    ] = None,
 ) -> None:
     """Ask a model with LoRA experts, and show which experts work on which task.
 
@@ -98,4 +129,8 @@ def evaluate(
             **running.reading(progress),
         )
         files = [] if output is None else write_evaluation(evaluation, output, running.overwrite)
-    print_report(running.as_json, plain_json(evaluation), (*evaluation_blocks(evaluation), *written_line(files)))
+    print_report(
+        running.as_json,
+        plain_json(evaluation),
+        (*evaluation_blocks(evaluation), *written_line(files)),
+    )

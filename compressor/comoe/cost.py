@@ -18,7 +18,8 @@ REPEATS = 3  # after one that is not counted
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time, and the most memory that was held beyond what was held before: the device's, on the CPU the process's."""
+    """Time, and the most memory that was held beyond what was held before: the device's, on the CPU
+    the process's."""
 
     seconds: float
     peak_memory: int  # bytes
@@ -41,12 +42,19 @@ def measured(device: torch.device) -> Iterator[list[Cost]]:
         if is_cuda:
             torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begin
-    memory = torch.cuda.max_memory_allocated(device) - held if is_cuda else process.anonymous - process.start
+    memory = (
+        torch.cuda.max_memory_allocated(device) - held
+        if is_cuda
+        else process.anonymous - process.start
+    )
     costs.append(Cost(seconds, memory))
 
 
-def answering_cost(model: Any, tokenizer: Any, items: Sequence[Item], batch_size: int, tokens: int) -> Cost:
-    """Return the cost of generating `tokens` tokens after each of the first `batch_size` prompts, greedily.
+def answering_cost(
+    model: Any, tokenizer: Any, items: Sequence[Item], batch_size: int, tokens: int
+) -> Cost:
+    """Return the cost of generating `tokens` tokens after each of the first `batch_size` prompts,
+    greedily.
 
     It is the median in time of three runs, after one that is not counted.
     """
@@ -55,13 +63,18 @@ def answering_cost(model: Any, tokenizer: Any, items: Sequence[Item], batch_size
         prompts.append(rows[0].tokens[: rows[0].start][::-1])
     pad = pad_token(tokenizer)
     backwards, mask = padded(prompts, pad)  # padding comes first
-    prompt = {"inputs": backwards.flip(1).to(model.device), "attention_mask": mask.flip(1).to(model.device)}
+    prompt = {
+        "inputs": backwards.flip(1).to(model.device),
+        "attention_mask": mask.flip(1).to(model.device),
+    }
     length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     model.eval()
     costs = list[Cost]()
     for _ in range(1 + REPEATS):
         with (
-            wrap_faults("the model could not generate answers", "lower --timed-tokens", "lower --batch-size"),
+            wrap_faults(
+                "the model could not generate answers", "lower --timed-tokens", "lower --batch-size"
+            ),
             torch.no_grad(),
             measured(model.device) as cost,
         ):

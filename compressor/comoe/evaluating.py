@@ -1,4 +1,5 @@
-"""Scores of a model with LoRA experts, and which experts work on which task (CoMoE, figures 4 and 5).
+"""Scores of a model with LoRA experts, and which experts work on which task (CoMoE, figures 4 and
+5).
 
 Letters: T tokens, E experts, K of them activated, L layers with experts.
 """
@@ -66,9 +67,11 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TaskResult(TaskScore):
-    """The score of one task, and the experts' workload and similarity on its prompts and right answers."""
+    """The score of one task, and the experts' workload and similarity on its prompts and right
+    answers."""
 
-    workload: Matrix = ()  # [L, E], share of the activations that an expert of a layer has; each row adds up to 1
+    # [L, E], share of the activations that an expert of a layer has; each row adds up to 1
+    workload: Matrix = ()
     similarity: Matrix = ()  # [E, E], mean cosine of two experts' outputs over tokens and layers
     representations: Representations | None = None  # of one layer
 
@@ -86,7 +89,8 @@ class TaskResult(TaskScore):
 
 
 class ExpertUse:
-    """Sums over the tokens of one task, for workload and similarity, and a sample of one layer's outputs."""
+    """Sums over the tokens of one task, for workload and similarity, and a sample of one layer's
+    outputs."""
 
     def __init__(self, layers: int, experts: int, sampled_layer: int) -> None:
         self.sample = OutputSample()
@@ -101,7 +105,9 @@ class ExpertUse:
             for call in layer.watched or ():
                 indices = call.counted(mask).to(call.inner.device)
                 outputs = unit(layer.outputs(call, indices))
-                chosen = call.chosen[indices].flatten().bincount(minlength=self.activations.shape[1])
+                chosen = (
+                    call.chosen[indices].flatten().bincount(minlength=self.activations.shape[1])
+                )
                 self.cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).cpu().double()
                 self.activations[number] += chosen.cpu()
                 self.tokens[number] += len(indices)
@@ -133,7 +139,8 @@ def evaluate(
     scatter_layer: str | None = None,
     **options: Any,
 ) -> tuple[TaskResult, ...]:
-    """Ask items as `compressor.answers.asking.ask` does; a model without experts has no workload, no similarity.
+    """Ask items as `compressor.answers.asking.ask` does; a model without experts has no workload,
+    no similarity.
 
     The outputs of the experts of one layer, the last by default, are projected.
     """
@@ -154,7 +161,8 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class ComoeEvaluation:
-    """The results of a model with adapters by task; `base` are those of the model alone, if it was asked."""
+    """The results of a model with adapters by task; `base` are those of the model alone, if it was
+    asked."""
 
     model: str
     adapters: str
@@ -191,18 +199,24 @@ def evaluate_comoe(
 ) -> ComoeEvaluation:
     """Ask a model with adapters the items of lm-eval `tasks` or of the JSONL file `heldout`.
 
-    `with_base` asks the model without adapters, too; `timed_tokens` measures how long a batch of answers of so many
-    tokens takes. Raises `CompressionError` for adapters of another model.
-    """
+    `with_base` asks the model without adapters, too; `timed_tokens` measures how long a batch of
+    answers of so many tokens takes. Raises `CompressionError` for adapters of another model."""
     facts = read_facts(Path(adapters))
     if scatter_layer is not None and scatter_layer not in facts.layers:
-        raise CompressionError(f"--scatter-layer {scatter_layer} has no experts; name one of {', '.join(facts.layers)}")
+        raise CompressionError(
+            f"--scatter-layer {scatter_layer} has no experts; name one of {', '.join(facts.layers)}"
+        )
     items = items_of(tasks, heldout, limit, include_path, strict, "--heldout")
     source = locate(model, revision, progress)
     target = pick_device(device)
     tokenizer, loaded = load(source, dtype)
     asking = partial(
-        evaluate, tokenizer=tokenizer, items=items, batch_size=batch_size, strict=strict, progress=progress
+        evaluate,
+        tokenizer=tokenizer,
+        items=items,
+        batch_size=batch_size,
+        strict=strict,
+        progress=progress,
     )
     base = asking(loaded.to(target)) if with_base else ()
     tuned = load_adapters(loaded, adapters).to(target)
@@ -218,5 +232,7 @@ def evaluate_comoe(
         scatter_layer=scatter_layer or [*facts.layers][-1],
         projection=projection,
         device=str(target),
-        answering=answering_cost(tuned, tokenizer, items, batch_size, timed_tokens) if timed_tokens else None,
+        answering=answering_cost(tuned, tokenizer, items, batch_size, timed_tokens)
+        if timed_tokens
+        else None,
     )

@@ -1,9 +1,10 @@
-"""Linear layers with LoRA experts and a router beside them (CoMoE, equations 1 to 3): put in, saved and loaded.
+"""Linear layers with LoRA experts and a router beside them (CoMoE, equations 1 to 3): put in, saved
+and loaded.
 
-Letters: T tokens, E experts, K of them activated, r rank, D_in and D_out features of the linear layer. The contrastive
-loss of a whole model is the mean over its layers (equations 12 and 13). On disk, comoe.json says what adapters are and
-which layers they stand beside, adapters.safetensors holds their tensors.
-"""
+Letters: T tokens, E experts, K of them activated, r rank, D_in and D_out features of the linear
+layer. The contrastive loss of a whole model is the mean over its layers (equations 12 and 13). On
+disk, comoe.json says what adapters are and which layers they stand beside, adapters.safetensors
+holds their tensors."""
 
 import json
 import math
@@ -40,20 +41,23 @@ class LayerCall:
     stretch: Tensor | None = None  # [E, D_out], for DoRA
 
     def counted(self, mask: Tensor | None) -> Tensor:
-        """Return the indices of the tokens in a batch's mask [B, S]; all for a layer that sees other tokens."""
+        """Return the indices of the tokens in a batch's mask [B, S]; all for a layer that sees
+        other tokens."""
         if mask is None or mask.numel() != len(self.inner):
             return torch.arange(len(self.inner))
         return mask.reshape(-1).cpu().nonzero().squeeze(1)
 
 
 class LoraExperts(nn.Module):
-    """y = W x + sum_i g_i(x) E_i(x), with E_i(x) = scaling * B_i A_i x and g renormalised over K experts.
+    """y = W x + sum_i g_i(x) E_i(x), with E_i(x) = scaling * B_i A_i x and g renormalised over K
+    experts.
 
-    W stays as it is; the experts and the router compute in float32. B begins at 0, so y is W x exactly.
+    W stays as it is; the experts and the router compute in float32. B begins at 0, so y is W x
+    exactly.
 
-    With `dora`, expert i has the weights W_i = W + scaling * B_i A_i, each row made as long as `magnitude` says, and
-    E_i(x) is what these answer less W x. The lengths of W_i get no gradient (DoRA, section 4.3).
-    """
+    With `dora`, expert i has the weights W_i = W + scaling * B_i A_i, each row made as long as
+    `magnitude` says, and E_i(x) is what these answer less W x. The lengths of W_i get no gradient
+    (DoRA, section 4.3)."""
 
     def __init__(self, base: nn.Linear, config: ComoeConfig, generator: torch.Generator) -> None:
         super().__init__()
@@ -87,7 +91,8 @@ class LoraExperts(nn.Module):
         return self.base.bias
 
     def gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Equation 3: all experts' weights g, [T, E], and the chosen experts, [T, K]; ties go to the lower number."""
+        """Equation 3: all experts' weights g, [T, E], and the chosen experts, [T, K]; ties go to
+        the lower number."""
         importance = (tokens @ self.router.T).softmax(-1)
         chosen = importance.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
         weights = importance.gather(1, chosen)
@@ -106,7 +111,9 @@ class LoraExperts(nn.Module):
             linear = linear.reshape(len(tokens), -1).float()
             stretch = self.magnitude / self.lengths()
             call = LayerCall(inner, chosen, linear, stretch)
-            added = torch.einsum("ter,eor->to", gated, self.up * stretch.unsqueeze(-1)) * self.scaling
+            added = (
+                torch.einsum("ter,eor->to", gated, self.up * stretch.unsqueeze(-1)) * self.scaling
+            )
             added = added + linear * (weights @ (stretch - 1))
         else:
             call = LayerCall(inner, chosen)
@@ -119,25 +126,34 @@ class LoraExperts(nn.Module):
     def lengths(self) -> Tensor:
         """Return the length of each row of W + scaling * B_i A_i, [E, D_out]."""
         weight = self.weight.float()
-        lengths = [(weight + self.scaling * up @ down).norm(dim=1) for up, down in zip(self.up, self.down, strict=True)]
+        lengths = [
+            (weight + self.scaling * up @ down).norm(dim=1)
+            for up, down in zip(self.up, self.down, strict=True)
+        ]
         return torch.stack(lengths).clamp_min(SHORTEST)
 
     def outputs(self, call: LayerCall, indices: Tensor) -> Tensor:
-        """Return each expert's output for some of a call's tokens, [T, E, D_out]: E_i(x), or B_i A_i x without DoRA."""
+        """Return each expert's output for some of a call's tokens, [T, E, D_out]: E_i(x), or B_i
+        A_i x without DoRA."""
         outputs = torch.einsum("ter,eor->teo", call.inner[indices], self.up)
         if call.linear is None or call.stretch is None:
             return outputs
-        return self.scaling * outputs * call.stretch + call.linear[indices].unsqueeze(1) * (call.stretch - 1)
+        return self.scaling * outputs * call.stretch + call.linear[indices].unsqueeze(1) * (
+            call.stretch - 1
+        )
 
 
 def comoe_layers(model: nn.Module) -> dict[str, LoraExperts]:
     """The layers with experts beside them, by name; none of a model without."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraExperts)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraExperts)
+    }
 
 
 @contextmanager
 def watching(layers: Mapping[str, LoraExperts]) -> Iterator[None]:
-    """Keep every call of these layers in their `watched` while the block runs; use it before the next forward."""
+    """Keep every call of these layers in their `watched` while the block runs; use it before the
+    next forward."""
     for layer in layers.values():
         layer.watched = []
     try:
@@ -155,13 +171,14 @@ def model_contrast(
     generator: torch.Generator,
     anchors: Literal["one", "all"] = "one",
 ) -> Tensor:
-    """The loss of the tokens that watched layers have just seen: the mean over layers, and over the tokens of each.
+    """The loss of the tokens that watched layers have just seen: the mean over layers, and over the
+    tokens of each.
 
-    `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens than the batch's
-    (an expert's own layer) uses all of its own. In each layer at most `tokens` of them are drawn (0: all count).
-    For each token one of its activated experts is drawn as the anchor (Algorithm 1), or each of them is one, and a
-    token's losses are added up (equation 12, whose positives are all other activated experts, as in Algorithm 1).
-    """
+    `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens
+    than the batch's (an expert's own layer) uses all of its own. In each layer at most `tokens` of
+    them are drawn (0: all count). For each token one of its activated experts is drawn as the
+    anchor (Algorithm 1), or each of them is one, and a token's losses are added up (equation 12,
+    whose positives are all other activated experts, as in Algorithm 1)."""
     losses = []
     for layer in layers:
         for call in layer.watched or ():
@@ -169,9 +186,13 @@ def model_contrast(
                 continue
             indices = call.counted(mask)
             if tokens and len(indices) > tokens:
-                indices = indices[torch.randperm(len(indices), generator=generator)[:tokens].sort().values]
+                indices = indices[
+                    torch.randperm(len(indices), generator=generator)[:tokens].sort().values
+                ]
             if anchors == "all":
-                positions = [torch.full((len(indices),), position) for position in range(layer.top_k)]
+                positions = [
+                    torch.full((len(indices),), position) for position in range(layer.top_k)
+                ]
             else:
                 positions = [torch.randint(layer.top_k, (len(indices),), generator=generator)]
             indices = indices.to(call.chosen.device)
@@ -185,10 +206,12 @@ def model_contrast(
 
 
 def apart(outputs: Tensor, chosen: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1's anchor, positives, negatives: [T, E, D], [T, K], [T] -> [T, D], [T, K - 1, D], [T, E - K, D]."""
+    """Algorithm 1's anchor, positives, negatives: [T, E, D], [T, K], [T] -> [T, D], [T, K - 1, D],
+    [T, E - K, D]."""
     tokens, experts, _ = outputs.shape
     top_k = chosen.shape[1]
-    rank = torch.full((tokens, experts), 2, device=outputs.device).scatter(1, chosen, 1)  # inactive experts come last
+    # inactive experts come last
+    rank = torch.full((tokens, experts), 2, device=outputs.device).scatter(1, chosen, 1)
     rank = rank.scatter(1, chosen.gather(1, anchors.unsqueeze(1)), 0)
     order = rank.argsort(dim=1, stable=True)
     sorted_outputs = outputs.gather(1, order.unsqueeze(-1).expand_as(outputs))
@@ -208,25 +231,35 @@ def inject(
     layers: str | None = None,
     dora: bool = False,
 ) -> Model:
-    """Put LoRA experts with a router beside every `nn.Linear` whose name ends with a target; all else is frozen.
+    """Put LoRA experts with a router beside every `nn.Linear` whose name ends with a target; all
+    else is frozen.
 
-    The model is changed in place and returned; it computes the same until it is trained. `alpha` is 2 r by default.
-    Raises `CompressionError` where a target names no layer, or the model has experts of this kind already.
-    """
-    return inject_config(model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed, layers, dora))
+    The model is changed in place and returned; it computes the same until it is trained. `alpha` is
+    2 r by default. Raises `CompressionError` where a target names no layer, or the model has
+    experts of this kind already."""
+    return inject_config(
+        model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed, layers, dora)
+    )
 
 
 def inject_config(model: Model, config: ComoeConfig) -> Model:
     """The same, from a config."""
     if comoe_layers(model):
-        raise CompressionError("the model has LoRA experts already; load it anew before putting others in")
+        raise CompressionError(
+            "the model has LoRA experts already; load it anew before putting others in"
+        )
     for target in config.targets:
         if not targeted(model, (target,), config):
-            ends = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+            ends = {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear)
+            }
             known = f"they end with {', '.join(sorted(ends))}" if ends else "it has none"
             within = f"in decoder layers {config.layers} " if config.layers else ""
             raise CompressionError(
-                f"no linear layer of the model {within}has a name that ends with {target!r}; {known}"
+                f"no linear layer of the model {within}has a name that ends with {target!r}; "
+                f"{known}"
             )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(config.seed)
@@ -235,18 +268,26 @@ def inject_config(model: Model, config: ComoeConfig) -> Model:
     return model
 
 
-def targeted(model: nn.Module, targets: Sequence[str], config: ComoeConfig | None = None) -> dict[str, nn.Linear]:
-    """The linear layers whose name's last parts are one of the targets, by name; those in a config's decoder layers."""
+def targeted(
+    model: nn.Module, targets: Sequence[str], config: ComoeConfig | None = None
+) -> dict[str, nn.Linear]:
+    """The linear layers whose name's last parts are one of the targets, by name; those in a
+    config's decoder layers."""
     endings = tuple(f".{target}" for target in targets)
     layers = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f".{name}".endswith(endings) and _is_within(model, name, config):
+        if (
+            isinstance(module, nn.Linear)
+            and f".{name}".endswith(endings)
+            and _is_within(model, name, config)
+        ):
             layers[name] = module
     return layers
 
 
 def _is_within(model: nn.Module, name: str, config: ComoeConfig | None) -> bool:
-    """Return True if a module lies in one of a config's decoder layers: in that entry of the outermost list."""
+    """Return True if a module lies in one of a config's decoder layers: in that entry of the
+    outermost list."""
     if config is None or config.layers is None:
         return True
     parts = name.split(".")
@@ -259,7 +300,8 @@ def _is_within(model: nn.Module, name: str, config: ComoeConfig | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """The record beside adapters: their config, the layers they stand beside, and their training."""
+    """The record beside adapters: their config, the layers they stand beside, and their
+    training."""
 
     config: ComoeConfig
     layers: Mapping[str, tuple[int, int]]  # features into and out of each linear layer
@@ -269,7 +311,8 @@ class AdapterFacts:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Router, A, B and, of DoRA, magnitude of every layer with experts, by state-dict key: float32, on the CPU."""
+    """Router, A, B and, of DoRA, magnitude of every layer with experts, by state-dict key: float32,
+    on the CPU."""
     tensors = {}
     for name, layer in comoe_layers(model).items():
         for part, value in layer.named_parameters(recurse=False):
@@ -283,18 +326,22 @@ def write_adapters(
     label: str = "",
     training: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write both files into a folder that exists; raises `CompressionError` for a model without experts."""
+    """Write both files into a folder that exists; raises `CompressionError` for a model without
+    experts."""
     experts = comoe_layers(model)
     if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")
-    layers = {name: (layer.base.in_features, layer.base.out_features) for name, layer in experts.items()}
+    layers = {
+        name: (layer.base.in_features, layer.base.out_features) for name, layer in experts.items()
+    }
     facts = AdapterFacts(next(iter(experts.values())).config, layers, label, training)
     (folder / FACTS).write_text(json.dumps(plain_json(facts), indent=2) + "\n", encoding="utf-8")
     save_file(adapter_tensors(model), folder / TENSORS, metadata={"format": "pt"})
 
 
 def save_adapters(model: nn.Module, folder: str | Path, overwrite: bool = False) -> None:
-    """Write the adapters of an injected model into a new folder, all of it or, when anything fails, nothing."""
+    """Write the adapters of an injected model into a new folder, all of it or, when anything fails,
+    nothing."""
     with whole_folder(Path(folder), (FACTS, TENSORS), overwrite) as fresh:
         write_adapters(model, fresh)
 
@@ -303,7 +350,8 @@ def read_facts(folder: Path) -> AdapterFacts:
     """Read the record of adapters in a folder; raises `CompressionError` where there are none."""
     if not (folder / FACTS).is_file() or not (folder / TENSORS).is_file():
         raise CompressionError(
-            f"{folder} holds no {FACTS} with {TENSORS}; name a folder that `moe-compress comoe train` has written"
+            f"{folder} holds no {FACTS} with {TENSORS}; name a folder that `moe-compress comoe "
+            "train` has written"
         )
     return read_as(AdapterFacts, read_json(folder / FACTS, RESTORE, RESTORE), f"{folder / FACTS}: ")
 
@@ -311,8 +359,8 @@ def read_facts(folder: Path) -> AdapterFacts:
 def load_adapters(model: Model, folder: str | Path) -> Model:
     """Put the experts of a folder into a model, which is changed in place and returned.
 
-    Raises `CompressionError`, leaving the model as it was, where it lacks their layers or a file is damaged.
-    """
+    Raises `CompressionError`, leaving the model as it was, where it lacks their layers or a file is
+    damaged."""
     path = Path(folder) / TENSORS
     facts = read_facts(Path(folder))
     config = facts.config
@@ -320,11 +368,18 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     linear = targeted(model, config.targets, config)
     shapes = dict[str, tuple[int, ...]]()
     for name in dict.fromkeys((*facts.layers, *linear)):
-        trained = "{} by {} features".format(*facts.layers[name]) if name in facts.layers else "missing"
-        present = f"{linear[name].in_features} by {linear[name].out_features} features" if name in linear else "missing"
+        trained = (
+            "{} by {} features".format(*facts.layers[name]) if name in facts.layers else "missing"
+        )
+        present = (
+            f"{linear[name].in_features} by {linear[name].out_features} features"
+            if name in linear
+            else "missing"
+        )
         if trained != present:
             raise CompressionError(
-                f"the adapters in {folder} were trained on another model{trained_on}: there layer {name!r} is "
+                f"the adapters in {folder} were trained on another model{trained_on}: there layer "
+                f"{name!r} is "
                 f"{trained}, in this model {present}; name the model that they were trained on"
             )
         into, out = facts.layers[name]

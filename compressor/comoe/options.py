@@ -31,21 +31,26 @@ class ComoeConfig:
     alpha: Annotated[float, Field(ge=-1e6, le=1e6)] | None = option(
         None, "The experts' sum is multiplied by alpha / rank (default: twice the rank)."
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = option(0.05, "Dropout of the experts' inputs.")  # in training
+    # in training
+    dropout: Annotated[float, Field(ge=0, lt=1)] = option(0.05, "Dropout of the experts' inputs.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of how A and the router begin
     layers: str | None = option(
         None,
-        "Decoder layers with experts, separated by commas: low, middle, high (thirds), or numbers from 0 such as 0-9 "
+        "Decoder layers with experts, separated by commas: low, middle, high (thirds), or numbers "
+        "from 0 such as 0-9 "
         "(default: all).",
     )
-    dora: bool = option(False, "Make each expert a DoRA: it learns the length of each row of its weights, too.")
+    dora: bool = option(
+        False, "Make each expert a DoRA: it learns the length of each row of its weights, too."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         self.decoder_layers(1)
         if self.top_k > self.experts:
             raise CompressionError(
-                f"{self.top_k} of {self.experts} experts are to be activated; activate no more than there are"
+                f"{self.top_k} of {self.experts} experts are to be activated; activate no more "
+                "than there are"
             )
 
     @property
@@ -74,7 +79,8 @@ class ComoeConfig:
                 numbers.update(range(first, min(int(span[2] or first) + 1, count)))
             else:
                 raise CompressionError(
-                    f"--layers has {word!r}; write low, middle, high or numbers such as 0-9, separated by commas"
+                    f"--layers has {word!r}; write low, middle, high or numbers such as 0-9, "
+                    "separated by commas"
                 )
         return numbers
 
@@ -84,11 +90,13 @@ class TuningOptions:
     """One training run; the paper's values by default, where it has them."""
 
     config: ComoeConfig = ComoeConfig()
-    contrastive: NotNegative = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
+    # lambda of equation 13
+    contrastive: NotNegative = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")
     temperature: Positive = option(0.07, "Temperature of the contrastive loss.")
     anchors: Literal["one", "all"] = option(
         "one",
-        "Activated experts of a token that are anchors: one that is drawn (Algorithm 1), or all, whose losses are "
+        "Activated experts of a token that are anchors: one that is drawn (Algorithm 1), or all, "
+        "whose losses are "
         "added (equation 12).",
     )
     contrastive_tokens: Annotated[int, Field(ge=0)] = option(
@@ -99,13 +107,18 @@ class TuningOptions:
     batch_size: PositiveInt = option(16, "Items of a batch.")
     accumulation: PositiveInt = option(1, "Batches of a step.")
     cutoff: Annotated[int, Field(ge=2)] | None = option(
-        None, "Most tokens of an item; the first ones are cut (default: as many as the model takes)."
+        None,
+        "Most tokens of an item; the first ones are cut (default: as many as the model takes).",
     )
     learning_rate: NotNegative = option(2e-4, "Learning rate of AdamW; it falls linearly to 0.")
-    warmup: Annotated[float, Field(ge=0, le=1)] = option(0.0, "Share of the steps in which the learning rate rises.")
+    warmup: Annotated[float, Field(ge=0, le=1)] = option(
+        0.0, "Share of the steps in which the learning rate rises."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = option(0, "Seed of everything that is drawn.")
     log_every: PositiveInt = option(10, "Steps between lines of the log.")
-    save_every: PositiveInt = option(100, "Steps between checkpoints, from which a killed run goes on.")
+    save_every: PositiveInt = option(
+        100, "Steps between checkpoints, from which a killed run goes on."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -114,12 +127,14 @@ class TuningOptions:
         if self.contrastive > 0 and not 2 <= top_k < experts:
             raise CompressionError(
                 f"with {top_k} of {experts} experts activated the contrastive loss has no "
-                f"{'positives' if top_k < 2 else 'negatives'}; activate at least 2 and leave at least 1 inactive, or "
+                f"{'positives' if top_k < 2 else 'negatives'}; activate at least 2 and leave at "
+                "least 1 inactive, or "
                 "pass --contrastive 0"
             )
         if self.save_every % self.log_every:
             raise CompressionError(
-                f"--save-every {self.save_every} is no multiple of --log-every {self.log_every}; make it one, so that "
+                f"--save-every {self.save_every} is no multiple of --log-every {self.log_every}; "
+                "make it one, so that "
                 "a run that goes on logs what it would have logged"
             )
 

@@ -1,4 +1,5 @@
-"""An evaluation of LoRA experts as blocks and pictures (CoMoE, figures 4 and 5), and as a folder of reports."""
+"""An evaluation of LoRA experts as blocks and pictures (CoMoE, figures 4 and 5), and as a folder of
+reports."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -42,8 +43,10 @@ def training_blocks(trained: Trained) -> tuple[Block, ...]:
     parts = ("cross_entropy", "contrastive", "information_gap")
     figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
     size = (
-        f"{human_count(trained.parameters)} parameters of {counted(trained.config.experts, 'LoRA expert')} a layer "
-        f"({100 * trained.share:.2f}% of the model's) were trained on {counted(trained.items, 'item')} for "
+        f"{human_count(trained.parameters)} parameters of "
+        f"{counted(trained.config.experts, 'LoRA expert')} a layer "
+        f"({100 * trained.share:.2f}% of the model's) were trained on "
+        f"{counted(trained.items, 'item')} for "
         f"{counted(trained.steps, 'step')}."
     )
     cost = f"{trained.cost.seconds:.1f} s, {human_bytes(trained.cost.peak_memory)} beside the model"
@@ -55,8 +58,11 @@ def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
     return _scores(evaluation), _workload(evaluation), Text(_summary(evaluation))
 
 
-def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool = False) -> list[Path]:
-    """Write JSON, Markdown, a page and the pictures into a new folder, all of it or, when anything fails, nothing."""
+def write_evaluation(
+    evaluation: ComoeEvaluation, folder: Path, overwrite: bool = False
+) -> list[Path]:
+    """Write JSON, Markdown, a page and the pictures into a new folder, all of it or, when anything
+    fails, nothing."""
     tasks = evaluation.tasks
     workload = workload_figure(tasks)
     figures = (workload, similarity_figure(tasks), *scatter_figures(evaluation))
@@ -64,7 +70,9 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     summary = _summary(evaluation)
     rows = []
     for result in tasks:
-        silhouette = "-" if result.representations is None else f"{result.representations.silhouette:.3f}"
+        silhouette = (
+            "-" if result.representations is None else f"{result.representations.silhouette:.3f}"
+        )
         rows.append((result.task or "-", f"{result.mean_cosine:.3f}", silhouette))
     items = sum(result.items for result in tasks)
     blocks: tuple[Block, ...] = (
@@ -77,7 +85,8 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
         Heading("Similarity", 2, "similarity"),
         *figures[1:],
         Table(
-            "Mean cosine of the outputs of different experts, and silhouette of the outputs by expert",
+            "Mean cosine of the outputs of different experts, and silhouette of the outputs by "
+            "expert",
             ("task", "mean cosine", "silhouette"),
             tuple(rows),
         ),
@@ -101,16 +110,22 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
 
 
 def _summary(evaluation: ComoeEvaluation) -> str:
-    """Return a sentence on the experts, the unit of losses, and how long answers take, if that was measured."""
+    """Return a sentence on the experts, the unit of losses, and how long answers take, if that was
+    measured."""
     summary = (
-        f"{counted(len(evaluation.layers), 'linear layer')} with {counted(evaluation.experts, 'LoRA expert')} each, "
-        f"of which {evaluation.top_k} are activated. Loss is in nats per token of the right answers."
+        f"{counted(len(evaluation.layers), 'linear layer')} with "
+        f"{counted(evaluation.experts, 'LoRA expert')} each, "
+        f"of which {evaluation.top_k} are activated. Loss is in nats per token of the right "
+        "answers."
     )
     cost = evaluation.answering
     if cost is None:
         return summary
     memory = human_bytes(cost.peak_memory)
-    return f"{summary} A batch of answers takes {1000 * cost.seconds:,.0f} ms, and {memory} beside the model."
+    return (
+        f"{summary} A batch of answers takes {1000 * cost.seconds:,.0f} ms, and {memory} "
+        "beside the model."
+    )
 
 
 def _scores(evaluation: ComoeEvaluation) -> Table:
@@ -157,7 +172,8 @@ def _workload(evaluation: ComoeEvaluation) -> Table:
 
 
 def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
-    """Share of a task's activations that each expert has, as a mean over layers; a drawing for each task."""
+    """Share of a task's activations that each expert has, as a mean over layers; a drawing for each
+    task."""
     top = max(max(result.shares) for result in tasks)
 
     def drawing(result: TaskResult) -> Drawing:
@@ -177,10 +193,13 @@ def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
         return Drawing(name, alt, (max(2.2, 0.8 + BAR * len(shares)), 1.9), draw)
 
     caption = (
-        "Share of the activations of a task's tokens that each expert has, as a mean over the layers with experts; "
+        "Share of the activations of a task's tokens that each expert has, as a mean over the "
+        "layers with experts; "
         "dashed: the same for all."
     )
-    return Figure("workload", "Workload of the experts by task", caption, tuple(map(drawing, tasks)))
+    return Figure(
+        "workload", "Workload of the experts by task", caption, tuple(map(drawing, tasks))
+    )
 
 
 def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
@@ -202,7 +221,15 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
             for row, column in product(range(count), repeat=2) if count <= MOST_NUMBERED else ():
                 value = cosines[row][column]
                 shade = ink_on(to_hex(image.cmap(image.norm(value))))
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=FONT - 2)
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    color=shade,
+                    fontsize=FONT - 2,
+                )
             axes.set_title(name, loc="left", fontsize=FONT)
             axes.set(xlabel="expert", ylabel="expert")
             canvas.colorbar(image, ax=axes, shrink=0.8)
@@ -216,17 +243,26 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
         return Drawing(name, alt, (side + 1.3, side + 0.8), draw)
 
     caption = (
-        "Mean cosine of what two experts answer to the same token, over a task's tokens and the layers with experts: "
+        "Mean cosine of what two experts answer to the same token, over a task's tokens and the "
+        "layers with experts: "
         "1 where both always answer the same, 0 where they have nothing in common."
     )
-    return Figure("similarity", "Similarity of the experts by task", caption, tuple(map(drawing, tasks)))
+    return Figure(
+        "similarity", "Similarity of the experts by task", caption, tuple(map(drawing, tasks))
+    )
 
 
 def scatter_figures(evaluation: ComoeEvaluation) -> tuple[Figure, ...]:
-    """Outputs of each expert of one layer for a sample of a task's tokens, if there are any but zeros."""
+    """Outputs of each expert of one layer for a sample of a task's tokens, if there are any but
+    zeros."""
     looks = []
     for expert in range(evaluation.experts):
-        look = {"color": colour(expert), "marker": MARKERS[expert % len(MARKERS)], "linestyle": "none", "markersize": 3}
+        look = {
+            "color": colour(expert),
+            "marker": MARKERS[expert % len(MARKERS)],
+            "linestyle": "none",
+            "markersize": 3,
+        }
         looks.append((str(expert + 1), look))
     drawings = []
     for result in evaluation.tasks:
@@ -234,15 +270,19 @@ def scatter_figures(evaluation: ComoeEvaluation) -> tuple[Figure, ...]:
             drawings.append(_scatter(result.task or "all items", result.representations, looks))
     name = {"pca": "principal components", "tsne": "t-SNE"}[evaluation.projection]
     caption = (
-        f"What the experts of {evaluation.scatter_layer} answer to the same tokens, at unit length, by {name}. The "
-        "silhouette says how far the experts are apart before they are projected: 1 at the most, about 0 where they "
+        f"What the experts of {evaluation.scatter_layer} answer to the same tokens, at unit "
+        f"length, by {name}. The "
+        "silhouette says how far the experts are apart before they are projected: 1 at the most, "
+        "about 0 where they "
         "answer alike."
     )
     figure = Figure("scatter", "Outputs of the experts by task", caption, drawings)
     return (figure,) if drawings else ()
 
 
-def _scatter(name: str, shown: Representations, looks: Sequence[tuple[str, dict[str, Any]]]) -> Drawing:
+def _scatter(
+    name: str, shown: Representations, looks: Sequence[tuple[str, dict[str, Any]]]
+) -> Drawing:
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.add_subplot()
         for points, (_, look) in zip(shown.points, looks, strict=True):

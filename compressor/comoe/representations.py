@@ -17,7 +17,8 @@ PERPLEXITY = 30.0  # of t-SNE, where there are enough points
 
 @dataclass(frozen=True, slots=True)
 class Representations:
-    """Points of each expert, [E, T, 2], and the silhouette of all unprojected outputs grouped by expert, -1 to 1."""
+    """Points of each expert, [E, T, 2], and the silhouette of all unprojected outputs grouped by
+    expert, -1 to 1."""
 
     points: tuple[tuple[tuple[float, float], ...], ...]
     silhouette: float
@@ -44,7 +45,8 @@ class OutputSample:
 
 
 def project(outputs: Tensor, projection: Projection) -> Representations | None:
-    """Project outputs [T, E, D] by scikit-learn; None for fewer than two tokens or experts, or all zeros."""
+    """Project outputs [T, E, D] by scikit-learn; None for fewer than two tokens or experts, or all
+    zeros."""
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
     from sklearn.metrics import silhouette_score
@@ -54,7 +56,9 @@ def project(outputs: Tensor, projection: Projection) -> Representations | None:
     tokens, experts, features = outputs.shape
     rows = outputs.transpose(0, 1).reshape(-1, features).double().numpy()
     if projection == "tsne":
-        method = TSNE(2, perplexity=min(PERPLEXITY, (len(rows) - 1) / 3), init="pca", random_state=0)
+        method = TSNE(
+            2, perplexity=min(PERPLEXITY, (len(rows) - 1) / 3), init="pca", random_state=0
+        )
     else:
         method = PCA(2, svd_solver="full")
     experts_of_rows = np.repeat(np.arange(experts), tokens)

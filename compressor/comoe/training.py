@@ -1,4 +1,5 @@
-"""Training CoMoE adapters on items by transformers' Trainer, resumable, into a folder that appears complete."""
+"""Training CoMoE adapters on items by transformers' Trainer, resumable, into a folder that appears
+complete."""
 
 import hashlib
 import json
@@ -54,7 +55,9 @@ NAMES = (FACTS, TENSORS, LOG, COST)
 PRIME = 1_000_003  # spreads the seeds of a run's steps
 
 
-def training_arguments(options: TuningOptions, items: int, run: Path, use_cpu: bool) -> TrainingArguments:
+def training_arguments(
+    options: TuningOptions, items: int, run: Path, use_cpu: bool
+) -> TrainingArguments:
     """Return the arguments of transformers' Trainer, for one device."""
     steps = options.total_steps(items)
     arguments = TrainingArguments(
@@ -79,17 +82,19 @@ def training_arguments(options: TuningOptions, items: int, run: Path, use_cpu: b
         dataloader_pin_memory=False,
         logging_nan_inf_filter=False,
     )
-    arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
+    # of one process one device: replicas would not be watched
+    arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
 
 
 class ComoeTrainer(Trainer):
-    """Cross entropy + weight * contrastive loss (equation 13); both, and the gap's lower bound, are logged.
+    """Cross entropy + weight * contrastive loss (equation 13); both, and the gap's lower bound, are
+    logged.
 
-    With a weight (`options.contrastive`) of 0 the contrastive loss is measured without a gradient, and the training is
-    plain tuning. Anchors are drawn from (seed, step), so that a resumed run draws them again.
-    Checkpoints hold the adapters alone. Raises `CompressionError` at the first loss that is no number.
-    """
+    With a weight (`options.contrastive`) of 0 the contrastive loss is measured without a gradient,
+    and the training is plain tuning. Anchors are drawn from (seed, step), so that a resumed run
+    draws them again. Checkpoints hold the adapters alone. Raises `CompressionError` at the first
+    loss that is no number."""
 
     def __init__(
         self,
@@ -104,7 +109,9 @@ class ComoeTrainer(Trainer):
         arguments = training_arguments(options, len(dataset), run, use_cpu)
         collator: Any = partial(collate, pad=pad)
         callbacks: Any = [Reporting(progress)]
-        super().__init__(model, arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
+        super().__init__(
+            model, arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks
+        )
         self.remove_callback(PrinterCallback)
         self.options = options
         self.weight = options.contrastive
@@ -112,7 +119,8 @@ class ComoeTrainer(Trainer):
         first = next(iter(self.experts_beside.values()))
         self.negatives = first.router.shape[0] - first.top_k
         self.anchors = first.top_k if options.anchors == "all" else 1  # whose losses are added up
-        self.measures = first.top_k > 1 and self.negatives > 0  # else no contrastive loss is defined
+        # else no contrastive loss is defined
+        self.measures = first.top_k > 1 and self.negatives > 0
         self._parts = defaultdict[str, float](float)  # sums over the steps since the last log
         self._steps_since = 0
         self._step = -1
@@ -125,7 +133,8 @@ class ComoeTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """A batch's part of its step's loss, as the stock method gives it, and the weighted contrastive loss."""
+        """A batch's part of its step's loss, as the stock method gives it, and the weighted
+        contrastive loss."""
         if self.state.global_step != self._step:
             self._step = self.state.global_step
             self._steps_since += 1
@@ -143,7 +152,8 @@ class ComoeTrainer(Trainer):
                         self._generator,
                         self.options.anchors,
                     )
-        # a model that is told the step's number of answer tokens divides by it; else the Trainer divides by the batches
+        # a model that is told the step's number of answer tokens divides by it; else the Trainer
+        # divides by the batches
         batches = int(self.current_gradient_accumulation_steps)
         divided = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         self._parts["cross_entropy"] += float(loss if divided else loss / batches)
@@ -153,27 +163,35 @@ class ComoeTrainer(Trainer):
                 loss = loss + self.weight * (term / batches if divided else term)
         if not bool(loss.isfinite()):
             raise CompressionError(
-                f"the loss is {float(loss)} at step {self.state.global_step + 1}; lower --learning-rate, or check the "
+                f"the loss is {float(loss)} at step {self.state.global_step + 1}; lower "
+                "--learning-rate, or check the "
                 "model with --dtype float32"
             )
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The stock figures with the parts of the loss, means over the steps since the last time."""
+        """The stock figures with the parts of the loss, means over the steps since the last
+        time."""
         if "loss" in logs and self._steps_since:
             logs |= {name: total / self._steps_since for name, total in self._parts.items()}
             if "contrastive" in logs:
-                logs["information_gap"] = information_gap(logs["contrastive"] / self.anchors, self.negatives)
+                logs["information_gap"] = information_gap(
+                    logs["contrastive"] / self.anchors, self.negatives
+                )
             self._parts.clear()
             self._steps_since = 0
         super().log(logs, start_time)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(adapter_tensors(self.model), folder / TENSORS)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / TENSORS), strict=False)
 
 
@@ -226,10 +244,10 @@ def train_comoe(
 ) -> Trained:
     """Train LoRA experts beside a model's layers on items, and write them into the folder `output`.
 
-    Items are those of the training splits of lm-eval `tasks` (multiple choice; the first `limit` of each), or the
-    lines of the JSONL file `calibration`; those that cannot be trained on are left out, or refused if `strict`. The
-    whole model is read into memory. A run that was killed goes on when it is started again.
-    """
+    Items are those of the training splits of lm-eval `tasks` (multiple choice; the first `limit` of
+    each), or the lines of the JSONL file `calibration`; those that cannot be trained on are left
+    out, or refused if `strict`. The whole model is read into memory. A run that was killed goes on
+    when it is started again."""
     check_folder(Path(output), NAMES, overwrite)
     items = items_of(tasks, calibration, limit, include_path, strict, training=True)
     source = locate(model, revision, progress)
@@ -263,12 +281,12 @@ def train(
     use_cpu: bool = True,
     progress: Progress | None = None,
 ) -> Trained:
-    """Put experts into a model, train them on the items' answers, and write the adapters and the log to `output`.
+    """Put experts into a model, train them on the items' answers, and write the adapters and the
+    log to `output`.
 
-    A killed run goes on from its last checkpoint, and ends with the same bytes, where everything that decides them is
-    the same: `identity` says what tells the model apart from others. Raises `CompressionError` for a loss that is no
-    number.
-    """
+    A killed run goes on from its last checkpoint, and ends with the same bytes, where everything
+    that decides them is the same: `identity` says what tells the model apart from others. Raises
+    `CompressionError` for a loss that is no number."""
     questions = with_rows(items, model, tokenizer, strict, options.cutoff)
     items = [item for item, _ in questions]
     dataset = examples(questions)
@@ -278,11 +296,17 @@ def train(
     with lock_output(output) as work:
         run = work / "training"
         last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
-        trainer = ComoeTrainer(model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
+        trainer = ComoeTrainer(
+            model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent()
+        )
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
         first_step = json_object(last / TRAINER_STATE_NAME)["global_step"] if last else 0
         device = trainer.args.device
-        with quiet_transformers(), wrap_faults("the model could not be trained", *remedies), measured(device) as costs:
+        with (
+            quiet_transformers(),
+            wrap_faults("the model could not be trained", *remedies),
+            measured(device) as costs,
+        ):
             if last is None:
                 trainer.train()
             elif first_step < trainer.args.max_steps:
@@ -292,7 +316,11 @@ def train(
                 trainer.state = TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
         trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
         share = trained / (sum(value.numel() for value in model.parameters()) - trained)
-        cost = {**asdict(costs[0]), "steps": trainer.state.global_step - first_step, "device": device}
+        cost = {
+            **asdict(costs[0]),
+            "steps": trainer.state.global_step - first_step,
+            "device": device,
+        }
         log = tuple(line for line in trainer.state.log_history if "loss" in line)
         training = {
             "items": len(items),
@@ -301,20 +329,33 @@ def train(
             "steps": trainer.state.global_step,
             "parameters": trained,
             "share": share,
-            "options": {name: value for name, value in plain_json(options).items() if name != "config"},
+            "options": {
+                name: value for name, value in plain_json(options).items() if name != "config"
+            },
         }
         with whole_folder(output, NAMES, overwrite) as folder:
             write_adapters(model, folder, label, training)
-            lines = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)  # as the Trainer keeps them
+            # as the Trainer keeps them
+            lines = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)
             (folder / LOG).write_text("".join(lines), encoding="utf-8")
             (folder / COST).write_text(json.dumps(plain_json(cost)) + "\n", encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
     files = tuple(output / name for name in NAMES)
-    return Trained(options.config, len(dataset), trainer.state.global_step, trained, share, log, files, costs[0])
+    return Trained(
+        options.config,
+        len(dataset),
+        trainer.state.global_step,
+        trained,
+        share,
+        log,
+        files,
+        costs[0],
+    )
 
 
 def _last_checkpoint(run: Path, settings: str) -> Path | None:
-    """The last whole checkpoint of an earlier run with these settings; what another run has left is removed."""
+    """The last whole checkpoint of an earlier run with these settings; what another run has left is
+    removed."""
     note = run / "settings.json"
     if not note.is_file() or note.read_text(encoding="utf-8") != settings:
         clear(run)

@@ -1,9 +1,10 @@
-"""Text from one or several weighted sources: calibration batches, parts for other steps, and held-out sequences.
+"""Text from one or several weighted sources: calibration batches, parts for other steps, and
+held-out sequences.
 
-Each source is tokenised once, into one row of token ids, which is cut in this order: the calibration's sequences, the
-last of them held out; the sequences reserved for evaluation; the parts; more held-out sequences; and, if any text is
-left, the sequences that the finished output is evaluated on. The last ones do not change the others.
-"""
+Each source is tokenised once, into one row of token ids, which is cut in this order: the
+calibration's sequences, the last of them held out; the sequences reserved for evaluation; the
+parts; more held-out sequences; and, if any text is left, the sequences that the finished output is
+evaluated on. The last ones do not change the others."""
 
 import hashlib
 import logging
@@ -52,7 +53,8 @@ HELD = "held out"  # the last of the calibration's sequences
 RESERVED = "reserved"
 BEHIND = "held out behind"  # held out after the parts
 EVALUATION = "evaluation"
-Demand = dict[str, tuple[int, int]]  # the number of sequences and their tokens, by use, in the order of the text
+# the number of sequences and their tokens, by use, in the order of the text
+Demand = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,19 @@ EvaluationSets = tuple[EvaluationSet, ...]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Calibration batches of token ids [B, L] without padding, each of one source and held out as a whole or not."""
+    """Calibration batches of token ids [B, L] without padding, each of one source and held out as a
+    whole or not."""
 
     batches: Batches
-    identity: dict[str, Any]  # the sources and settings of the text, and the SHA-256 of the token ids
+    # the sources and settings of the text, and the SHA-256 of the token ids
+    identity: dict[str, Any]
     sources: tuple[int, ...] = ()  # each batch's source; empty if there is only one
     weights: tuple[float, ...] = (1.0,)  # share of each source
     heldout: frozenset[int] = frozenset()  # batches that no plan may see
     reserved: EvaluationSets = ()  # the text after the calibration's sequences in each source
     emphasis: Batches = ()  # weights [B, L] of each batch's tokens; empty if all count alike
-    sample_tokens: int | None = SAMPLE_TOKENS  # of each MoE layer, on which its experts are compared; None: all
+    # of each MoE layer, on which its experts are compared; None: all
+    sample_tokens: int | None = SAMPLE_TOKENS
 
     @property
     def tokens(self) -> int:
@@ -100,7 +105,8 @@ class Calibration:
         return tuple(self.batches[number] for number in sorted(self.heldout))
 
     def without_heldout(self) -> "Calibration":
-        """Return the calibration without what is held out, which nothing that decides a plan may see."""
+        """Return the calibration without what is held out, which nothing that decides a plan may
+        see."""
         return Calibration(
             tuple(self.batches[number] for number in self.fit),
             self.identity,
@@ -120,11 +126,12 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class TextSpec:
-    """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and named parts.
+    """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and
+    named parts.
 
-    All are divided among the sources by weight. A share `heldout` of the calibration sequences is held out. With parts,
-    there may be no calibration sequences. Of more optional sources than sequences, the heaviest are read.
-    """
+    All are divided among the sources by weight. A share `heldout` of the calibration sequences is
+    held out. With parts, there may be no calibration sequences. Of more optional sources than
+    sequences, the heaviest are read."""
 
     sources: tuple[WeightedSource, ...]
     samples: int
@@ -135,7 +142,8 @@ class TextSpec:
     parts: Mapping[str, TextPart] = field(default_factory=dict)
     strict: bool = False  # stop at a row that cannot be read
     emphasis: Emphasis = PLAIN
-    evaluation: int = 0  # sequences after all others, as far as the text goes; not part of a plan's identity
+    # sequences after all others, as far as the text goes; not part of a plan's identity
+    evaluation: int = 0
     left_out: tuple[str, ...] = ()  # sources that could not be read
     date: str | None = None  # that chat templates are given; None: today's
 
@@ -143,18 +151,21 @@ class TextSpec:
         least = sum(not entry.is_optional for entry in self.sources)
         if self.samples < (0 if self.parts else 1) or self.sequence_length < 2:
             raise CompressionError(
-                f"--samples {self.samples} and --sequence-length {self.sequence_length} leave nothing to run; give at "
+                f"--samples {self.samples} and --sequence-length {self.sequence_length} leave "
+                "nothing to run; give at "
                 "least 1 and 2"
             )
         if 0 < self.samples < least or 0 < self.reserve < least:
             raise CompressionError(
-                f"{self.samples} samples and {self.reserve} reserved sequences are too few for {least} calibration "
+                f"{self.samples} samples and {self.reserve} reserved sequences are too few for "
+                f"{least} calibration "
                 "sources; give one of each for every source"
             )
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> "TextSpec":
-        """Return the spec that an identity in a plan names; raise `CompressionError` if it is incomplete."""
+        """Return the spec that an identity in a plan names; raise `CompressionError` if it is
+        incomplete."""
         try:
             content = {name: identity[name] for name in ("sources", "seed", "heldout")}
             content["left_out"] = identity.get("left_out", ())
@@ -163,11 +174,13 @@ class TextSpec:
             return TypeAdapter(cls).validate_python({**identity["asked"], **content})
         except (ValidationError, KeyError, TypeError) as error:
             raise CompressionError(
-                f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the plan or plan again"
+                f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the "
+                "plan or plan again"
             ) from error
 
     def heaviest(self) -> "TextSpec":
-        """Return the spec without the lightest optional sources, where there are more sources than sequences."""
+        """Return the spec without the lightest optional sources, where there are more sources than
+        sequences."""
         most = min(count for count in (self.samples, self.reserve, len(self.sources)) if count)
         optional = [entry for entry in reversed(self.sources) if entry.is_optional]
         optional.sort(key=lambda entry: entry.weight)
@@ -187,27 +200,33 @@ class TextSpec:
 
     @property
     def heldout_length(self) -> int:
-        """The tokens of a held-out sequence after the parts: as many as in a sequence of the first part."""
+        """The tokens of a held-out sequence after the parts: as many as in a sequence of the first
+        part."""
         return next((part.length for part in self.parts.values()), self.sequence_length)
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatches:
-    """Calibration batches, batches of named parts, and held-out sequences that nothing is fitted to."""
+    """Calibration batches, batches of named parts, and held-out sequences that nothing is fitted
+    to."""
 
     fit: Calibration  # including its own held-out batches and reserved sets
-    identity: dict[str, Any]  # the sources, the spec, and digests of everything cut from the sources
+    # the sources, the spec, and digests of everything cut from the sources
+    identity: dict[str, Any]
     parts: Mapping[str, Batches]  # training batches [B, L] by name, each of one source
     heldout: EvaluationSets  # for all evaluations of the whole model, by source
-    evaluation: EvaluationSets  # read by no step, except in a `short` source: there the held-out sequences, too
+    # read by no step, except in a `short` source: there the held-out sequences, too
+    evaluation: EvaluationSets
     emphasis: Emphasis = PLAIN  # in everything that is fitted to the text
     short: tuple[str, ...] = ()  # sources whose evaluation text steps have partly read
-    part_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of each part's batches
+    # of each part's batches
+    part_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _SourceText:
-    """A source cut into sequences; `rest` [T] are the tokens after the calibration's and the reserved sequences."""
+    """A source cut into sequences; `rest` [T] are the tokens after the calibration's and the
+    reserved sequences."""
 
     name: str
     demand: Demand
@@ -230,28 +249,35 @@ class _SourceText:
         return tuple(row for use in uses for row in self.sequences[use])
 
     def batches(self, *uses: str, size: int = BATCH_SIZE) -> Batches:
-        """Return the sequences of these uses in batches of at most this size; one with pictures is its own batch."""
+        """Return the sequences of these uses in batches of at most this size; one with pictures is
+        its own batch."""
         if self.is_pictured:
             return self.rows(*uses)
         batches = []
         for use in uses:
             rows = self.sequences[use]
-            batches += [torch.cat(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+            batches += [
+                torch.cat(rows[begin : begin + size]) for begin in range(0, len(rows), size)
+            ]
         return tuple(batches)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a token of text."""
-    return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
+    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a
+    token of text."""
+    return checkpoint_tokenizer.load_tokenizer(
+        folder, "calibration needs one, model-centric does not"
+    )
 
 
 def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
-    """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
+    """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too
+    little text.
 
-    Parts are disjoint. If a source is too short for them, they start again from the beginning of its calibration text.
-    No sequence occurs twice in a part, and held-out or reserved text never occurs in one. Optional sources that cannot
-    be read are left out with a warning, or refused if `strict`.
-    """
+    Parts are disjoint. If a source is too short for them, they start again from the beginning of
+    its calibration text. No sequence occurs twice in a part, and held-out or reserved text never
+    occurs in one. Optional sources that cannot be read are left out with a warning, or refused if
+    `strict`."""
     with dated(spec.date) as date:
         spec, texts = _read_sources(spec, tokenizer, vocabulary)
     spec = replace(spec, date=str(date) if date.is_used else None)
@@ -261,7 +287,9 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
             fit = text.rows(FIT)
             shapes.append((len(fit), max(row.shape[1] for row in fit)))
         for text, count in zip(texts, _heldout_counts(shapes, spec.heldout), strict=True):
-            text.sequences[FIT], text.sequences[HELD] = _split_last(text.name, text.rows(FIT), count)
+            text.sequences[FIT], text.sequences[HELD] = _split_last(
+                text.name, text.rows(FIT), count
+            )
     if spec.parts:
         for text, count, length in _tails(texts, spec.parts):
             _cut_parts(text, spec.parts, count, length)
@@ -272,29 +300,46 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     return _text(spec, texts)
 
 
-def _read_sources(spec: TextSpec, tokenizer: Any, vocabulary: int) -> tuple[TextSpec, list[_SourceText]]:
+def _read_sources(
+    spec: TextSpec, tokenizer: Any, vocabulary: int
+) -> tuple[TextSpec, list[_SourceText]]:
     """Read and cut the sources; return the spec of those that could be read, too."""
     requested = len(spec.sources)
     spec = spec.heaviest()
     if len(spec.sources) < requested:
         names = ", ".join(entry.source for entry in spec.sources)
-        logger.warning("fewer sequences than sources: only the heaviest are read (--samples adds others): %s", names)
+        logger.warning(
+            "fewer sequences than sources: only the heaviest are read (--samples adds others): %s",
+            names,
+        )
     first: CompressionError | None = None
     texts = list[_SourceText]()
     while len(texts) < len(spec.sources):
         source = spec.sources[len(texts)]
         try:
-            texts.append(_cut_source(spec, source, _demands(spec)[len(texts)], tokenizer, vocabulary))
+            texts.append(
+                _cut_source(spec, source, _demands(spec)[len(texts)], tokenizer, vocabulary)
+            )
         except CompressionError as error:
             if spec.strict or not source.is_optional:
                 raise
             first = first or error
             unread = [source.source]
             if hub_id(source.source) and not hub_answers():
-                unread = [entry.source for entry in spec.sources if entry.is_optional and hub_id(entry.source)]
+                unread = [
+                    entry.source
+                    for entry in spec.sources
+                    if entry.is_optional and hub_id(entry.source)
+                ]
             if len(unread) == len(spec.sources):
-                raise CompressionError(f"no source of the blend can be read; of the first one, {first}") from error
-            logger.warning("%s of the blend cannot be read, so the others count for more: %s", ", ".join(unread), error)
+                raise CompressionError(
+                    f"no source of the blend can be read; of the first one, {first}"
+                ) from error
+            logger.warning(
+                "%s of the blend cannot be read, so the others count for more: %s",
+                ", ".join(unread),
+                error,
+            )
             spec = spec.without(unread)
             texts.clear()  # the others have more to give
     return spec, texts
@@ -303,7 +348,10 @@ def _read_sources(spec: TextSpec, tokenizer: Any, vocabulary: int) -> tuple[Text
 def _demands(spec: TextSpec) -> list[Demand]:
     """Divide the requested sequences among the sources."""
     weights = [entry.weight for entry in spec.sources]
-    uses = {FIT: (spec.samples, spec.sequence_length), RESERVED: (spec.reserve, spec.sequence_length)}
+    uses = {
+        FIT: (spec.samples, spec.sequence_length),
+        RESERVED: (spec.reserve, spec.sequence_length),
+    }
     uses |= {name: (part.sequences, part.length) for name, part in spec.parts.items()}
     uses[BEHIND] = spec.heldout_wanted, spec.heldout_length
     uses[EVALUATION] = spec.evaluation, spec.heldout_length
@@ -321,7 +369,8 @@ def _demands(spec: TextSpec) -> list[Demand]:
 
 
 def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int]:
-    """Return how many of each source's [n, L] sequences are held out: at least one overall, and never all of a source.
+    """Return how many of each source's [n, L] sequences are held out: at least one overall, and
+    never all of a source.
 
     The only sequence of a source may be held out if there is no other.
     """
@@ -334,12 +383,17 @@ def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int
     return counts
 
 
-def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int) -> _SourceText:
-    """Read a source, and cut the calibration's, the reserved and the evaluation's sequences from it."""
+def _cut_source(
+    spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int
+) -> _SourceText:
+    """Read a source, and cut the calibration's, the reserved and the evaluation's sequences from
+    it."""
     length = spec.sequence_length
     sizes = [math.prod(size) for size in demand.values()]
     try:
-        stream = read_tokens(source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict)
+        stream = read_tokens(
+            source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict
+        )
     except HasMediaError:
         return _cut_sequences(spec, source, demand, tokenizer, vocabulary)
     sequences: dict[str, Rows] = dict.fromkeys((*demand, HELD), ())
@@ -352,9 +406,16 @@ def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenize
         rest = rest[first.numel() :]
         reserved = demand[RESERVED][0]
         if first.numel() < wanted:
-            logger.warning("calibration data %s fills %d of %d tokens asked for", source.source, first.numel(), wanted)
+            logger.warning(
+                "calibration data %s fills %d of %d tokens asked for",
+                source.source,
+                first.numel(),
+                wanted,
+            )
             if reserved:
-                reserved = divide(len(first), (demand[FIT][0], reserved))[1] if len(first) > 1 else 1
+                reserved = (
+                    divide(len(first), (demand[FIT][0], reserved))[1] if len(first) > 1 else 1
+                )
         sequences[FIT], sequences[RESERVED] = _split_last(source.source, first.split(1), reserved)
     return _SourceText(source.source, demand, sequences, rest, stream.opening)
 
@@ -362,32 +423,42 @@ def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenize
 def _cut_sequences(
     spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int
 ) -> _SourceText:
-    """Cut a source with pictures, each row of which is a sequence; divide them in proportion if there are too few."""
+    """Cut a source with pictures, each row of which is a sequence; divide them in proportion if
+    there are too few."""
     *counts, evaluation = [count for count, _ in demand.values()]
     needed = sum(counts)
     most = needed + evaluation
-    read = read_sequences(source, tokenizer, most, spec.sequence_length, spec.seed, vocabulary, strict=spec.strict)
+    read = read_sequences(
+        source, tokenizer, most, spec.sequence_length, spec.seed, vocabulary, strict=spec.strict
+    )
     available = min(len(read), needed)
     if available < needed:
         logger.warning(
-            "calibration data %s is short: it has %d of %d sequences asked for", source.source, available, needed
+            "calibration data %s is short: it has %d of %d sequences asked for",
+            source.source,
+            available,
+            needed,
         )
     bounds = [0, *accumulate(divided(available, counts, source.source)), len(read)]
     sequences: dict[str, Rows] = {HELD: ()}
     for use, (begin, end) in zip(demand, pairwise(bounds), strict=True):
         sequences[use] = read[begin:end]
-    return _SourceText(source.source, demand, sequences, torch.empty(0, dtype=torch.long), is_pictured=True)
+    return _SourceText(
+        source.source, demand, sequences, torch.empty(0, dtype=torch.long), is_pictured=True
+    )
 
 
 def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
-    """Return all rows but the last `count`, and the last `count`; a single row is cut after three quarters of it."""
+    """Return all rows but the last `count`, and the last `count`; a single row is cut after three
+    quarters of it."""
     if count < len(rows):
         first = len(rows) - count
         return rows[:first], rows[first:]
     (row,) = rows
     if isinstance(row, Inputs):
         raise CompressionError(
-            f"calibration data {source} gives one sequence with pictures, and some must be held out; give more"
+            f"calibration data {source} gives one sequence with pictures, and some must be held "
+            "out; give more"
         )
     tokens = row.shape[1]
     if tokens < LEAST_TO_CUT:
@@ -399,8 +470,11 @@ def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
     return (row[:, :first],), (row[:, first:],)
 
 
-def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_SourceText, int, int]]:
-    """Return the number of held-out sequences at the end of each source of plain text, and the tokens of each.
+def _tails(
+    texts: Sequence[_SourceText], parts: Iterable[str]
+) -> list[tuple[_SourceText, int, int]]:
+    """Return the number of held-out sequences at the end of each source of plain text, and the
+    tokens of each.
 
     Short text has fewer, but there is at least one unless other text is held out.
     """
@@ -422,7 +496,8 @@ def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_So
         available = max(sizes)
         if available < LEAST_TO_CUT:
             raise CompressionError(
-                "the calibration text is too short to hold a part of it out; give more text, or lower --samples"
+                "the calibration text is too short to hold a part of it out; give more text, or "
+                "lower --samples"
             )
         index = sizes.index(available)
         text, _, length = tails[index]
@@ -437,7 +512,8 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
     available = text.rest.numel() - tail
     if needed > available:
         logger.warning(
-            "calibration data %s is short: behind its first sequences are %d of %d tokens asked for, so "
+            "calibration data %s is short: behind its first sequences are %d of %d tokens asked "
+            "for, so "
             "training starts again from its beginning",
             *(text.name, available, needed),
         )
@@ -451,7 +527,9 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
     for name in parts:
         sequences, tokens = text.demand[name]
         most = min(sequences * tokens, total // tokens * tokens or total)
-        text.sequences[name] = as_rows(stream[(begin + torch.arange(most)) % total], tokens).split(1)
+        text.sequences[name] = as_rows(stream[(begin + torch.arange(most)) % total], tokens).split(
+            1
+        )
         begin += most
 
 
@@ -463,8 +541,10 @@ def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
             full += sum(text.is_pictured or row.shape[1] == part.length for row in text.rows(name))
         if full < part.minimum:
             raise CompressionError(
-                f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
-                f"least {part.minimum} are needed; give more text, or ask for less, as with --tokens-per-step"
+                f"the text gives {full} sequences of {part.length} tokens to train on for {name}, "
+                "and at "
+                f"least {part.minimum} are needed; give more text, or ask for less, as with "
+                "--tokens-per-step"
             )
 
 
@@ -496,7 +576,9 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
     for name, part in spec.parts.items():
         by_source = [text.batches(name, size=part.rows) for text in texts]
         parts[name] = tuple(chain.from_iterable(by_source))
-        part_sources[name] = tuple(source for source, batches in zip(names, by_source, strict=True) for _ in batches)
+        part_sources[name] = tuple(
+            source for source, batches in zip(names, by_source, strict=True) for _ in batches
+        )
     held_out = _evaluation_sets(names, [text.batches(HELD, BEHIND) for text in texts])
     evaluated = []
     short = set()
@@ -507,10 +589,14 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
             short.add(name)
         evaluated.append(text.batches(*uses))
     for name in spec.emphasis.missing([*batches, *chain.from_iterable(parts.values())]):
-        logger.warning("emphasis.%s has no effect: the text has no such token; give text that has", name)
+        logger.warning(
+            "emphasis.%s has no effect: the text has no such token; give text that has", name
+        )
     read = tuple(entry.name for entry in held_out if entry.name in short)
     evaluation = _evaluation_sets(names, evaluated)
-    return TextBatches(fit, identity, parts, held_out, evaluation, spec.emphasis, read, part_sources)
+    return TextBatches(
+        fit, identity, parts, held_out, evaluation, spec.emphasis, read, part_sources
+    )
 
 
 def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> EvaluationSets:
@@ -520,7 +606,8 @@ def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> Evalua
 
 
 def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
-    """Return the description of the text and its parts by which `repeat_text` repeats and checks it."""
+    """Return the description of the text and its parts by which `repeat_text` repeats and checks
+    it."""
     sources = []
     used = list[Tensor]()
     for entry, text in zip(spec.sources, texts, strict=True):
@@ -563,7 +650,11 @@ def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(content_of(row))
-    return {"samples": len(rows), "tokens": sum(row.numel() for row in rows), "sha256": digest.hexdigest()}
+    return {
+        "samples": len(rows),
+        "tokens": sum(row.numel() for row in rows),
+        "sha256": digest.hexdigest(),
+    }
 
 
 def calibrate(
@@ -582,7 +673,14 @@ def calibrate(
 
 
 def evaluation_sets(
-    sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
+    sources: Sequence[str],
+    tokenizer: Any,
+    *,
+    length: int,
+    seed: int,
+    vocab: int,
+    most: int,
+    strict: bool = False,
 ) -> EvaluationSets:
     """Return at most `most` sequences of each file or data set, packed like calibration text."""
     batches = []
@@ -592,36 +690,45 @@ def evaluation_sets(
             stream = read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict)
             batches.append(stream.rows(length).split(BATCH_SIZE))
         except HasMediaError:
-            batches.append(read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict))
+            batches.append(
+                read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict)
+            )
     return _evaluation_sets(short_names(sources), batches)
 
 
-def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> TextBatches:
-    """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come out."""
+def repeat_text(
+    identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0
+) -> TextBatches:
+    """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come
+    out."""
     spec = replace(TextSpec.from_identity(identity), evaluation=evaluation)
     text = read_text(spec, tokenizer, vocabulary)
     for entry, stored in zip(text.identity["sources"], identity["sources"], strict=True):
         if entry["sha256"] != stored.get("sha256"):
             raise CompressionError(
-                f"calibration source {entry['source']} no longer gives the tokens that the plan was made with "
+                f"calibration source {entry['source']} no longer gives the tokens that the plan "
+                "was made with "
                 "(its text, the tokenizer or the plan has changed); restore it or plan again"
             )
     for name, value in text.identity.items():
         if identity.get(name) != value:
             raise CompressionError(
-                f"the plan's calibration has {name!r} that do not follow from its text; restore the plan or plan again"
+                f"the plan's calibration has {name!r} that do not follow from its text; restore "
+                "the plan or plan again"
             )
     return text
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
-    """Return the sorted positions [S] of a sample of the calibration tokens, independent of how batches are cut."""
+    """Return the sorted positions [S] of a sample of the calibration tokens, independent of how
+    batches are cut."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 
 
 def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
-    """Return the rows in each batch of a sample of `count` tokens; `sizes` are the tokens of the batches."""
+    """Return the rows in each batch of a sample of `count` tokens; `sizes` are the tokens of the
+    batches."""
     positions = sample_positions(sum(sizes), count, seed)
     rows = []
     for begin, end in pairwise([0, *accumulate(sizes)]):

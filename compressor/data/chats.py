@@ -15,7 +15,8 @@ from compressor.model.tokenizer import as_part, check_chat, has_chat_template, j
 
 CHATS = ("messages", "conversations", "conversation")  # some data sets hold them as text
 CHOSEN = "chosen"  # the better of two answers, or a chat that ends with it
-ASKING = ("prompt", "instruction", "query", "question", "problem", "input", "inputs")  # columns of a user's message
+# columns of a user's message
+ASKING = ("prompt", "instruction", "query", "question", "problem", "input", "inputs")
 ANSWERING = (
     *("completion", "response", "output", "answer", "answers", "solution", "targets"),
     CHOSEN,
@@ -24,7 +25,8 @@ PAIRS = tuple(product(ASKING, ANSWERING))
 CHAT_COLUMNS = (*((name,) for name in CHATS), *PAIRS, (CHOSEN,))
 COLUMNS = (("text",), *CHAT_COLUMNS)
 CHAT_FIRST = (*CHAT_COLUMNS, ("text",))  # for models with a chat template
-TRACE = frozenset({"id", "seed", "domain"})  # columns of a row whose text the model itself has written (`traces`)
+# columns of a row whose text the model itself has written (`traces`)
+TRACE = frozenset({"id", "seed", "domain"})
 SYSTEM = ("system", "system_prompt")  # columns beside a chat
 DATA = ("input", "context")  # columns beside an instruction
 HISTORY = "history"  # the column of earlier turns
@@ -60,18 +62,22 @@ class Conversation:
     text: str | None = None  # the only text of the row, if there is one; also the user's message
 
 
-def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS) -> Conversation:
-    """Read the first of these combinations of columns that a row has, or the named column (or `one+other`) alone.
+def read_row(
+    row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS
+) -> Conversation:
+    """Read the first of these combinations of columns that a row has, or the named column (or
+    `one+other`) alone.
 
-    A system prompt, earlier turns, and the data of an instruction are read, too. Raises `ItemError` for a row without
-    text or with a malformed chat.
-    """
+    A system prompt, earlier turns, and the data of an instruction are read, too. Raises `ItemError`
+    for a row without text or with a malformed chat."""
     if isinstance(row, ItemError):
         raise row
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
-        raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
+        raise ItemError(
+            f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}"
+        )
     try:
         conversation = _conversation(row, column, where, choices)
         check_chat(conversation.messages, conversation.tools)
@@ -80,11 +86,17 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
     return conversation
 
 
-def _conversation(row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
+def _conversation(
+    row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]
+) -> Conversation:
     """Return the conversation in a row, without checking its messages."""
     names = _columns_of(row, choices if column is None else (tuple(column.split("+")),), where)
     turns = [row[name] if name not in (*CHATS, CHOSEN) else _list_in(row[name]) for name in names]
-    if names[-1] == CHOSEN and _is_chat(turns[-1]) and _message(turns[-1][0])["role"] != "assistant":
+    if (
+        names[-1] == CHOSEN
+        and _is_chat(turns[-1])
+        and _message(turns[-1][0])["role"] != "assistant"
+    ):
         names = (CHOSEN,)  # it holds the question, too
         turns = turns[-1:]
     text = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
@@ -102,11 +114,14 @@ def _conversation(row: Fields, column: str | None, where: str, choices: Sequence
         columns, earlier = _before(row, messages[0].get("role") != "system", where)
         beside += columns
         messages = earlier + messages
-    return Conversation((*names, *beside), messages, _tools_of(row, where), None if beside else text)
+    return Conversation(
+        (*names, *beside), messages, _tools_of(row, where), None if beside else text
+    )
 
 
 def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], list[Message]]:
-    """Return the messages that come before a chat, a system prompt and earlier turns, after their columns."""
+    """Return the messages that come before a chat, a system prompt and earlier turns, after their
+    columns."""
     columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
     messages = [{"role": "system", "content": row[name]} for name in columns]
     history = _list_in(row.get(HISTORY))
@@ -115,22 +130,35 @@ def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], l
         if isinstance(history, list) and isinstance(history[0], list):
             for pair in history:
                 if not isinstance(pair, list) or len(pair) != 2:
-                    raise ItemError(f"{where}: {reprlib.repr(pair)} in {HISTORY} is no question with its answer")
+                    raise ItemError(
+                        f"{where}: {reprlib.repr(pair)} in {HISTORY} is no question with its answer"
+                    )
                 question, answer = pair
-                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                messages += [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
         else:
             messages += _messages(row, HISTORY, history, "user", where)
     return columns, messages
 
 
-def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:
+def note_columns(
+    row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()
+) -> None:
     """Note which of a row's columns of text were read and which were not, to be reported once."""
     left_out.columns |= {*conversation.columns}
     if isinstance(row, Mapping):
         read = {*conversation.columns, *known, *OURS, *TOOLS, *MEDIA}
-        beside = {name: value for name, value in row.items() if name not in read and not _is_blank(name, value)}
+        beside = {
+            name: value
+            for name, value in row.items()
+            if name not in read and not _is_blank(name, value)
+        }
         left_out.unread |= {
-            str(name) for name, value in beside.items() if isinstance(value, str) or (value and name in BESIDE)
+            str(name)
+            for name, value in beside.items()
+            if isinstance(value, str) or (value and name in BESIDE)
         }
 
 
@@ -139,7 +167,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_blank(name: str, value: Any) -> bool:
-    """Return True for an empty list, and for text without a letter, which tables have in place of missing text."""
+    """Return True for an empty list, and for text without a letter, which tables have in place of
+    missing text."""
     value = _list_in(value) if name in CHATS else value
     if isinstance(value, str):
         return not value.strip()
@@ -147,7 +176,9 @@ def _is_blank(name: str, value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
+    )
 
 
 def _list_in(value: Any) -> Any:
@@ -160,7 +191,8 @@ def _list_in(value: Any) -> Any:
 
 
 def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
-    """Return the first of these combinations of columns that a row has; raise `ItemError` if it has none."""
+    """Return the first of these combinations of columns that a row has; raise `ItemError` if it has
+    none."""
     present = {name for name, value in row.items() if value is not None}
     filled = {name for name in present if not _is_blank(name, row[name])}
     for columns in (filled, present):
@@ -174,7 +206,8 @@ def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> 
         sought.append(" with ".join(sides))
     shown = ", ".join(str(name) for name in row if name in present)
     raise ItemError(
-        f"{where} has no column {joined(sought, 'or')}; it has {shown or 'nothing'} (SOURCE#column names one of them)"
+        f"{where} has no column {joined(sought, 'or')}; it has {shown or 'nothing'} "
+        "(SOURCE#column names one of them)"
     )
 
 
@@ -190,7 +223,11 @@ def parse_json(text: Any, kind: Any) -> Any:
 def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list[Message]:
     """Return the messages in a column; a text is one message of this role."""
     if _is_text(turns):
-        calls = _calls(turns) if role == "assistant" and any(row.get(column) for column in TOOLS) else None
+        calls = (
+            _calls(turns)
+            if role == "assistant" and any(row.get(column) for column in TOOLS)
+            else None
+        )
         return [_said(role, turns, calls)]
     if isinstance(turns, str):
         raise ItemError(f"{where} has an empty {name}; give it some text or remove it")
@@ -227,11 +264,15 @@ def _said(role: Any, content: Any, calls: list[Message] | None) -> Message:
 
 
 def _calls(text: Any) -> list[Message] | None:
-    """Return the tool calls in JSON text: one, or a list of names with arguments; None for other text."""
+    """Return the tool calls in JSON text: one, or a list of names with arguments; None for other
+    text."""
     parsed = text if isinstance(text, Mapping | list) else parse_json(text, list | dict)
     parsed = parsed if isinstance(parsed, list) else [parsed]
     if all(isinstance(call, Mapping) and {"function", "name"} & call.keys() for call in parsed):
-        return [_decoded(call if "function" in call else {"type": "function", "function": call}) for call in parsed]
+        return [
+            _decoded(call if "function" in call else {"type": "function", "function": call})
+            for call in parsed
+        ]
     return None
 
 
@@ -246,7 +287,8 @@ def _decoded(call: Any) -> Any:
 
 
 def _tools_of(row: Fields, where: str) -> Any:
-    """Return the tools that a chat may call, parsed if they are JSON text; None if there are none."""
+    """Return the tools that a chat may call, parsed if they are JSON text; None if there are
+    none."""
     tools = next((row[name] for name in TOOLS if row.get(name)), None)
     if isinstance(tools, str) and tools.strip():
         parsed = parse_json(tools, list | dict)
@@ -278,7 +320,8 @@ def media_beside(row: Any) -> dict[str, Any]:
 
 
 def with_media(row: Any, conversation: Conversation) -> bool:
-    """Return True if a row has pictures, video or sound, in its messages or in columns of their own."""
+    """Return True if a row has pictures, video or sound, in its messages or in columns of their
+    own."""
     parts = []
     for message in conversation.messages:
         if isinstance(message["content"], list):
@@ -291,7 +334,8 @@ def require_template(tokenizer: Any, what: str) -> None:
     """Refuse a chat if the tokenizer has no template; `what` begins the sentence."""
     if not has_chat_template(tokenizer):
         raise CompressionError(
-            f"{what}, but the model's tokenizer has no chat template; name a column of text, or put the template of "
+            f"{what}, but the model's tokenizer has no chat template; name a column of text, or "
+            "put the template of "
             "the instruct version beside the tokenizer"
         )
 
@@ -304,7 +348,10 @@ def plain_chat(messages: Sequence[Message]) -> str:
         if isinstance(content, list):
             content = joined_text([as_part(part) for part in content])
         calls = message.get("tool_calls")
-        lines.append(f"{message['role']}: {content}{json.dumps(calls, ensure_ascii=False) if calls else ''}\n")
+        lines.append(
+            f"{message['role']}: "
+            f"{content}{json.dumps(calls, ensure_ascii=False) if calls else ''}\n"
+        )
     return "".join(lines)
 
 

@@ -39,11 +39,13 @@ PATIENCE = 100_000  # characters without a known token after which the tokenizer
 
 
 class HasMediaError(CompressionError):
-    """Raised for a source with pictures, video or sound, which is read as sequences (`data.media`)."""
+    """Raised for a source with pictures, video or sound, which is read as sequences
+    (`data.media`)."""
 
 
 class Document(NamedTuple):
-    """One text of a source; that of a chat is rendered by the template, with the opening that the model knows."""
+    """One text of a source; that of a chat is rendered by the template, with the opening that the
+    model knows."""
 
     text: str
     is_chat: bool = False
@@ -64,7 +66,8 @@ class TokenStream:
 def _document(
     row: Any, column: str | None, tokenizer: Any, where: str, left_out: LeftOut, purpose: Purpose
 ) -> Document:
-    """Return a row's text, or its chat rendered by the template; raise `ItemError` for a row without text.
+    """Return a row's text, or its chat rendered by the template; raise `ItemError` for a row
+    without text.
 
     A chat in a named column is plain text where the model has no template.
     """
@@ -81,7 +84,9 @@ def _document(
     if text is None:
         is_rendered = has_chat_template(tokenizer)
         if column is None:
-            require_template(tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}")
+            require_template(
+                tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}"
+            )
         try:
             if is_rendered:
                 text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
@@ -93,9 +98,14 @@ def _document(
 
 
 def documents(
-    source: WeightedSource, seed: int, tokenizer: Any, purpose: Purpose = "calibration", left_out: LeftOut | None = None
+    source: WeightedSource,
+    seed: int,
+    tokenizer: Any,
+    purpose: Purpose = "calibration",
+    left_out: LeftOut | None = None,
 ) -> Iterable[Document]:
-    """Return the documents of a source in the order of the seed; a data set is streamed, other sources are read now."""
+    """Return the documents of a source in the order of the seed; a data set is streamed, other
+    sources are read now."""
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = SourceSpec.parse(source.source)
     source_of_rows = source_rows(source, seed, purpose)
@@ -110,7 +120,8 @@ def documents(
     if source_of_rows.is_streamed:
         return (document for document in read() if document.text.strip())
     ordered = list(read())
-    # rows that are left out have their places, as in data sets, which are shuffled before they are read
+    # rows that are left out have their places, as in data sets, which are shuffled before they are
+    # read
     random.Random(seed).shuffle(ordered)
     ordered = [document for document in ordered if document.text.strip()]
     if not ordered:
@@ -120,11 +131,12 @@ def documents(
 
 
 def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStream:
-    """Return at most `wanted` tokens of the documents, each with the tokenizer's opening and an end-of-text token.
+    """Return at most `wanted` tokens of the documents, each with the tokenizer's opening and an
+    end-of-text token.
 
-    Text without a known token is refused. A chat gets no opening but its template's, and text that ends with the
-    end-of-text token no second one. If the first document has no opening, no sequence gets one.
-    """
+    Text without a known token is refused. A chat gets no opening but its template's, and text that
+    ends with the end-of-text token no second one. If the first document has no opening, no sequence
+    gets one."""
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     end = getattr(tokenizer, "eos_token", None) or "\0"
     opening = opening_of(tokenizer)
@@ -135,7 +147,9 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     for document in documents:
         text = document.text
         if len(text) > MOST_CHARACTERS:
-            raise CompressionError(f"a document has {len(text):,} characters, over {MOST_CHARACTERS:,}; split it")
+            raise CompressionError(
+                f"a document has {len(text):,} characters, over {MOST_CHARACTERS:,}; split it"
+            )
         _, tokens = first_part(tokenizer, text, wanted - len(ids))
         is_known = is_known or says_something(tokenizer, tokens)
         characters += len(text.strip())
@@ -156,7 +170,8 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
 
 
 def opened(rows: Tensor, opening: Sequence[int]) -> Tensor:
-    """Replace the first tokens of each sequence [n, L] by the opening that the model knows from the start of texts.
+    """Replace the first tokens of each sequence [n, L] by the opening that the model knows from the
+    start of texts.
 
     A sequence with an opening right after them is moved up instead, so that it has only one.
     """
@@ -193,11 +208,16 @@ def read_tokens(
     """
     name = source.source
     left_out = LeftOut(f"rows of {purpose} data {name}", strict)
-    with quiet_transformers(), wrap_faults(f"the tokenizer cannot take {purpose} data {name}", *REMEDIES):
+    with (
+        quiet_transformers(),
+        wrap_faults(f"the tokenizer cannot take {purpose} data {name}", *REMEDIES),
+    ):
         stream = pack(documents(source, seed, tokenizer, purpose, left_out), tokenizer, wanted)
     ids = stream.ids
     left_out.report()
     if ids.numel() < 2:
-        raise CompressionError(f"{purpose} data {name} gives {ids.numel()} tokens; give it more text")
+        raise CompressionError(
+            f"{purpose} data {name} gives {ids.numel()} tokens; give it more text"
+        )
     check_vocabulary(int(ids.max()), vocab)
     return stream

@@ -1,4 +1,5 @@
-"""Emphasis on tokens that end an answer, or its thinking, and weights of sources, when something is fitted to text.
+"""Emphasis on tokens that end an answer, or its thinking, and weights of sources, when something is
+fitted to text.
 
 A model predicts a token at the position before it, so that position gets the token's weight.
 """
@@ -27,7 +28,8 @@ class Emphasis:
     marked: Mapping[str, MarkedTokens] = field(default_factory=dict)
 
     def weights(self, tokens: Tensor) -> Tensor:
-        """Return the weights of positions: token ids [B, L] -> [B, L], 1 unless the next token is marked."""
+        """Return the weights of positions: token ids [B, L] -> [B, L], 1 unless the next token is
+        marked."""
         weights = torch.ones(tokens.shape)
         for marked in self.marked.values():
             is_next = _covered(tokens, marked.tokens)[:, 1:]
@@ -35,7 +37,8 @@ class Emphasis:
         return weights
 
     def loss_weights(self, tokens: Tensor) -> Tensor:
-        """Return the weights [B, L] of predictions: those of `weights`, and 0 if the next token is a picture's."""
+        """Return the weights [B, L] of predictions: those of `weights`, and 0 if the next token is
+        a picture's."""
         weights = self.weights(tokens)
         return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
 
@@ -64,7 +67,8 @@ def _covered(tokens: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
     for run in runs:
         length = len(run)
         if length <= tokens.shape[1]:
-            begins = (tokens.unfold(1, length, 1) == torch.tensor(run)).all(-1)  # [B, L - length + 1]
+            # [B, L - length + 1]
+            begins = (tokens.unfold(1, length, 1) == torch.tensor(run)).all(-1)
             for offset in range(length):
                 covered[:, offset : offset + begins.shape[1]] |= begins
     return covered

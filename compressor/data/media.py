@@ -32,13 +32,20 @@ from compressor.data.sources import SourceSpec, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
-from compressor.model.tokenizer import as_part, chat_form, check_vocabulary, first_part, templates_of
+from compressor.model.tokenizer import (
+    as_part,
+    chat_form,
+    check_vocabulary,
+    first_part,
+    templates_of,
+)
 from compressor.progress import quiet_transformers
 from compressor.prompt_date import dated_template
 
 BASE64 = 256  # letters; a longer string is a picture in base64, not the name of a file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow may run programs for others
-MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"  # names a folder whose files rows may use, besides the folder of the data
+# names a folder whose files rows may use, besides the folder of the data
+MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"
 KINDS = ("image", "video", "audio")  # types of parts of messages
 FIELDS = ("path", "url", "base64")  # fields that may hold the content of a part
 PLACEHOLDER = "<image>"  # stands for a picture in the text of a chat, as in LLaVA's data sets
@@ -46,7 +53,8 @@ Part = dict[str, Any]  # a part of a message
 
 
 def content_of(row: Tensor) -> bytes:
-    """Return the bytes of a sequence [1, L] for a digest: token ids, and with media all other inputs of the forward."""
+    """Return the bytes of a sequence [1, L] for a digest: token ids, and with media all other
+    inputs of the forward."""
     if not isinstance(row, Inputs):
         return row.contiguous().numpy().tobytes()
     content = b""
@@ -57,15 +65,21 @@ def content_of(row: Tensor) -> bytes:
 
 
 def load_processor(folder: Path) -> Any:
-    """Return the checkpoint's processor; raise `CompressionError` if it has none for pictures, video or sound."""
+    """Return the checkpoint's processor; raise `CompressionError` if it has none for pictures,
+    video or sound."""
     try:
         processor = load_stock("AutoProcessor", folder)
-        message = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
+        message = (
+            ""
+            if hasattr(processor, "create_mm_token_type_ids")
+            else "it takes no pictures beside text"
+        )
     except Exception as error:  # processors raise anything
         message = reason_of(error)
     if message:
         raise CompressionError(
-            f"{folder} has no usable processor for pictures ({message}); install Pillow and torchvision, copy the "
+            f"{folder} has no usable processor for pictures ({message}); install Pillow and "
+            "torchvision, copy the "
             "original model's processor there, or calibrate on its text alone (SOURCE#column)"
         )
     return processor
@@ -83,9 +97,8 @@ def read_sequences(
 ) -> tuple[Inputs, ...]:
     """Return at most `wanted` sequences of at most `length` tokens.
 
-    Rows that cannot be read are left out with one warning, or refused if `strict`. Raises `CompressionError` for a
-    model without a processor, or if no row is left.
-    """
+    Rows that cannot be read are left out with one warning, or refused if `strict`. Raises
+    `CompressionError` for a model without a processor, or if no row is left."""
     name = source.source
     processor = load_processor(Path(tokenizer.name_or_path))
     address = SourceSpec.parse(name)
@@ -99,15 +112,22 @@ def read_sequences(
         rows = list(rows)
         random.Random(seed).shuffle(rows)
     sequences = list[Inputs]()
-    with quiet_transformers(), wrap_faults(f"the processor cannot take {purpose} data {name}", *REMEDIES):
+    with (
+        quiet_transformers(),
+        wrap_faults(f"the processor cannot take {purpose} data {name}", *REMEDIES),
+    ):
         for where, row in rows:
             if len(sequences) == wanted:
                 break
             with left_out.each():
-                sequences.append(sequence_of(row, address.column, processor, folder, length, where, left_out))
+                sequences.append(
+                    sequence_of(row, address.column, processor, folder, length, where, left_out)
+                )
     left_out.report()
     if not sequences:
-        raise CompressionError(f"{purpose} data {name} gives no sequence; give rows that can be read")
+        raise CompressionError(
+            f"{purpose} data {name} gives no sequence; give rows that can be read"
+        )
     check_vocabulary(max(int(row.max()) for row in sequences), vocab, "processor")
     return tuple(sequences)
 
@@ -123,9 +143,8 @@ def sequence_of(
 ) -> Inputs:
     """Return the processed row, cut to `length` tokens; its files are in `folder`.
 
-    Raises `ItemError` for a picture that cannot be read, for messages that the template cannot take, and for a row
-    whose pictures alone need more tokens.
-    """
+    Raises `ItemError` for a picture that cannot be read, for messages that the template cannot
+    take, and for a row whose pictures alone need more tokens."""
     choices = CHAT_FIRST if getattr(processor, "chat_template", None) else COLUMNS
     conversation = read_row(row, column, where, choices)
     if left_out is not None and column is None:
@@ -136,7 +155,9 @@ def sequence_of(
         beside += [{"type": kind, kind: value} for value in several if value is not None]
     messages = []
     for message in _placed(conversation.messages, beside, where):
-        parts = [_opened(part, processor.tokenizer, length, folder, where) for part in message["content"]]
+        parts = [
+            _opened(part, processor.tokenizer, length, folder, where) for part in message["content"]
+        ]
         messages.append({**message, "content": parts})
     try:
         inputs = _processed(processor, messages, conversation, where)
@@ -150,8 +171,8 @@ def sequence_of(
 def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Message]:
     """Return messages as lists of parts, including the media in other columns.
 
-    These take the place of empty parts and of `<image>`; the rest comes before the first message of the user.
-    """
+    These take the place of empty parts and of `<image>`; the rest comes before the first message of
+    the user."""
     waiting = list(beside)
     placed = []
     for message in messages:
@@ -165,12 +186,17 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
         for part in map(as_part, content):
             if part.get("type") == "image_url":
                 url = part.get("image_url")
-                part = {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
+                part = {
+                    "type": "image",
+                    "image": url.get("url") if isinstance(url, Mapping) else url,
+                }
             kind = part.get("type")
             if kind in KINDS and _content(part) is None:
                 part = next((given for given in waiting if given["type"] == kind), None)
                 if part is None:
-                    raise ItemError(f"{where}: its messages have more parts of type {kind} than it has {kind}s")
+                    raise ItemError(
+                        f"{where}: its messages have more parts of type {kind} than it has {kind}s"
+                    )
                 waiting.remove(part)
             if kind != "text" or part.get("text"):
                 parts.append(part)
@@ -181,7 +207,8 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
 
 
 def _opened(part: Part, tokenizer: Any, length: int, folder: Path, where: str) -> Part:
-    """Return a part with its picture opened, the path of its video or sound, or no more text than needed."""
+    """Return a part with its picture opened, the path of its video or sound, or no more text than
+    needed."""
     kind = part.get("type")
     if kind == "image":
         return {"type": kind, "image": _picture(_content(part), folder, where)}
@@ -199,9 +226,13 @@ def _content(part: Part) -> Any:
 
 
 def _file(value: Any, folder: Path, where: str) -> str:
-    """Return the path of a file in the folder of the data or in the one that the user allows, links followed."""
+    """Return the path of a file in the folder of the data or in the one that the user allows, links
+    followed."""
     if not isinstance(value, str) or "\0" in value:
-        raise ItemError(f"{where}: {reprlib.repr(value)} is no picture, video or sound; give the path of its file")
+        raise ItemError(
+            f"{where}: {reprlib.repr(value)} is no picture, video or sound; give the path of its "
+            "file"
+        )
     for root in map(realpath, (folder, os.environ.get(MEDIA_VARIABLE, folder))):
         path = realpath(Path(root) / value)
         if isfile(path) and Path(path).is_relative_to(root):
@@ -227,11 +258,16 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
     except ItemError:
         raise
     except Exception as error:  # Pillow raises anything for a broken file
-        raise ItemError(f"{where}: {shown} cannot be read ({reason_of(error)}); mend or remove it") from error
+        raise ItemError(
+            f"{where}: {shown} cannot be read ({reason_of(error)}); mend or remove it"
+        ) from error
 
 
-def _processed(processor: Any, messages: list[Message], conversation: Conversation, where: str) -> Mapping[str, Any]:
-    """Return the processed messages; without a chat template, placeholders and the text after them."""
+def _processed(
+    processor: Any, messages: list[Message], conversation: Conversation, where: str
+) -> Mapping[str, Any]:
+    """Return the processed messages; without a chat template, placeholders and the text after
+    them."""
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
@@ -239,7 +275,9 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
         if conversation.tools is not None:
             more["tools"] = form.tools(conversation.tools)
         adapted = [form.message(message) for message in messages]
-        inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **more)
+        inputs = processor.apply_chat_template(
+            adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
+        )
         return inputs
     text = ""
     media = dict[str, list[Any]]()
@@ -248,8 +286,10 @@ def _processed(processor: Any, messages: list[Message], conversation: Conversati
             kind = part["type"]
             if conversation.text is None or kind == "audio":
                 raise CompressionError(
-                    f"{where} is a chat, or has sound, but the model's processor has no chat template; put the "
-                    "template of the instruct version beside it, or give rows such as {'image': ..., 'text': ...}"
+                    f"{where} is a chat, or has sound, but the model's processor has no chat "
+                    "template; put the "
+                    "template of the instruct version beside it, or give rows such as {'image': "
+                    "..., 'text': ...}"
                 )
             if kind == "text":
                 text += part["text"]
@@ -272,7 +312,8 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
     if bool(media[:, length:].any()):
         needed = int(media[0].nonzero().max()) + 1
         raise ItemError(
-            f"{where} takes {needed} tokens up to the end of its last picture, more than a sequence's {length}; raise "
+            f"{where} takes {needed} tokens up to the end of its last picture, more than a "
+            f"sequence's {length}; raise "
             "--sequence-length, or give smaller pictures"
         )
     more = {}
@@ -283,13 +324,15 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
 
 
 def divided(available: int, wanted: Sequence[int], source: str) -> list[int]:
-    """Return the number of sequences for each purpose: those wanted, or fewer of each if too few are available."""
+    """Return the number of sequences for each purpose: those wanted, or fewer of each if too few
+    are available."""
     if available >= sum(wanted):
         return list(wanted)
     needed = [count for count in wanted if count]
     if available < len(needed):
         raise CompressionError(
-            f"calibration data {source} gives {available} sequences with pictures, too few for its {len(needed)} "
+            f"calibration data {source} gives {available} sequences with pictures, too few for "
+            f"its {len(needed)} "
             "parts; give more rows"
         )
     shares = iter(divide(available, needed))

@@ -1,4 +1,5 @@
-"""Rows of a source in any form: JSON, JSON lines, CSV, parquet or prose, compressed or not, or a data set."""
+"""Rows of a source in any form: JSON, JSON lines, CSV, parquet or prose, compressed or not, or a
+data set."""
 
 import csv
 import json
@@ -29,10 +30,12 @@ from compressor.data.sources import (
 )
 from compressor.errors import CompressionError, ItemError, reason_of, wrap_faults
 
-Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]  # also the names of options
+# also the names of options
+Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]
 Row = tuple[str, Any]  # the place of a row, for error messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by their first bytes
+# by their first bytes
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 MOST_UNPACKED = 2**30  # bytes
 PARQUET = b"PAR1"  # the first bytes of such a file
 C4 = "allenai/c4"  # without a config of that name, "en" is read
@@ -49,19 +52,26 @@ class SourceRows:
 
 
 def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRows:
-    """Return the rows of a source; raise `CompressionError` if it is missing or of no known form."""
+    """Return the rows of a source; raise `CompressionError` if it is missing or of no known
+    form."""
     address = SourceSpec.parse(source.source)
     path = Path(address.name)
     if source.rows is not None:
-        return SourceRows((f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1))
+        return SourceRows(
+            (f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1)
+        )
     if address.name == GIVEN:
-        raise CompressionError(f"the text {address} was given in Python and is in no file; name one with --{purpose}")
+        raise CompressionError(
+            f"the text {address} was given in Python and is in no file; name one with --{purpose}"
+        )
     if address.name == DEMO_SOURCE and not path.exists():
         return SourceRows(_demo_rows(purpose))
     if isfile(path):
         if address.config or address.split:
             plain = replace(address, config=None, split=None, revision=None)
-            raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
+            raise CompressionError(
+                f"{purpose} file {path} has no configurations and splits; write {plain}"
+            )
         return _file_rows(path, purpose)
     if has_text_suffix(address.name) and not path.exists():
         raise CompressionError(f"{purpose} file {path} does not exist; {NAME_TEXT}")
@@ -74,7 +84,8 @@ def hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # the client's, which depend on its version, or a refusal to ask while offline
+    # the client's, which depend on its version, or a refusal to ask while offline
+    except Exception:
         return False
     return True
 
@@ -87,14 +98,19 @@ def _demo_rows(purpose: Purpose) -> Iterator[Row]:
 
 
 def _file_rows(path: Path, purpose: str) -> SourceRows:
-    """Return the rows of a file by its content, and by its suffix if the content leaves the form open."""
+    """Return the rows of a file by its content, and by its suffix if the content leaves the form
+    open."""
     with _reading(path, purpose), _opened(path) as stream:
         start = stream.read(16)
     if start.startswith(PARQUET) or path.suffix.lower() == ".parquet":
         return SourceRows(_parquet_rows(path, purpose))
     if b"\0" in start:
-        raise CompressionError(f"{purpose} file {path} is no text in UTF-8; convert it to JSON lines, CSV or parquet")
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED_SUFFIXES]
+        raise CompressionError(
+            f"{purpose} file {path} is no text in UTF-8; convert it to JSON lines, CSV or parquet"
+        )
+    suffixes = [
+        suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED_SUFFIXES
+    ]
     suffix = suffixes[-1] if suffixes else ""
     if suffix in TABLE_SUFFIXES:
         return SourceRows(_table_rows(path, purpose))
@@ -112,7 +128,9 @@ def _file_rows(path: Path, purpose: str) -> SourceRows:
 
 
 def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:
-    return wrap_faults(f"{purpose} file {path} cannot be read", REMEDIES[0], "mend it, or download it again")
+    return wrap_faults(
+        f"{purpose} file {path} cannot be read", REMEDIES[0], "mend it, or download it again"
+    )
 
 
 @contextmanager
@@ -136,7 +154,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _lines(path: Path, purpose: str) -> Iterator[str]:
     with _reading(path, purpose), _opened(path) as raw:
-        yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")  # a bad byte spoils only its row
+        # a bad byte spoils only its row
+        yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")
 
 
 def _prose(path: Path, purpose: str) -> Iterator[Row]:
@@ -155,12 +174,15 @@ def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = ItemError(f"{where} is not valid JSON ({reason_of(error)}); mend or remove it")
+                row = ItemError(
+                    f"{where} is not valid JSON ({reason_of(error)}); mend or remove it"
+                )
             yield where, row
 
 
 def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file by the names in its first line, whose most frequent separator counts."""
+    """Yield the rows of a CSV file by the names in its first line, whose most frequent separator
+    counts."""
     csv.field_size_limit(sys.maxsize)
     lines = _lines(path, purpose)
     header = next(lines, "")
@@ -169,7 +191,12 @@ def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
     for row in reader:
         where = f"{path}, line {reader.line_num}"
         if None in row:
-            yield where, ItemError(f"{where} has more fields than the first line has names; mend or remove it")
+            yield (
+                where,
+                ItemError(
+                    f"{where} has more fields than the first line has names; mend or remove it"
+                ),
+            )
         else:
             yield where, row
 
@@ -204,14 +231,18 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
             stream = _undecoded(saved.select(order).to_iterable_dataset())
             rows: Iterator[tuple[int, Any]] = zip(order, stream, strict=True)
         else:
-            stream = datasets.load_dataset(name, config, split=split, revision=address.revision, streaming=True)
+            stream = datasets.load_dataset(
+                name, config, split=split, revision=address.revision, streaming=True
+            )
             rows = _shuffled_stream(_undecoded(stream), seed)
         for number, row in rows:
             yield f"data set {address}, row {number + 1}", row
     except Exception as error:  # data sets raise anything
         raise CompressionError(
-            f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set ({reason_of(error)}); "
-            f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, or 'demo'"
+            f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set "
+            f"({reason_of(error)}); "
+            f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, "
+            "or 'demo'"
         ) from error
 
 

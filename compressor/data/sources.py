@@ -1,4 +1,5 @@
-"""Names and weights of the sources of text: files, streamed data sets, blends, the demo, or texts given in Python."""
+"""Names and weights of the sources of text: files, streamed data sets, blends, the demo, or texts
+given in Python."""
 
 import hashlib
 import json
@@ -30,7 +31,15 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
 BLEND_SUFFIXES = (".yaml", ".yml")
-TEXT_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES, ".parquet", ".txt", ".text", ".md")
+TEXT_SUFFIXES = (
+    *JSON_SUFFIXES,
+    *TABLE_SUFFIXES,
+    *COMPRESSED_SUFFIXES,
+    ".parquet",
+    ".txt",
+    ".text",
+    ".md",
+)
 NAME_TEXT = "name a text or JSONL file, a data set id, or 'demo'"
 GIVEN = "memory"  # texts given in Python are named `memory:DIGEST`
 
@@ -60,7 +69,8 @@ def refuse_absent_texts(sources: Iterable[Any], purpose: str = "calibration") ->
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """The parts of `ID:config@split@revision#column`; the name is an id, the path of a file or folder, or `demo`."""
+    """The parts of `ID:config@split@revision#column`; the name is an id, the path of a file or
+    folder, or `demo`."""
 
     name: str
     config: str | None = None
@@ -76,7 +86,12 @@ class SourceSpec:
 
     def __str__(self) -> str:
         text = self.name
-        for sign, part in ((":", self.config), ("@", self.split), ("@", self.revision), ("#", self.column)):
+        for sign, part in (
+            (":", self.config),
+            ("@", self.split),
+            ("@", self.revision),
+            ("#", self.column),
+        ):
             if part is not None:
                 text += f"{sign}{part}"
         return text
@@ -96,10 +111,12 @@ class GivenTexts:
 
     @classmethod
     def of(cls, texts: Iterable[Any]) -> "GivenTexts":
-        """Return the texts of a `datasets.Dataset` or of an iterable of strings and dicts, which is read to its end."""
+        """Return the texts of a `datasets.Dataset` or of an iterable of strings and dicts, which is
+        read to its end."""
         if isinstance(texts, Mapping):
             raise CompressionError(
-                f"calibration is a {type(texts).__name__} with {', '.join(map(str, texts)) or 'nothing'}; pass one of "
+                f"calibration is a {type(texts).__name__} with "
+                f"{', '.join(map(str, texts)) or 'nothing'}; pass one of "
                 "its splits, or a list of texts"
             )
         rows: Any = texts if hasattr(texts, "__getitem__") else list(texts)
@@ -120,14 +137,16 @@ class WeightedSource:
     source: str
     weight: float  # relative to other sources
     rows: Sequence[Any] | None = field(default=None, repr=False, compare=False)
-    is_optional: bool = field(default=False, compare=False)  # of a blend, which is read without it if need be
+    # of a blend, which is read without it if need be
+    is_optional: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.source.strip():
             raise CompressionError(f"a calibration source has no name; {NAME_TEXT}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise CompressionError(
-                f"calibration source {self.source!r} has weight {self.weight}; give a positive number"
+                f"calibration source {self.source!r} has weight {self.weight}; give a positive "
+                "number"
             )
 
 
@@ -167,23 +186,33 @@ class TextPart:
 
 
 def sources_or_texts(given: Any) -> Any:
-    """Return the calibration given in Python: names of sources unchanged, a list of texts as `GivenTexts`.
+    """Return the calibration given in Python: names of sources unchanged, a list of texts as
+    `GivenTexts`.
 
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Sequence)
+        or not all(isinstance(text, str) for text in given)
+    ):
         return given
-    is_named = all(isfile(text) or has_text_suffix(text) or len(text.split()) == 1 for text in given)
+    is_named = all(
+        isfile(text) or has_text_suffix(text) or len(text.split()) == 1 for text in given
+    )
     return given if is_named else GivenTexts.of(given)
 
 
 def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource, ...]:
-    """Parse `SOURCE` or `SOURCE=WEIGHT` arguments; weights sum to 1, and are equal if none is given.
+    """Parse `SOURCE` or `SOURCE=WEIGHT` arguments; weights sum to 1, and are equal if none is
+    given.
 
     The sources of a blend share its weight.
     """
     if not arguments:
-        raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
+        raise CompressionError(
+            "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
+        )
     entries = []
     addresses = []
     bare = []
@@ -195,27 +224,34 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
         rows = argument.rows if isinstance(argument, GivenTexts) else None
         group = [WeightedSource(source, 1.0, rows)]
         if is_blend(source):
-            group = [WeightedSource(entry.source, entry.weight, is_optional=True) for entry in read_blend(source)]
+            group = [
+                WeightedSource(entry.source, entry.weight, is_optional=True)
+                for entry in read_blend(source)
+            ]
         for entry in normalized(group):
             address = SourceSpec.parse(entry.source)
             if exists(address.name):
                 address = replace(address, name=str(Path(address.name).resolve()))
             if address in addresses:
                 raise CompressionError(
-                    f"calibration source {entry.source!r} is given twice; name it once, with a larger weight"
+                    f"calibration source {entry.source!r} is given twice; name it once, with a "
+                    "larger weight"
                 )
             addresses.append(address)
             entries.append(replace(entry, weight=weight * entry.weight))
     if 0 < len(bare) < len(arguments):
         raise CompressionError(
-            f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
+            f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT "
+            "for all or for none"
         )
     return normalized(entries)
 
 
 def normalized(sources: Sequence[WeightedSource]) -> tuple[WeightedSource, ...]:
     """Return the sources with weights that sum to 1."""
-    return tuple(replace(entry, weight=share) for entry, share in zip(sources, shares(sources), strict=True))
+    return tuple(
+        replace(entry, weight=share) for entry, share in zip(sources, shares(sources), strict=True)
+    )
 
 
 def _split_weight(argument: str) -> tuple[str, float | None]:
@@ -227,17 +263,22 @@ def _split_weight(argument: str) -> tuple[str, float | None]:
     if not sign or isfile(argument):
         return argument, None
     if not source:
-        raise CompressionError(f"calibration {argument!r} names no source before its weight; write SOURCE=WEIGHT")
+        raise CompressionError(
+            f"calibration {argument!r} names no source before its weight; write SOURCE=WEIGHT"
+        )
     return source, weight
 
 
 def domain_of(argument: str) -> tuple[str, str]:
-    """Parse `SOURCE` or `SOURCE=DOMAIN`; the domain is a file's name or a data set's id by default."""
+    """Parse `SOURCE` or `SOURCE=DOMAIN`; the domain is a file's name or a data set's id by
+    default."""
     source, sign, domain = argument.rpartition("=")
     if not sign or isfile(argument):
         return argument, short_names([argument])[0]
     if not (source.strip() and domain.strip()):
-        raise CompressionError(f"{argument!r} lacks a source or a domain; write FILE=DOMAIN, or the file alone")
+        raise CompressionError(
+            f"{argument!r} lacks a source or a domain; write FILE=DOMAIN, or the file alone"
+        )
     return source, domain.strip()
 
 
@@ -248,11 +289,11 @@ def shares(sources: Sequence[WeightedSource]) -> tuple[float, ...]:
 
 
 def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divide `total` in proportion to the weights into whole numbers of at least 1, by largest remainders.
+    """Divide `total` in proportion to the weights into whole numbers of at least 1, by largest
+    remainders.
 
-    A share below 1 is raised to 1, and the others divide the rest; ties go to the lower index. `total` must not be less
-    than the number of weights.
-    """
+    A share below 1 is raised to 1, and the others divide the rest; ties go to the lower index.
+    `total` must not be less than the number of weights."""
     exact = [Fraction(weight) for weight in weights]
     raised = set[int]()
     while True:
@@ -284,12 +325,15 @@ def local_name(source: str) -> str:
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
-    """Return each file's name without folder and suffix, or the source without revision; equal names are numbered."""
+    """Return each file's name without folder and suffix, or the source without revision; equal
+    names are numbered."""
     names = []
     for source in sources:
         address = SourceSpec.parse(source)
         is_file = isfile(address.name)
-        names.append(Path(address.name).stem if is_file else local_name(str(replace(address, revision=None))))
+        names.append(
+            Path(address.name).stem if is_file else local_name(str(replace(address, revision=None)))
+        )
     return tuple(distinct(names))
 
 
@@ -313,5 +357,14 @@ def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[st
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]
-    unread = {"left_out": [name(source) for source in identity["left_out"]]} if "left_out" in identity else {}
-    return {**identity, **unread, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}
+    unread = (
+        {"left_out": [name(source) for source in identity["left_out"]]}
+        if "left_out" in identity
+        else {}
+    )
+    return {
+        **identity,
+        **unread,
+        "source": " + ".join(entry["source"] for entry in entries),
+        "sources": entries,
+    }

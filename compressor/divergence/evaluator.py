@@ -1,10 +1,10 @@
-"""Divergence of a model's variants from their base on held-out text: KL, loss and flipped tokens per sequence.
+"""Divergence of a model's variants from their base on held-out text: KL, loss and flipped tokens
+per sequence.
 
-KL(base || variant) is that of next-token distributions over the full vocabulary. Kept of the base is what enters its
-head (small), not its logits (large): beside a variant's head, the base's computes both sets of logits, and whatever
-the model does after its head is done to both. Where only some tokens count, such as those of an answer, the heads see
-the positions before these alone.
-"""
+KL(base || variant) is that of next-token distributions over the full vocabulary. Kept of the base
+is what enters its head (small), not its logits (large): beside a variant's head, the base's
+computes both sets of logits, and whatever the model does after its head is done to both. Where only
+some tokens count, such as those of an answer, the heads see the positions before these alone."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -36,7 +36,8 @@ _SILENT = Silent()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """KL from the base before and after a change, in nats per token: means over held-out sequences."""
+    """KL from the base before and after a change, in nats per token: means over held-out
+    sequences."""
 
     before: float
     after: float
@@ -58,7 +59,8 @@ class Difference:
 
     @property
     def accepted(self) -> bool:
-        """Return True if the gain is above its standard error; a KL that is no number is as far away as can be.
+        """Return True if the gain is above its standard error; a KL that is no number is as far
+        away as can be.
 
         Fewer than eight sequences accept nothing.
         """
@@ -69,7 +71,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figures:
-    """Figures of a variant for each held-out sequence, [n] unless stated; KL and loss in nats per predicted token."""
+    """Figures of a variant for each held-out sequence, [n] unless stated; KL and loss in nats per
+    predicted token."""
 
     kl: Tensor
     loss: Tensor  # of the next token
@@ -77,8 +80,9 @@ class Figures:
     tokens: Tensor  # that are predicted
     domain: Tensor  # number of the evaluation set
     base_loss: Tensor = field(default_factory=lambda: torch.empty(0))
-    # [n, M, 5] for each of the evaluator's sets of stop tokens: how often it is the next token; the sums of its
-    # probability there by the base and by the variant; and the same two at all other positions
+    # [n, M, 5] for each of the evaluator's sets of stop tokens: how often it is the next token; the
+    # sums of its probability there by the base and by the variant; and the same two at all other
+    # positions
     stop_tokens: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
@@ -100,15 +104,19 @@ class Figures:
 
 
 def accepts(before: Figures, after: Figures) -> bool:
-    """Return True if a whole model's mean gain in KL, over eight or more sequences, is above its standard error."""
+    """Return True if a whole model's mean gain in KL, over eight or more sequences, is above its
+    standard error."""
     return Difference.of(before.kl, after.kl).accepted
 
 
-def require_enough(sequences: int, step: str, hint: str = "give more text, or shorter sequences") -> None:
+def require_enough(
+    sequences: int, step: str, hint: str = "give more text, or shorter sequences"
+) -> None:
     """Refuse held-out text on which no change could ever be accepted."""
     if sequences < FEWEST:
         raise CompressionError(
-            f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the text leaves {sequences}; "
+            f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the "
+            f"text leaves {sequences}; "
             f"{hint}"
         )
 
@@ -117,10 +125,11 @@ def require_enough(sequences: int, step: str, hint: str = "give more text, or sh
 def compare_sequence(
     ours: Tensor, theirs: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]] = ()
 ) -> list[float]:
-    """Return a sequence's KL, loss, flips and base's loss, means over positions; then five for each set of stop tokens.
+    """Return a sequence's KL, loss, flips and base's loss, means over positions; then five for each
+    set of stop tokens.
 
-    Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of `Figures.stop_tokens`.
-    """
+    Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of
+    `Figures.stop_tokens`."""
     rows = max(1, COMPARED // ours.shape[-1])
     columns = []
     for part in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True):
@@ -128,7 +137,9 @@ def compare_sequence(
     by_position = torch.cat(columns, 1)
     kl, loss, base_loss, flips = by_position[:4]
     figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
-    for due, base_probability, probability in by_position[4:].view(len(stop_tokens), 3, len(targets)):
+    for due, base_probability, probability in by_position[4:].view(
+        len(stop_tokens), 3, len(targets)
+    ):
         figures.append(due.sum())
         for share in (due, 1 - due):
             figures.append((base_probability * share).sum())
@@ -136,11 +147,13 @@ def compare_sequence(
     return torch.stack(figures).tolist()
 
 
-def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]]) -> Tensor:
+def _at_positions(
+    logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]]
+) -> Tensor:
     """Return KL, both losses and flips at each position: [C, N].
 
-    Then for each set of stop tokens: 1 where one is next, and their probability by the base and by the variant.
-    """
+    Then for each set of stop tokens: 1 where one is next, and their probability by the base and by
+    the variant."""
     logs = log_softmax(logits, dim=-1, dtype=torch.float32)
     base_logs = log_softmax(base, dim=-1, dtype=torch.float32)
     at_target = targets[:, None]
@@ -169,7 +182,8 @@ def require_head(model: Any) -> nn.Module:
     head = head_of(model)
     if head is None:
         raise CompressionError(
-            f"{type(model).__name__} has no language-model head, so its next-token distributions cannot be compared"
+            f"{type(model).__name__} has no language-model head, so its next-token distributions "
+            "cannot be compared"
         )
     return head
 
@@ -177,10 +191,9 @@ def require_head(model: Any) -> nn.Module:
 class Evaluator:
     """A base model and held-out text, on which any number of variants are compared with it.
 
-    `stop_tokens` are sets of tokens, such as those that end a text, whose probabilities are measured, too. If it
-    `waits` for its variants, what it keeps of the base is on disk. Each of
-    several ranks keeps and runs its share of the batches; figures are those of all.
-    """
+    `stop_tokens` are sets of tokens, such as those that end a text, whose probabilities are
+    measured, too. If it `waits` for its variants, what it keeps of the base is on disk. Each of
+    several ranks keeps and runs its share of the batches; figures are those of all."""
 
     def __init__(
         self,
@@ -221,18 +234,21 @@ class Evaluator:
         return sum(map(len, self.batches))
 
     def missing(self, wanted: Collection[int] | None = None) -> list[int]:
-        """Return the numbers of this rank's batches of which the base's answers are not kept yet."""
+        """Return the numbers of this rank's batches of which the base's answers are not kept
+        yet."""
         numbers = ranks().share(self.batches) - self.inputs.keys()
         return sorted(numbers if wanted is None else numbers.intersection(wanted))
 
     def keeping(self, first: int = 0) -> AbstractContextManager["HeldoutProbe"]:
-        """Keep the base's answers from a pass over it in which the probe's batches have numbers from `first` on."""
+        """Keep the base's answers from a pass over it in which the probe's batches have numbers
+        from `first` on."""
         entries: list[_Entry] = [(None, number) for number in self.missing()]
         return self._probe(self.base.partial.model, entries, first)
 
     @contextmanager
     def measuring(self, model: nn.Module, variants: int = 1) -> Iterator["HeldoutProbe"]:
-        """Measure variants in another pass, or `model` whole in memory; the probe has the figures in the end.
+        """Measure variants in another pass, or `model` whole in memory; the probe has the figures
+        in the end.
 
         The base's own batches come first, if its answers are not kept yet.
         """
@@ -256,11 +272,11 @@ class Evaluator:
         phase: str = "evaluate",
         only: Sequence[int] | None = None,
     ) -> list[Figures]:
-        """Return figures of variants of a model, from one streamed pass of all batches or `only` of those numbers.
+        """Return figures of variants of a model, from one streamed pass of all batches or `only` of
+        those numbers.
 
-        Where the base's answers are not kept yet, it runs along in this pass if it is the same opened model, and in
-        one of its own otherwise.
-        """
+        Where the base's answers are not kept yet, it runs along in this pass if it is the same
+        opened model, and in one of its own otherwise."""
         numbers = range(len(self.batches)) if only is None else only
         if model.partial is not self.base.partial and self.missing(numbers):
             self._keep(progress)
@@ -287,18 +303,24 @@ class Evaluator:
         return probe.figures[0]
 
     @contextmanager
-    def _probe(self, model: nn.Module, entries: Sequence["_Entry"], first: int = 0) -> Iterator["HeldoutProbe"]:
+    def _probe(
+        self, model: nn.Module, entries: Sequence["_Entry"], first: int = 0
+    ) -> Iterator["HeldoutProbe"]:
         head = require_head(model)
         probe = HeldoutProbe(self, entries, first)
         try:
-            with head.register_forward_pre_hook(probe.before_head), head.register_forward_hook(probe.after_head):
+            with (
+                head.register_forward_pre_hook(probe.before_head),
+                head.register_forward_hook(probe.after_head),
+            ):
                 yield probe
         finally:
             if head is not self.head:
                 self.base.partial.release(self.head_name)
 
     def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
-        """Return the figures of a variant, in the order of the batches, from those of each batch's sequences."""
+        """Return the figures of a variant, in the order of the batches, from those of each batch's
+        sequences."""
         rows = list[Sequence[float]]()
         tokens = list[int]()
         domains = list[int]()
@@ -309,7 +331,9 @@ class Evaluator:
         columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.stop_tokens))
         kl, loss, flips, base_loss = columns[:, :4].T
         stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
-        return Figures(kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, stop_tokens)
+        return Figures(
+            kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, stop_tokens
+        )
 
 
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
@@ -319,9 +343,8 @@ _Entry = tuple[int | None, int]  # variant, the base's being None, and number of
 class HeldoutProbe(LayerVisitor):
     """Held-out batches in a pass, numbered from `first` on, an entry each.
 
-    Of the base's entries what enters the head is kept, and the head computes next to nothing. When the pass has ended,
-    `add_up` puts together the figures of each variant from all ranks.
-    """
+    Of the base's entries what enters the head is kept, and the head computes next to nothing. When
+    the pass has ended, `add_up` puts together the figures of each variant from all ranks."""
 
     repeatable = True
     evaluator: Evaluator
@@ -337,12 +360,17 @@ class HeldoutProbe(LayerVisitor):
         return [self.evaluator.batches[number] for _, number in self.entries]
 
     def numbers_of(self, wanted: int | None) -> list[int]:
-        """Return the numbers in the pass of this rank's batches of a variant, or of the base (None)."""
+        """Return the numbers in the pass of this rank's batches of a variant, or of the base
+        (None)."""
         share = ranks().share(self.evaluator.batches)
         entries = enumerate(self.entries, self.first)
-        return [number for number, (variant, batch) in entries if variant == wanted and batch in share]
+        return [
+            number for number, (variant, batch) in entries if variant == wanted and batch in share
+        ]
 
-    def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
+    def run(
+        self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor
+    ) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
         numbers = ranks().share(self.evaluator.batches)
         share = [position for position, (_, number) in enumerate(self.entries) if number in numbers]
@@ -354,7 +382,8 @@ class HeldoutProbe(LayerVisitor):
         self._running = self.entries[position] if 0 <= position < len(self.entries) else None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of another form stay."""
+        """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of
+        another form stay."""
         if self._running is None:
             return None
         variant, number = self._running
@@ -364,7 +393,9 @@ class HeldoutProbe(LayerVisitor):
         if self._selected:
             hidden = hidden[:, :-1][evaluator.counted[number].to(hidden.device)][None]
         if variant is None:
-            storage = allocate(tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held))
+            storage = allocate(
+                tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held)
+            )
             evaluator.held += hidden.nbytes
             evaluator.inputs[number] = storage.copy_(hidden.detach())
             if self._selected:
@@ -372,7 +403,8 @@ class HeldoutProbe(LayerVisitor):
         return (hidden, *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
-        """Put the base's logits, by its own head, which is loaded beside a variant's, below those of the variant."""
+        """Put the base's logits, by its own head, which is loaded beside a variant's, below those
+        of the variant."""
         if self._running is None or self._running[0] is None:
             return None
         evaluator = self.evaluator
@@ -380,7 +412,8 @@ class HeldoutProbe(LayerVisitor):
             partial = evaluator.base.partial
             partial.load(partial.keys_under(evaluator.head_name))
         hidden = evaluator.inputs[self._running[1]].to(logits.device)
-        return torch.cat([logits, evaluator.head.forward(hidden, *args[1:])])  # past the head's own hooks
+        # past the head's own hooks
+        return torch.cat([logits, evaluator.head.forward(hidden, *args[1:])])
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Compare a variant's output with the base's, which is below it."""
@@ -404,4 +437,6 @@ class HeldoutProbe(LayerVisitor):
         for by_sequence in ranks().all_gather(self._by_sequence):
             for (variant, number), rows in by_sequence.items():
                 by_variant.setdefault(variant, {})[number] = rows
-        self.figures = [self.evaluator.figures(by_variant[variant]) for variant in sorted(by_variant)]
+        self.figures = [
+            self.evaluator.figures(by_variant[variant]) for variant in sorted(by_variant)
+        ]

@@ -1,9 +1,10 @@
-"""The base's next-token distributions on text that is trained on, and its answers to an evaluator, from one pass.
+"""The base's next-token distributions on text that is trained on, and its answers to an evaluator,
+from one pass.
 
-Of each position the largest log probabilities are kept on disk, and the mass of all others as one more outcome, so that
-base and smaller model are never in memory together. The divergence from what is kept is a lower bound of that from the
-whole distribution, and differs little from it: good enough to train toward; an `Evaluator` has the full vocabulary.
-"""
+Of each position the largest log probabilities are kept on disk, and the mass of all others as one
+more outcome, so that base and smaller model are never in memory together. The divergence from what
+is kept is a lower bound of that from the whole distribution, and differs little from it: good
+enough to train toward; an `Evaluator` has the full vocabulary."""
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """Ids and log probabilities [B, L, K] of a batch's top tokens, and the log of the other tokens' mass [B, L]."""
+    """Ids and log probabilities [B, L, K] of a batch's top tokens, and the log of the other tokens'
+    mass [B, L]."""
 
     tokens: Tensor
     logs: Tensor
@@ -52,16 +54,19 @@ class Distributions:
 
 
 def check_base(smaller: OpenModel, base: OpenModel) -> None:
-    """Refuse a base whose distributions are no target for the smaller model: of another vocabulary or tokenizer."""
+    """Refuse a base whose distributions are no target for the smaller model: of another vocabulary
+    or tokenizer."""
     if smaller.vocabulary != base.vocabulary:
         raise CompressionError(
-            f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} {smaller.vocabulary}; "
+            f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} "
+            f"{smaller.vocabulary}; "
             "name the model that the checkpoint was made of"
         )
     smaller_tokenizer = load_tokenizer(smaller.source.folder)
     if smaller_tokenizer.get_vocab() != load_tokenizer(base.source.folder).get_vocab():
         raise CompressionError(
-            f"{base.source.label} and {smaller.source.label} have different tokenizers; name the model that the "
+            f"{base.source.label} and {smaller.source.label} have different tokenizers; name the "
+            "model that the "
             "checkpoint was made of"
         )
 
@@ -74,12 +79,13 @@ def read_base(
     folder: Path,
     hidden: Collection[str] = (),
 ) -> dict[str, list[Distributions]]:
-    """Return the base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
+    """Return the base's distributions on several texts, and what the evaluator keeps of it, from
+    one streamed pass.
 
-    For the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
-    that is killed, and only what is missing there, or was made of something else, is computed. Ranks share the batches.
-    Raises `CompressionError` for a model without a language-model head.
-    """
+    For the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it
+    outlasts in `folder` a run that is killed, and only what is missing there, or was made of
+    something else, is computed. Ranks share the batches. Raises `CompressionError` for a model
+    without a language-model head."""
     require_head(model.partial.model)
     share = ranks().share(*texts.values())
     outputs = dict[str, list[_StoredOutputs]]()
@@ -105,7 +111,9 @@ def read_base(
                 missing[number] = stored
     if wanted or missing:
         batches = [stored.batch for stored in wanted]
-        visitors: list[LayerVisitor] = [_TeacherVisitor(model.architecture.decoder_layers[-1], wanted)]
+        visitors: list[LayerVisitor] = [
+            _TeacherVisitor(model.architecture.decoder_layers[-1], wanted)
+        ]
         with ExitStack() as stack:
             if evaluator is not None and missing:
                 probe = stack.enter_context(evaluator.keeping(len(wanted)))
@@ -130,7 +138,14 @@ class _StoredOutputs:
         self.batch = batch
         self.hidden = hidden
         digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
-        self.facts = [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
+        self.facts = [
+            digest,
+            list(batch.shape),
+            model.fingerprint,
+            str(model.partial.dtype),
+            KEPT,
+            hidden,
+        ]
 
     @property
     def is_kept(self) -> bool:
@@ -145,7 +160,8 @@ class _StoredOutputs:
 
 
 class _TeacherVisitor(LayerVisitor):
-    """Store the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
+    """Store the distributions of a pass's first batches, and of some what the last decoder layer
+    outputs."""
 
     repeatable = True
 
@@ -186,7 +202,8 @@ class _TeacherVisitor(LayerVisitor):
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
-    """KL(base || other) of what is kept, in nats at every position [B, L], from the other's `logits` [B, L, V]."""
+    """KL(base || other) of what is kept, in nats at every position [B, L], from the other's
+    `logits` [B, L, V]."""
     tokens = base.tokens.to(logits.device)
     base_logs = base.logs.to(logits.device)
     base_rest = base.others.to(logits.device)

@@ -1,7 +1,8 @@
-"""The blocks of a report: frozen words and tables, without a word of Markdown, HTML or the terminal in them.
+"""The blocks of a report: frozen words and tables, without a word of Markdown, HTML or the terminal
+in them.
 
-Every plain `str` is data: each renderer shows it as it is written, whatever it looks like in the renderer's language.
-"""
+Every plain `str` is data: each renderer shows it as it is written, whatever it looks like in the
+renderer's language."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Words]]
     texts: Collection[str] = ()
-    optional: Sequence[str] = ()  # columns that a narrow terminal leaves out, the first of them first
+    # columns that a narrow terminal leaves out, the first of them first
+    optional: Sequence[str] = ()
     ruled: Collection[int] = ()  # rows that a rule stands below, where there are rules
 
     def is_text(self, place: int) -> bool:
@@ -153,7 +155,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Texts side by side, which a page can filter by the values of each name; only pages show them."""
+    """Texts side by side, which a page can filter by the values of each name; only pages show
+    them."""
 
     filters: tuple[str, ...]
     sides: Sequence[Side]

@@ -1,4 +1,5 @@
-"""Parts of all drawings: colours, type, scales of axes, keys, and marks: bars, dots with intervals and heat maps."""
+"""Parts of all drawings: colours, type, scales of axes, keys, and marks: bars, dots with intervals
+and heat maps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,7 +55,8 @@ def ink_on(background: str) -> str:
 
 
 def log_limits(values: Iterable[float], decades: int = DECADES) -> tuple[float, float] | None:
-    """Return the least and the greatest size above 0, over so many decades at the most; None if there is none."""
+    """Return the least and the greatest size above 0, over so many decades at the most; None if
+    there is none."""
     sizes = [abs(value) for value in values if abs(value) >= TINIEST]
     if not sizes:
         return None
@@ -63,17 +65,20 @@ def log_limits(values: Iterable[float], decades: int = DECADES) -> tuple[float, 
 
 
 def log_locator(low: float, high: float) -> Any:
-    """Return where a logarithmic axis has numbers: at powers of ten, with 2 and 5 of each within two decades."""
+    """Return where a logarithmic axis has numbers: at powers of ten, with 2 and 5 of each within
+    two decades."""
     from matplotlib.ticker import LogLocator
 
     return LogLocator(subs=(1, 2, 5) if high <= 100 * low else (1,))
 
 
-def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], decades: int = DECADES) -> str:
+def scale_axis(
+    axes: "Axes", which: Literal["x", "y"], values: Sequence[float], decades: int = DECADES
+) -> str:
     """Scale an axis for these values; returns the words for its label, '' for a linear one.
 
-    It is logarithmic where they span more than a factor of ten, and linear around 0 where some are 0 or below.
-    """
+    It is logarithmic where they span more than a factor of ten, and linear around 0 where some are
+    0 or below."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     least, most = min(finite), max(finite)
     limits = log_limits(finite, decades)
@@ -99,18 +104,26 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
     return words
 
 
-def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Mapping[str, Any]]], **style: Any) -> None:
-    """Draw a legend: each label with its look, of a line if that has a marker, of a patch otherwise."""
+def draw_key(
+    canvas: "FigureBase", looks: Sequence[tuple[str, Mapping[str, Any]]], **style: Any
+) -> None:
+    """Draw a legend: each label with its look, of a line if that has a marker, of a patch
+    otherwise."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: Any = [Line2D([], [], **look) if "marker" in look else Patch(**look) for _, look in looks]
+    handles: Any = [
+        Line2D([], [], **look) if "marker" in look else Patch(**look) for _, look in looks
+    ]
     style = {"loc": "center left", "handlelength": 1.2, "columnspacing": 1.2, **style}
     canvas.legend(handles, [label for label, _ in looks], **style)
 
 
-def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even: float | None = None) -> None:
-    """Draw a bar for each value in its role's colour; dropped ones are hollow, and `even` is a dashed line.
+def draw_bars(
+    axes: "Axes", values: Sequence[float], roles: Sequence[str], even: float | None = None
+) -> None:
+    """Draw a bar for each value in its role's colour; dropped ones are hollow, and `even` is a
+    dashed line.
 
     One path for all bars of a role keeps a page small.
     """
@@ -120,10 +133,19 @@ def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even:
         for value, other in zip(values, roles, strict=True):
             heights += [value if other == role else math.nan, math.nan]
         hollow = role == "dropped"
-        axes.stairs(heights[:-1], edges, color=ROLES[role], fill=not hollow, linewidth=0.7 if hollow else 0, label=role)
+        axes.stairs(
+            heights[:-1],
+            edges,
+            color=ROLES[role],
+            fill=not hollow,
+            linewidth=0.7 if hollow else 0,
+            label=role,
+        )
     if even is not None:
         style = (0, (3, 2))
-        axes.hlines(even, -0.5, len(values) - 0.5, color=ROLES["muted"], linewidth=0.7, linestyles=style)
+        axes.hlines(
+            even, -0.5, len(values) - 0.5, color=ROLES["muted"], linewidth=0.7, linestyles=style
+        )
     axes.set_xticks(sorted({0, len(values) - 1}))
     axes.spines["left"].set_visible(False)
 
@@ -132,8 +154,11 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def draw_heat(axes: "Axes", values: Any, low: float | None, high: float | None, **style: Any) -> Any:
-    """Draw the matrix as coloured squares from `low` to `high`, its first row above; what is not finite stays blank."""
+def draw_heat(
+    axes: "Axes", values: Any, low: float | None, high: float | None, **style: Any
+) -> Any:
+    """Draw the matrix as coloured squares from `low` to `high`, its first row above; what is not
+    finite stays blank."""
     import numpy as np
 
     shown = np.ma.masked_invalid(np.array(values, dtype=float))
@@ -141,7 +166,9 @@ def draw_heat(axes: "Axes", values: Any, low: float | None, high: float | None, 
     return axes.imshow(shown, vmin=low, vmax=high, **style)
 
 
-def label_axes(axes: "Axes", rows: Sequence[str], columns: Sequence[str], width: float, height: float) -> None:
+def label_axes(
+    axes: "Axes", rows: Sequence[str], columns: Sequence[str], width: float, height: float
+) -> None:
     """Label columns and rows, as many as there are inches for."""
     longest = max(map(len, columns)) + 1
     step = math.ceil(longest * LETTER * len(columns) / width)

@@ -1,4 +1,5 @@
-"""Blocks as Markdown, for GitHub and the Hub: model cards, reports beside JSON, summaries of CI jobs."""
+"""Blocks as Markdown, for GitHub and the Hub: model cards, reports beside JSON, summaries of CI
+jobs."""
 
 import html
 import re
@@ -9,13 +10,15 @@ from compressor.document import blocks
 from compressor.document.blocks import Block, Words, plain_words
 from compressor.formatting import readable
 
-SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")  # underscores inside words mean nothing in Markdown
+# underscores inside words mean nothing in Markdown
+SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph
 NO_IMAGES: Mapping[str, str] = {}
 
 
 def markdown(document: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -> str:
-    """The document's text, ending in a line break; `images` are the paths of figures by name, others are left out."""
+    """The document's text, ending in a line break; `images` are the paths of figures by name,
+    others are left out."""
     lines = []
     above = ""
     for block in document:
@@ -34,7 +37,11 @@ def _words(words: Words) -> str:
         case str():
             words = readable(words)  # first, for some of what it replaces counts as a blank
             edges = words[: len(words) - len(words.lstrip())], words[len(words.rstrip()) :]
-            return escaped(words).join(" " if edge else "" for edge in edges) if words.strip() else " "[: len(words)]
+            return (
+                escaped(words).join(" " if edge else "" for edge in edges)
+                if words.strip()
+                else " "[: len(words)]
+            )
         case tuple():
             return "".join(map(_words, words))
         case blocks.Code(text):
@@ -48,7 +55,8 @@ def _words(words: Words) -> str:
 
 
 def _code(text: str) -> str:
-    """Code within a line, which none of its own backticks can end; a bar would end a table's cell."""
+    """Code within a line, which none of its own backticks can end; a bar would end a table's
+    cell."""
     line = " ".join(readable(text).split())
     if "|" in line or not line:
         return escaped(line)
@@ -73,19 +81,31 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
             lines = []
             for name, value in pairs:
                 if isinstance(value, blocks.Items):
-                    lines += [f"- {escaped(name)}:", *(f"  - {_paragraph(item)}" for item in value.items)]
+                    lines += [
+                        f"- {escaped(name)}:",
+                        *(f"  - {_paragraph(item)}" for item in value.items),
+                    ]
                 else:
                     lines.append(f"- {escaped(name)}: {_words(value)}")
             return lines
         case blocks.Table(caption):
-            return [*([] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]), *table(block)]
+            return [
+                *([] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]),
+                *table(block),
+            ]
         case blocks.Figure(name):
             return [f"![{escaped(block.alt)}]({quote(images[name])})"] if name in images else []
         case blocks.Sides():
             return []
         case blocks.Details(words, inner):
             summary = html.escape(" ".join(readable(plain_words(words)).split()))
-            return ["<details>", f"<summary>{summary}</summary>", "", markdown(inner, images), "</details>"]
+            return [
+                "<details>",
+                f"<summary>{summary}</summary>",
+                "",
+                markdown(inner, images),
+                "</details>",
+            ]
 
 
 def _paragraph(words: Words) -> str:

@@ -45,7 +45,8 @@ SETTINGS: Any = {
     "axes.facecolor": "none",
 }
 CLUTTER = re.compile(  # what an element within a page does not need, or would force on it
-    r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"",
+    r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[^\"]*\""
+    r"| transform=\"rotate\(-0 [^\"]*\"",
     re.S,
 )
 REFERENCE = re.compile(r'(?<= id=")|(?<=url\(#)|(?<=href="#)')
@@ -65,7 +66,8 @@ class Drawing:
 
 @contextmanager
 def drawing_settings() -> Iterator[None]:
-    """Apply the settings of every drawing; letters that no font here has are the reader's to show."""
+    """Apply the settings of every drawing; letters that no font here has are the reader's to
+    show."""
     from matplotlib import rc_context
 
     with rc_context(SETTINGS), warnings.catch_warnings():
@@ -82,7 +84,8 @@ def _drawn(drawing: Drawing, **style: Any) -> Any:
 
 
 def inline_svgs(name: str, drawings: Sequence[Drawing]) -> list[str]:
-    """Return an SVG element for each drawing, with a title and a description; every id in it begins with `name`."""
+    """Return an SVG element for each drawing, with a title and a description; every id in it begins
+    with `name`."""
     return [_inline_svg(f"{name}-{number}", drawing) for number, drawing in enumerate(drawings)]
 
 
@@ -102,18 +105,24 @@ def _inline_svg(prefix: str, drawing: Drawing) -> str:
         f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
         f'<desc id="{prefix}-desc">{escape(readable(drawing.alt))}</desc>'
     )
-    body = CLUTTER.sub("", body).replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, sans-serif")
+    body = (
+        CLUTTER.sub("", body)
+        .replace("xlink:href", "href")
+        .replace("'DejaVu Sans'", "system-ui, sans-serif")
+    )
     body = REFERENCE.sub(f"{prefix}-", body)
     body = SHAPE.sub(lambda shape: LONG.sub("", shape[0]), body)
     return head + body.strip()
 
 
 def png(title: str, drawings: Sequence[Drawing]) -> bytes:
-    """Return all drawings in one PNG below a title, on white; the same bytes for the same drawings."""
+    """Return all drawings in one PNG below a title, on white; the same bytes for the same
+    drawings."""
     from PIL import Image
 
     most = max(1, int(PNG_WIDTH / max(drawing.size[0] for drawing in drawings)))
-    columns = math.ceil(len(drawings) / math.ceil(len(drawings) / most))  # as many in each row as can be
+    # as many in each row as can be
+    columns = math.ceil(len(drawings) / math.ceil(len(drawings) / most))
     rows = [list(drawings[start : start + columns]) for start in range(0, len(drawings), columns)]
     width = columns * max(drawing.size[0] for drawing in drawings)
     lines = textwrap.wrap(readable(title), max(20, int(width / 0.1)))

@@ -20,13 +20,15 @@ STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": 
 
 
 def console() -> Console:
-    """Return what prints on stdout, wide enough for most tables where nothing limits it, as in the log of a CI job."""
+    """Return what prints on stdout, wide enough for most tables where nothing limits it, as in the
+    log of a CI job."""
     plain = Console()
     return plain if plain.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)
 
 
 def show(document: Iterable[Block]) -> None:
-    """Print blocks on stdout: paragraphs on one line however long, tables as wide as the terminal lets them be.
+    """Print blocks on stdout: paragraphs on one line however long, tables as wide as the terminal
+    lets them be.
 
     Columns that a table leaves out for want of room are named below it.
     """
@@ -43,7 +45,10 @@ def show(document: Iterable[Block]) -> None:
                 grid, left_out = _table(block, block.caption or above, out.width)
                 out.print(grid)
                 if left_out:
-                    out.print(RichText(f"In a wider terminal, or with --json: {', '.join(left_out)}."), soft_wrap=True)
+                    out.print(
+                        RichText(f"In a wider terminal, or with --json: {', '.join(left_out)}."),
+                        soft_wrap=True,
+                    )
             case blocks.Text(words, tone):
                 out.print(_words(words, STYLES[tone]), soft_wrap=True)
             case blocks.Items(items):
@@ -69,7 +74,9 @@ def _words(words: Words, style: str | Style = "") -> RichText:
         case blocks.Toned(text, tone):
             return RichText(readable(text), STYLES[tone])
         case blocks.Link(text, target):
-            return _words(text if target in text or target.startswith("#") else f"{text} ({target})", style)
+            return _words(
+                text if target in text or target.startswith("#") else f"{text} ({target})", style
+            )
 
 
 def _titled(title: str, **style: Any) -> RichTable:
@@ -89,23 +96,37 @@ def _facts(block: blocks.Facts, title: str) -> RichTable:
 def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str]]:
     """Return the table and the columns that it leaves out, so that words and numbers stay whole.
 
-    Optional columns go first, then words fold, then others go from the right; the first column and verdicts stay.
-    """
+    Optional columns go first, then words fold, then others go from the right; the first column and
+    verdicts stay."""
     optional = [block.columns.index(name) for name in block.optional if name in block.columns]
-    verdicts = {column for row in block.rows for column, cell in enumerate(row) if isinstance(cell, blocks.Toned)}
-    others = [column for column in range(len(block.columns) - 1, 0, -1) if column not in {*optional, *verdicts}]
+    verdicts = {
+        column
+        for row in block.rows
+        for column, cell in enumerate(row)
+        if isinstance(cell, blocks.Toned)
+    }
+    others = [
+        column
+        for column in range(len(block.columns) - 1, 0, -1)
+        if column not in {*optional, *verdicts}
+    ]
     steps = [(number, LEAST_WORDS[0]) for number in range(len(optional) + 1)]
-    steps += [(number, LEAST_WORDS[1]) for number in range(len(optional), len(optional + others) + 1)]
+    steps += [
+        (number, LEAST_WORDS[1]) for number in range(len(optional), len(optional + others) + 1)
+    ]
     for number, least in steps:
         left_out = (optional + others)[:number]
         columns = [column for column in range(len(block.columns)) if column not in left_out]
-        widths = [_least_width(block, column, room if column in verdicts else least) for column in columns]
+        widths = [
+            _least_width(block, column, room if column in verdicts else least) for column in columns
+        ]
         spare = room - 1 - sum(width + 3 for width in widths)
         if spare >= 0:
             break
     else:
         widths = [max(1, (room - 1) // len(columns) - 3)] * len(columns)
-    # rich would narrow the widest columns first, also below what they need, and cut the last one off
+    # rich would narrow the widest columns first, also below what they need, and cut the last one
+    # off
     for place, column in sorted(enumerate(columns), key=lambda entry: block.is_text(entry[1])):
         cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
         grown = min(max(0, spare), max(cell_len(readable(cell)) for cell in cells) - widths[place])
@@ -116,12 +137,15 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str
         side: Literal["left", "right"] = "left" if block.is_text(column) else "right"
         grid.add_column(_words(block.columns[column]), justify=side, overflow="fold", width=width)
     for number, row in enumerate(block.rows):
-        grid.add_row(*(_words(row[column]) for column in columns), end_section=number in block.ruled)
+        grid.add_row(
+            *(_words(row[column]) for column in columns), end_section=number in block.ruled
+        )
     return grid, [block.columns[column] for column in left_out]
 
 
 def _least_width(block: Table, column: int, least: int) -> int:
-    """Return the width at which no number of a column is broken, and no word of up to `least` letters."""
+    """Return the width at which no number of a column is broken, and no word of up to `least`
+    letters."""
     cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
     longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
     return min(longest, least) if block.is_text(column) else longest

@@ -1,4 +1,5 @@
-"""The parts of a GGUF model: which tensors hold its experts, the rules of its routers, and its sizes."""
+"""The parts of a GGUF model: which tensors hold its experts, the rules of its routers, and its
+sizes."""
 
 import hashlib
 import re
@@ -13,10 +14,17 @@ from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf, type_name
 from compressor.model.inspection import PARTS, Part, SmallerSize, candidates
 from compressor.model.moe_layer import MoeLayer, check_count
 
-EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?")
-ROUTER = re.compile(r"blk\.(\d{1,5})\.(?:ffn_gate_inp(?:\.(?:weight|bias))?|exp_probs_b(?:_vl)?(?:\.(?:weight|bias))?)")
-WHOLE = re.compile(r"blk\.\d+\.(ffn_norm_exps\.weight|ffn_gate_inp\.scale|ffn_gate_inp_shexp\.\w+)")  # not by expert
-STRANGE = re.compile(r"exps|exp_probs|gate_inp|tid2eid|ffn_(gate|up|down)\.\d+\.")  # speaks of experts, too
+EXPERTS = re.compile(
+    r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?"
+)
+ROUTER = re.compile(
+    r"blk\.(\d{1,5})\.(?:ffn_gate_inp(?:\.(?:weight|bias))?"
+    r"|exp_probs_b(?:_vl)?(?:\.(?:weight|bias))?)"
+)
+# not by expert
+WHOLE = re.compile(r"blk\.\d+\.(ffn_norm_exps\.weight|ffn_gate_inp\.scale|ffn_gate_inp_shexp\.\w+)")
+# speaks of experts, too
+STRANGE = re.compile(r"exps|exp_probs|gate_inp|tid2eid|ffn_(gate|up|down)\.\d+\.")
 DOWN = "blk.{}.ffn_down_exps.weight"
 GATE = "blk.{}.ffn_gate_inp.weight"
 PER_GROUP = 2  # experts that llama.cpp scores a routing group by
@@ -31,7 +39,8 @@ class Blocks:
     model: Gguf
     arch: str
     layers: tuple[MoeLayer, ...]
-    heads: frozenset[int]  # blocks that predict further tokens; llama.cpp runs them for speculative decoding alone
+    # blocks that predict further tokens; llama.cpp runs them for speculative decoding alone
+    heads: frozenset[int]
     block_of: Mapping[str, int]  # for each tensor with the expert as outermost dimension, its block
     fingerprint: str  # of the routers, which quantising leaves as they are
 
@@ -45,12 +54,15 @@ class Blocks:
 
 
 def find_blocks(model: Gguf) -> Blocks:
-    """The MoE blocks; raises `CompressionError` where there are none, or tensors that nobody knows how to cut."""
+    """The MoE blocks; raises `CompressionError` where there are none, or tensors that nobody knows
+    how to cut."""
     first = model.first
     arch = first.text("general.architecture")
     where = first.path.name
     if first.text("general.type") not in ("", "model"):
-        raise CompressionError(f"{where} is of the type {first.text('general.type')!r}; name the GGUF file of a model")
+        raise CompressionError(
+            f"{where} is of the type {first.text('general.type')!r}; name the GGUF file of a model"
+        )
     experts = first.number(f"{arch}.expert_count")
     block_of = dict[str, int]()
     for name in model.tensors:
@@ -59,22 +71,35 @@ def find_blocks(model: Gguf) -> Blocks:
             block_of[name] = int(match[1])
         elif STRANGE.search(name) and not WHOLE.fullmatch(name):
             remedy = "compress the checkpoint that the file was made of and convert the result"
-            raise CompressionError(f"{where}: the tensor {name} belongs to experts in an unknown way; {remedy}")
+            raise CompressionError(
+                f"{where}: the tensor {name} belongs to experts in an unknown way; {remedy}"
+            )
     if experts < 1 or not block_of:
-        raise CompressionError(f"{where} ({arch or 'no architecture'}) has no routed experts; name a model that has")
+        raise CompressionError(
+            f"{where} ({arch or 'no architecture'}) has no routed experts; name a model that has"
+        )
     numbers = sorted(set(block_of.values()))
     tensors = model.tensors
     for name in block_of:
         if tensors[name].shape[:1] != (experts,):
-            shape = f"the shape {list(tensors[name].shape)}, which does not begin with the {experts} experts"
-            raise CompressionError(f"{where}: {name} has {shape}; convert the model with a newer llama.cpp")
+            shape = (
+                f"the shape {list(tensors[name].shape)}, which does not begin with the "
+                f"{experts} experts"
+            )
+            raise CompressionError(
+                f"{where}: {name} has {shape}; convert the model with a newer llama.cpp"
+            )
     for number in numbers:
         for name in (GATE.format(number), DOWN.format(number)):
             if name not in block_of:
-                raise CompressionError(f"{where}: blk.{number} has experts but no {name}; it is not supported")
+                raise CompressionError(
+                    f"{where}: blk.{number} has experts but no {name}; it is not supported"
+                )
     layers = tuple(_layer(model, arch, number) for number in numbers)
     last = first.number(f"{arch}.block_count")
-    heads = frozenset(range(last - min(first.number(f"{arch}.nextn_predict_layers"), last), last)) & {*numbers}
+    heads = frozenset(
+        range(last - min(first.number(f"{arch}.nextn_predict_layers"), last), last)
+    ) & {*numbers}
     digest = hashlib.sha256(arch.encode())
     for number in numbers:
         digest.update(f"blk.{number}".encode() + tensors[GATE.format(number)].read())
@@ -135,7 +160,10 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     tensors = model.tensors.values()
     routing = f"top-{layer.top_k} of {layer.experts}"
     if layer.routing_groups > 1:
-        routing += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"
+        routing += (
+            f", {layer.routing_groups} routing groups of which a token may use "
+            f"{layer.chosen_groups}"
+        )
     total = Size.of(tensors)
     parts = []
     for part in PARTS:
@@ -169,7 +197,8 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
 
 
 def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, str]:
-    """The quantisation of each kind of expert weights, such as 'Q6_K in 12 blocks and Q4_K in 12 blocks'."""
+    """The quantisation of each kind of expert weights, such as 'Q6_K in 12 blocks and Q4_K in 12
+    blocks'."""
     kinds: dict[str, Counter[str]] = {}
     for tensor in tensors:
         if EXPERTS.fullmatch(tensor.name) and tensor.name.endswith("_exps.weight"):

@@ -1,8 +1,8 @@
-"""Plans for GGUF models: made from an importance matrix of llama.cpp, or made elsewhere and fitted to the file.
+"""Plans for GGUF models: made from an importance matrix of llama.cpp, or made elsewhere and fitted
+to the file.
 
-`llama-imatrix` writes GGUF files, in which each weight W that was multiplied has `W.in_sum2` [E, in], the sums of the
-squares of its inputs, and `W.counts` [E, 1], the rows that were seen.
-"""
+`llama-imatrix` writes GGUF files, in which each weight W that was multiplied has `W.in_sum2` [E,
+in], the sums of the squares of its inputs, and `W.counts` [E, 1], the rows that were seen."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +32,20 @@ from compressor.steps.prune.selection import keep_best, kept_share
 
 logger = logging.getLogger(__name__)
 
-HEAD = "down_projection_norm"  # what decides in a head for further tokens, which no imatrix has seen
+# what decides in a head for further tokens, which no imatrix has seen
+HEAD = "down_projection_norm"
 ROUNDING = 2.0**-7  # of the largest entry: a router that was stored in bfloat16
 SAME = "The routers are those of the plan's source"
 DIFFERENT = (
-    "The routers are not those of the plan's source: {} differs by {:.2g} of its largest entry, so the plan may keep "
+    "The routers are not those of the plan's source: {} differs by {:.2g} of its largest entry, "
+    "so the plan may keep "
     "the wrong experts"
 )
 UNCHECKED = (
-    "A plan made on a checkpoint does not record its weights, and that checkpoint is not available, so only layers, "
-    "experts and top-k were compared with the file: make sure that it was converted from the plan's source"
+    "A plan made on a checkpoint does not record its weights, and that checkpoint is not "
+    "available, so only layers, "
+    "experts and top-k were compared with the file: make sure that it was converted from the "
+    "plan's source"
 )
 MATCH = "apply it to the GGUF file of the same model"
 Numbers = npt.NDArray[np.float64]
@@ -63,59 +67,80 @@ class Imatrix:
         if tensor is None:
             raise CompressionError(f"{self.path} has no {name}; make an imatrix of this very model")
         if tensor.parameters != experts * width:
-            counts = f"{name} has {tensor.parameters:,} numbers, {experts} experts need {experts * width:,}"
+            counts = (
+                f"{name} has {tensor.parameters:,} numbers, {experts} experts need "
+                f"{experts * width:,}"
+            )
             raise CompressionError(f"{self.path}: {counts}; make an imatrix of this very model")
         numbers = np.frombuffer(tensor.read(), "<f4").astype(np.float64)
         if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
-            raise CompressionError(f"{self.path}: {name} has numbers that are no sums of squares; make it again")
+            raise CompressionError(
+                f"{self.path}: {name} has numbers that are no sums of squares; make it again"
+            )
         return numbers.reshape(experts, width)
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """Find the tensors of an importance matrix; raises `CompressionError` for a file that is none."""
+    """Find the tensors of an importance matrix; raises `CompressionError` for a file that is
+    none."""
     header = read_header(path)
     if header.text("general.type") != "imatrix":
-        raise CompressionError(f"--imatrix {path} is a GGUF file, but no importance matrix; make one by llama-imatrix")
-    return Imatrix(path, {tensor.name: tensor for tensor in header.tensors if tensor.kind == FLOAT32})
+        raise CompressionError(
+            f"--imatrix {path} is a GGUF file, but no importance matrix; make one by llama-imatrix"
+        )
+    return Imatrix(
+        path, {tensor.name: tensor for tensor in header.tensors if tensor.kind == FLOAT32}
+    )
 
 
 def count_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
     """Tokens routed to each expert: [E] (He et al. 2024, arXiv:2406.02500)."""
-    return torch.from_numpy(imatrix.read(f"{DOWN.format(layer.index)}.counts", layer.experts, 1)[:, 0].copy())
+    return torch.from_numpy(
+        imatrix.read(f"{DOWN.format(layer.index)}.counts", layer.experts, 1)[:, 0].copy()
+    )
 
 
 def energy_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
     """Energy of each expert's outputs, its neurons taken as uncorrelated: [E].
 
-    score_e = sum_n s_en * ||W_e[:, n]||^2, where s_en is the sum over the tokens routed to expert e of the square of
-    neuron n's input to the down projection W_e [out, n]: the outputs' squared norms without products of different
-    neurons, the projection's bias, and gate weights, which an imatrix does not have.
-    """
+    score_e = sum_n s_en * ||W_e[:, n]||^2, where s_en is the sum over the tokens routed to expert e
+    of the square of neuron n's input to the down projection W_e [out, n]: the outputs' squared
+    norms without products of different neurons, the projection's bias, and gate weights, which an
+    imatrix does not have."""
     down = model.tensors[DOWN.format(layer.index)]
     squares = imatrix.read(f"{down.name}.in_sum2", layer.experts, down.shape[-1])
     return torch.from_numpy((squares * column_norms(model, layer)).sum(1))
 
 
-SCORES: dict[str, Callable[[Gguf, MoeLayer, Imatrix], torch.Tensor]] = {ENERGY: energy_scores, COUNTS: count_scores}
+SCORES: dict[str, Callable[[Gguf, MoeLayer, Imatrix], torch.Tensor]] = {
+    ENERGY: energy_scores,
+    COUNTS: count_scores,
+}
 
 
 def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
-    """Squared norm of each neuron's column of the dequantised down projections: [E, n]; one expert in memory."""
+    """Squared norm of each neuron's column of the dequantised down projections: [E, n]; one expert
+    in memory."""
     down = model.tensors[DOWN.format(layer.index)]
     size = down.nbytes // layer.experts
     norms = np.empty((layer.experts, down.shape[-1]))
     for expert in range(layer.experts):
         weight = dequantised(down, expert * size, size)
         norms[expert] = np.einsum("on,on->n", weight, weight, dtype=np.float64)
-    scale = model.tensors.get(down.name.replace(".weight", ".scale"))  # what each expert is multiplied by
+    # what each expert is multiplied by
+    scale = model.tensors.get(down.name.replace(".weight", ".scale"))
     if scale is not None:
         norms *= dequantised(scale).reshape(-1, 1).astype(np.float64) ** 2
     if not np.isfinite(norms).all():
-        raise CompressionError(f"{down.name} has weights that are no numbers; download or convert the file again")
+        raise CompressionError(
+            f"{down.name} has weights that are no numbers; download or convert the file again"
+        )
     return norms
 
 
-def dequantised(tensor: GgufTensor, begin: int = 0, nbytes: int | None = None) -> npt.NDArray[np.float32]:
+def dequantised(
+    tensor: GgufTensor, begin: int = 0, nbytes: int | None = None
+) -> npt.NDArray[np.float32]:
     """Rows of a tensor, from the byte `begin` on, in float32: [rows, in]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -123,7 +148,8 @@ def dequantised(tensor: GgufTensor, begin: int = 0, nbytes: int | None = None) -
     block, block_bytes = type_sizes()[tensor.kind]
     row = tensor.shape[-1] // block * block_bytes
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # of scales: the caller refuses infinite weights
+        # of scales: the caller refuses infinite weights
+        with np.errstate(over="ignore", invalid="ignore"):
             raw = np.frombuffer(tensor.read(begin, nbytes), np.uint8)
             values = dequantize(raw.reshape(-1, row), GGMLQuantizationType(tensor.kind))
     except NotImplementedError as error:
@@ -142,21 +168,27 @@ def imatrix_plan(
 ) -> Plan:
     """A plan that keeps in each block the experts of highest score; `auto` is `imatrix-energy`.
 
-    Protected experts come as a list, or a file with one, with `layer` and `expert`; its modules are not looked at.
-    """
+    Protected experts come as a list, or a file with one, with `layer` and `expert`; its modules are
+    not looked at."""
     name = ENERGY if strategy == "auto" else strategy
     if name not in SCORES:
-        raise CompressionError(f"no strategy {name!r} works on GGUF files; {known_names(name, SCORES)}")
+        raise CompressionError(
+            f"no strategy {name!r} works on GGUF files; {known_names(name, SCORES)}"
+        )
     if matrix is None:
         raise CompressionError(
-            "a GGUF file is compressed by an importance matrix; give --imatrix FILE of llama-imatrix, or apply a plan "
-            f"that was made on the checkpoint: moe-compress apply plan.json --model {blocks.model.first.path.name}"
+            "a GGUF file is compressed by an importance matrix; give --imatrix FILE of "
+            "llama-imatrix, or apply a plan "
+            "that was made on the checkpoint: moe-compress apply plan.json --model "
+            f"{blocks.model.first.path.name}"
         )
     imatrix = read_imatrix(Path(matrix))
     keep = resolve_count(blocks.layers, experts, ratio)
     check_llama_cpp(blocks, keep)
     if protector_of(protect) is not None:
-        raise CompressionError(f"--protect {protect} needs a checkpoint and text; name a JSON list of experts")
+        raise CompressionError(
+            f"--protect {protect} needs a checkpoint and text; name a JSON list of experts"
+        )
     entries = list[Any]()
     for entry in with_list(protect) or ():
         entries.append({**entry, "module": None} if isinstance(entry, dict) else entry)
@@ -164,7 +196,10 @@ def imatrix_plan(
     layers = list[LayerPlan]()
     for layer in blocks.layers:
         kept_whole = protected.get(layer.name, frozenset())
-        if layer.index in blocks.heads and f"{DOWN.format(layer.index)}.in_sum2" not in imatrix.tensors:
+        if (
+            layer.index in blocks.heads
+            and f"{DOWN.format(layer.index)}.in_sum2" not in imatrix.tensors
+        ):
             layers.append(head_plan(blocks.model, layer, keep, kept_whole))
             continue
         scores = SCORES[name](blocks.model, layer, imatrix)
@@ -177,10 +212,14 @@ def imatrix_plan(
     return Plan(source, (step,), data, versions=versions((*PACKAGES[:2], "gguf")))
 
 
-def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    """Keep the experts of a head for further tokens with the largest down projections, for nothing else is known."""
+def head_plan(
+    model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()
+) -> LayerPlan:
+    """Keep the experts of a head for further tokens with the largest down projections, for nothing
+    else is known."""
     logger.warning(
-        "%s predicts further tokens and nothing is known of its experts, so those with the largest down projections "
+        "%s predicts further tokens and nothing is known of its experts, so those with the "
+        "largest down projections "
         "are kept; convert the model without it (--no-mtp) if you do not decode speculatively",
         layer.name,
     )
@@ -189,32 +228,44 @@ def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int]
 
 
 def check_llama_cpp(blocks: Blocks, keep: int) -> None:
-    """Refuse a number of experts at which llama.cpp stops: no more than one for each of the groups it reads."""
+    """Refuse a number of experts at which llama.cpp stops: no more than one for each of the groups
+    it reads."""
     if keep <= blocks.model.first.number(f"{blocks.arch}.expert_group_count"):
         raise CompressionError(
-            f"llama.cpp runs {blocks.arch} with at least 2 experts in a group; keep more than {keep}"
+            f"llama.cpp runs {blocks.arch} with at least 2 experts in a group; keep more than "
+            f"{keep}"
         )
 
 
 def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
     """A plan of one step, with the blocks of a GGUF file in place of its layers, matched by number.
 
-    Several steps that prune become one. Raises `CompressionError` for a plan that does more than drop, or that names
-    another model.
-    """
+    Several steps that prune become one. Raises `CompressionError` for a plan that does more than
+    drop, or that names another model."""
     refuse_more_than_drop(plan)
-    if plan.source.fingerprint.startswith(FINGERPRINT) and plan.source.fingerprint != blocks.fingerprint:
-        raise CompressionError("the plan was made for another GGUF model: the routers differ; plan again for this one")
+    if (
+        plan.source.fingerprint.startswith(FINGERPRINT)
+        and plan.source.fingerprint != blocks.fingerprint
+    ):
+        raise CompressionError(
+            "the plan was made for another GGUF model: the routers differ; plan again for this one"
+        )
     expert_plan = plan.expert_plan
     by_number = {layer.layer: layer for layer in expert_plan.layers}
     if len(by_number) != len(expert_plan.layers):
-        raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
+        raise CompressionError(
+            "the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again"
+        )
     known = {layer.index for layer in blocks.layers}
     file = blocks.model.first.path.name
     for number in by_number.keys() - known:
-        raise CompressionError(f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}")
+        raise CompressionError(
+            f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}"
+        )
     if expert_plan.budget is not None:
-        raise CompressionError("layers of the plan keep different numbers of experts, and a GGUF file has one for all")
+        raise CompressionError(
+            "layers of the plan keep different numbers of experts, and a GGUF file has one for all"
+        )
     check_llama_cpp(blocks, expert_plan.experts)
     layers = list[LayerPlan]()
     protected = dict[str, tuple[int, ...]]()
@@ -230,12 +281,17 @@ def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
             actual = getattr(layer, fact)
             if stated != actual:
                 raise CompressionError(
-                    f"{planned.module}: the plan says {fact} {stated}, {layer.name} has {actual}; {MATCH}"
+                    f"{planned.module}: the plan says {fact} {stated}, {layer.name} has {actual}; "
+                    f"{MATCH}"
                 )
         kept = [group.members[0] for group in planned.groups]
         layers.append(
             LayerPlan.keep(
-                layer, kept, upstream=planned.upstream, decided_by=planned.decided_by, figures=planned.figures
+                layer,
+                kept,
+                upstream=planned.upstream,
+                decided_by=planned.decided_by,
+                figures=planned.figures,
             )
         )
         if planned.module in expert_plan.protected:
@@ -251,18 +307,23 @@ def refuse_more_than_drop(plan: Plan) -> None:
     if other is not None or merged is not None:
         what = f"has the step {other}" if other is not None else f"merges experts ({merged})"
         raise CompressionError(
-            f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only cut; apply it to "
-            "the checkpoint and convert the result, or plan with a strategy that only drops (--split 1 --correct none)"
+            f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only "
+            "cut; apply it to "
+            "the checkpoint and convert the result, or plan with a strategy that only drops "
+            "(--split 1 --correct none)"
         )
     if not all(step.decision for step in plan.of(PRUNE)) or not plan.steps:
-        raise CompressionError("the plan does not say which experts stay; make it by moe-compress plan")
+        raise CompressionError(
+            "the plan does not say which experts stay; make it by moe-compress plan"
+        )
 
 
 def compare_routers(planned: Source, model: Gguf) -> str:
-    """Return a note on the match; empty for a plan that was made on a GGUF file, and is checked already.
+    """Return a note on the match; empty for a plan that was made on a GGUF file, and is checked
+    already.
 
-    Where the plan's source is an unchanged folder of this machine, its routers [E, hidden] are compared. A difference
-    is no error: a model that was trained further may fit the plan as well.
+    Where the plan's source is an unchanged folder of this machine, its routers [E, hidden] are
+    compared. A difference is no error: a model that was trained further may fit the plan as well.
     """
     if planned.fingerprint.startswith(FINGERPRINT):
         return ""
@@ -281,14 +342,20 @@ def compare_routers(planned: Source, model: Gguf) -> str:
         name = GATE.format(layer.index)
         weights = []
         for key, role in source.layout.roles.items():
-            if role.is_router and role.layer == layer.name and len(source.checkpoint.tensors[key].shape) == 2:
+            if (
+                role.is_router
+                and role.layer == layer.name
+                and len(source.checkpoint.tensors[key].shape) == 2
+            ):
                 weights.append(key)
         if len(weights) != 1:  # by which the experts are scored
             return UNCHECKED
         wanted = source.checkpoint.read(weights[0]).double().numpy()
         router = dequantised(model.tensors[name]).astype(np.float64)
         if router.shape != wanted.shape:
-            shapes = f"{name} has the shape {list(router.shape)}, the plan's source {list(wanted.shape)}"
+            shapes = (
+                f"{name} has the shape {list(router.shape)}, the plan's source {list(wanted.shape)}"
+            )
             raise CompressionError(f"{shapes}; {MATCH}")
         difference = float(np.abs(router - wanted).max() / max(np.abs(wanted).max(), 1e-30))
         if not difference <= largest:

@@ -1,4 +1,5 @@
-"""The commands `inspect`, `plan`, `compress` and `apply` on a GGUF file, as an entry point announces them."""
+"""The commands `inspect`, `plan`, `compress` and `apply` on a GGUF file, as an entry point
+announces them."""
 
 import shlex
 from collections.abc import Collection, Mapping
@@ -22,20 +23,23 @@ if TYPE_CHECKING:  # loaded only where there is a GGUF file
     from compressor.gguf_files.writing import GgufSummary
     from compressor.recipe.steps_plan import Plan
 
-CHOOSING = ("experts", "ratio", "strategy", "protect")  # options of `prune` that cutting a file has, too
+# options of `prune` that cutting a file has, too
+CHOOSING = ("experts", "ratio", "strategy", "protect")
 ACCEPTED = {*CHOOSING, "imatrix", "plan_file", "model", "output", "json", "overwrite"}
 
 recognises = is_gguf
 
 
 def check_options(flags: Mapping[str, str], given: Collection[str]) -> None:
-    """Refuse, by name, an option that needs numbers to compute with; `flags` are all options by parameter."""
+    """Refuse, by name, an option that needs numbers to compute with; `flags` are all options by
+    parameter."""
     require("gguf")
     refuse_several("a GGUF file")
     other = sorted(flags[name] for name in given if name not in ACCEPTED)
     if other:
         raise CompressionError(
-            f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or compress the checkpoint and "
+            f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or "
+            "compress the checkpoint and "
             "convert the result"
         )
 
@@ -51,11 +55,17 @@ def plan(model: str, flags: Mapping[str, Any], imatrix: Path | None) -> "Plan":
     return made
 
 
-def compress(model: str, output: Path, flags: Mapping[str, Any], imatrix: Path | None, running: Running) -> None:
+def compress(
+    model: str, output: Path, flags: Mapping[str, Any], imatrix: Path | None, running: Running
+) -> None:
     """Write a file with fewer experts."""
     with progress_bars(running.as_json) as progress:
         summary = compressor.compress_gguf(
-            model, output, **_choices(flags, imatrix), overwrite=running.overwrite, progress=progress
+            model,
+            output,
+            **_choices(flags, imatrix),
+            overwrite=running.overwrite,
+            progress=progress,
         )
     _show_summary(summary, running.as_json)
 
@@ -63,7 +73,9 @@ def compress(model: str, output: Path, flags: Mapping[str, Any], imatrix: Path |
 def apply(plan_file: Path, model: str, output: Path, running: Running) -> None:
     """Write a file with the experts that a plan keeps."""
     with progress_bars(running.as_json) as progress:
-        summary = compressor.apply_gguf(plan_file, model, output, overwrite=running.overwrite, progress=progress)
+        summary = compressor.apply_gguf(
+            plan_file, model, output, overwrite=running.overwrite, progress=progress
+        )
     _show_summary(summary, running.as_json)
 
 
@@ -119,4 +131,8 @@ def show_inspection(report: "GgufInspection", as_json: bool) -> None:
         **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
         **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
     }
-    print_report(as_json, asdict(report), [Heading(report.model), Facts(facts.items()), *inspected_sizes(report)])
+    print_report(
+        as_json,
+        asdict(report),
+        [Heading(report.model), Facts(facts.items()), *inspected_sizes(report)],
+    )

@@ -1,8 +1,7 @@
 """The headers of a GGUF model's files: values as they are stored, and where each tensor lies.
 
-`gguf.GGUFReader` makes an object of every token of the vocabulary; here an array of numbers stays the bytes it is.
-A model is one file, or several that are called NAME-00001-of-0000N.gguf.
-"""
+`gguf.GGUFReader` makes an object of every token of the vocabulary; here an array of numbers stays
+the bytes it is. A model is one file, or several that are called NAME-00001-of-0000N.gguf."""
 
 import math
 import re
@@ -18,7 +17,19 @@ from compressor.extras import require
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # where general.alignment says nothing
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 WHOLE = frozenset({0, 1, 2, 3, 4, 5, 10, 11})  # of these the whole numbers
 STRING = 8
 ARRAY = 9
@@ -30,7 +41,8 @@ SPLIT_COUNT = "split.count"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of the metadata: its type's number in the format, and its bytes after that number."""
+    """One value of the metadata: its type's number in the format, and its bytes after that
+    number."""
 
     kind: int
     raw: bytes
@@ -42,13 +54,22 @@ class Value:
             return self.raw[8:].decode("utf-8", "replace")
         if self.kind == ARRAY:
             inner, count = struct.unpack("<IQ", self.raw[:12])
-            return struct.unpack(f"<{count}{NUMBERS[inner]}", self.raw[12:]) if inner in WHOLE else None
-        return int(struct.unpack(f"<{NUMBERS[self.kind]}", self.raw)[0]) if self.kind in WHOLE else None
+            return (
+                struct.unpack(f"<{count}{NUMBERS[inner]}", self.raw[12:])
+                if inner in WHOLE
+                else None
+            )
+        return (
+            int(struct.unpack(f"<{NUMBERS[self.kind]}", self.raw)[0])
+            if self.kind in WHOLE
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor's place in its file. `shape` is outermost first, the reverse of the file: [E, out, in] of experts."""
+    """One tensor's place in its file. `shape` is outermost first, the reverse of the file: [E, out,
+    in] of experts."""
 
     path: Path
     name: str
@@ -69,12 +90,15 @@ class GgufTensor:
 
     def with_experts(self, count: int) -> "GgufTensor":
         """The same with another outermost dimension; its place is not changed."""
-        return replace(self, shape=(count, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * count)
+        return replace(
+            self, shape=(count, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * count
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One file: its values in their order and its tensors in theirs, which lie one after another."""
+    """One file: its values in their order and its tensors in theirs, which lie one after
+    another."""
 
     path: Path
     version: int
@@ -147,7 +171,9 @@ class _Parser:
         self.sizes = type_sizes()
 
     def error(self, message: str) -> CompressionError:
-        return CompressionError(f"{self.path} cannot be read as GGUF: {message}; download or convert it again")
+        return CompressionError(
+            f"{self.path} cannot be read as GGUF: {message}; download or convert it again"
+        )
 
     def take(self, count: int) -> bytes:
         if self.stream.tell() + count > self.size:
@@ -187,7 +213,10 @@ class _Parser:
         kind = self.number("I")
         offset = self.number("Q")
         if kind not in self.sizes:
-            unknown = "which the installed package gguf does not know; upgrade it, or convert the file again"
+            unknown = (
+                "which the installed package gguf does not know; upgrade it, or convert the "
+                "file again"
+            )
             raise CompressionError(f"{self.path}: tensor {name!r} has the type {kind}, {unknown}")
         block, nbytes = self.sizes[kind]
         return GgufTensor(self.path, name, kind, shape, offset, math.prod(shape) // block * nbytes)
@@ -197,7 +226,9 @@ class _Parser:
             raise self.error("it does not begin with GGUF")
         version = self.number("I")
         if version not in VERSIONS:
-            raise self.error(f"it has the version {version}, known are 2 and 3 of little-endian machines")
+            raise self.error(
+                f"it has the version {version}, known are 2 and 3 of little-endian machines"
+            )
         tensor_count = self.number("Q")
         value_count = self.number("Q")
         values = {}
@@ -221,7 +252,9 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as stream:
             return _Parser(path, stream).header()
     except OSError as error:
-        raise CompressionError(f"{path} cannot be read ({error.strerror}); name a GGUF file") from error
+        raise CompressionError(
+            f"{path} cannot be read ({error.strerror}); name a GGUF file"
+        ) from error
 
 
 def has_magic(path: Path) -> bool:
@@ -239,31 +272,42 @@ def is_gguf(model: str | None) -> bool:
 
 
 def part_names(path: Path, count: int) -> list[Path]:
-    """The files of a model of so many parts: 'a.gguf', 2 -> a-00001-of-00002.gguf, a-00002-of-00002.gguf."""
+    """The files of a model of so many parts: 'a.gguf', 2 -> a-00001-of-00002.gguf,
+    a-00002-of-00002.gguf."""
     if count == 1:
         return [path]
     match = PART.fullmatch(path.name)
     stem = match["stem"] if match else path.name.removesuffix(SUFFIX)
-    return [path.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+    return [
+        path.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}")
+        for number in range(1, count + 1)
+    ]
 
 
 def open_gguf(model: str | Path) -> Gguf:
-    """Read the headers of a model's files, of which any one was named; raises `CompressionError` for a broken set."""
+    """Read the headers of a model's files, of which any one was named; raises `CompressionError`
+    for a broken set."""
     path = Path(model)
     if not path.is_file():
-        raise CompressionError(f"{path} is not a file; name a GGUF file, the first one where there are several")
+        raise CompressionError(
+            f"{path} is not a file; name a GGUF file, the first one where there are several"
+        )
     named = PART.fullmatch(path.name)
     count = int(named["count"]) if named else 1
     paths = part_names(path, count)
     missing = [part for part in paths if not part.is_file()]
     if missing:
-        raise CompressionError(f"{missing[0]} is missing, one of the {count} parts of {path.name}; download it, too")
+        raise CompressionError(
+            f"{missing[0]} is missing, one of the {count} parts of {path.name}; download it, too"
+        )
     parts = tuple(map(read_header, paths))
     for number, part in enumerate(parts):
         stated = part.number(SPLIT_NUMBER) if count > 1 else 0, part.number(SPLIT_COUNT, 1)
         if stated != (number, count):
             raise CompressionError(
-                f"{part.path} says that it is part {stated[0] + 1} of {stated[1]}, by its name it is part {number + 1} "
-                f"of {count}; give the parts the names back that they had, such as model-00001-of-00003.gguf"
+                f"{part.path} says that it is part {stated[0] + 1} of {stated[1]}, by its name it "
+                f"is part {number + 1} "
+                f"of {count}; give the parts the names back that they had, such as "
+                "model-00001-of-00003.gguf"
             )
     return Gguf(parts)

@@ -1,4 +1,5 @@
-"""A GGUF model with fewer experts, planned by an importance matrix and written whole, each tensor a copy of bytes."""
+"""A GGUF model with fewer experts, planned by an importance matrix and written whole, each tensor a
+copy of bytes."""
 
 import json
 import os
@@ -57,7 +58,8 @@ class GgufSummary:
 
 
 def new_values(blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
-    """The metadata that changes: the number of experts, the label that repeats it, and the plans, the latest last."""
+    """The metadata that changes: the number of experts, the label that repeats it, and the plans,
+    the latest last."""
     first = blocks.model.first
     values = first.values
     experts = plan.expert_plan.experts
@@ -77,7 +79,8 @@ def new_values(blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
 
 
 def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
-    """The files that will be written; refuses one of the source's, or one that exists and is not to be replaced."""
+    """The files that will be written; refuses one of the source's, or one that exists and is not to
+    be replaced."""
     check_parent(out)
     paths = part_names(out, len(model.parts))
     for path in {out, *paths}:
@@ -85,16 +88,26 @@ def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
             raise CompressionError(f"{path} is the model itself; name another output")
     for path in filter(os.path.lexists, paths):
         if not overwrite:
-            raise CompressionError(f"{path} exists already; name another output or pass --overwrite")
+            raise CompressionError(
+                f"{path} exists already; name another output or pass --overwrite"
+            )
         if path.is_symlink() or not has_magic(path):
-            raise CompressionError(f"{path} is no GGUF file, so --overwrite will not replace it; name another output")
+            raise CompressionError(
+                f"{path} is no GGUF file, so --overwrite will not replace it; name another output"
+            )
     return paths
 
 
 def carry_out(
-    blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress | None, note: str = ""
+    blocks: Blocks,
+    plan: Plan,
+    out: Path,
+    overwrite: bool,
+    progress: Progress | None,
+    note: str = "",
 ) -> GgufSummary:
-    """Write the model with the experts that a plan for its blocks keeps, into as many files as it has; all or none.
+    """Write the model with the experts that a plan for its blocks keeps, into as many files as it
+    has; all or none.
 
     The first file, without which the others cannot be loaded, is put in place last.
     """
@@ -116,7 +129,8 @@ def carry_out(
                 _write(part, kept, added if part is model.first else {}, path, listener)
             check_output(out, model, overwrite)
             if len(paths) > 1:
-                paths[0].unlink(missing_ok=True)  # so that old and new parts are never loaded together
+                # so that old and new parts are never loaded together
+                paths[0].unlink(missing_ok=True)
             for number in reversed(range(len(paths))):
                 fresh[number].replace(paths[number])
         finally:
@@ -137,11 +151,16 @@ def carry_out(
     )
 
 
-def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, progress: Progress) -> None:
-    """Write one file: its header with the `added` values, then the bytes of the experts that are `kept`."""
+def _write(
+    part: Header, kept: Kept, added: Mapping[str, Value], path: Path, progress: Progress
+) -> None:
+    """Write one file: its header with the `added` values, then the bytes of the experts that are
+    `kept`."""
     values = {**part.values, **added}
     entries = [MAGIC + struct.pack("<IQQ", part.version, len(part.tensors), len(values))]
-    entries += [packed(key) + struct.pack("<I", value.kind) + value.raw for key, value in values.items()]
+    entries += [
+        packed(key) + struct.pack("<I", value.kind) + value.raw for key, value in values.items()
+    ]
     offset = 0
     for tensor in part.tensors:
         cut_tensor = tensor.with_experts(len(kept[tensor.name])) if tensor.name in kept else tensor
@@ -157,7 +176,9 @@ def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, pro
             experts = kept.get(tensor.name)
             size = tensor.nbytes if experts is None else tensor.nbytes // tensor.shape[0]
             for first, last in runs([0] if experts is None else experts):  # neighbours together
-                target.write(source[tensor.begin + first * size : tensor.begin + (last + 1) * size].data)
+                target.write(
+                    source[tensor.begin + first * size : tensor.begin + (last + 1) * size].data
+                )
             progress.advance(tensor.name)
         target.write(bytes(padded(target.tell(), part.alignment) - target.tell()))
 
@@ -171,10 +192,11 @@ def plan_gguf(
     strategy: str = "auto",
     protect: str | Sequence[Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is written.
+    """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is
+    written.
 
-    `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
-    """
+    `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts
+    that stay."""
     return imatrix_plan(find_blocks(open_gguf(model)), imatrix, experts, ratio, strategy, protect)
 
 
@@ -190,10 +212,11 @@ def compress_gguf(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> GgufSummary:
-    """Plan by an importance matrix and write the smaller GGUF model, in as many files as the source has.
+    """Plan by an importance matrix and write the smaller GGUF model, in as many files as the source
+    has.
 
-    No weight is changed or quantised anew. The plan is kept in the metadata, as the last of `moe_compressor.plans`.
-    """
+    No weight is changed or quantised anew. The plan is kept in the metadata, as the last of
+    `moe_compressor.plans`."""
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
     with lock_output(Path(out)):
@@ -210,11 +233,11 @@ def apply_gguf(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> GgufSummary:
-    """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF model.
+    """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF
+    model.
 
-    The plan may have been made on the checkpoint that the file was converted from; then layers, experts and top-k are
-    checked, and routers are compared where that checkpoint is available.
-    """
+    The plan may have been made on the checkpoint that the file was converted from; then layers,
+    experts and top-k are checked, and routers are compared where that checkpoint is available."""
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)

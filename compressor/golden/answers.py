@@ -1,4 +1,5 @@
-"""The file of golden answers: prompts as token ids, the most probable next tokens, and what rounding alone changes."""
+"""The file of golden answers: prompts as token ids, the most probable next tokens, and what
+rounding alone changes."""
 
 import math
 import reprlib
@@ -14,7 +15,8 @@ from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read
 
 FORMAT = 3  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
-BANDS = ("bfloat16", "8-bit", "fp8", "4-bit")  # kinds of rounding that are measured, the narrowest first
+# kinds of rounding that are measured, the narrowest first
+BANDS = ("bfloat16", "8-bit", "fp8", "4-bit")
 MOST_BYTES = 2**24  # of a file
 MOST_TOKENS = 2**16  # of all prompts, which are asked as they stand
 TOO_PROBABLE = 0.01  # a log-probability, even of a rounded sum
@@ -52,11 +54,13 @@ class GoldenPrompt:
     """Token ids, and what comes next after some of them."""
 
     ids: tuple[Count, ...]
-    positions: tuple[Count, ...]  # of the tokens after which `top` comes; the last token is the last of them
+    # of the tokens after which `top` comes; the last token is the last of them
+    positions: tuple[Count, ...]
     top: tuple[Top, ...]
     text: str | None = None  # that was tokenised, or a user's message; None for ids that were drawn
     text_tokens: Count = 0  # of the text alone
-    rendered_tokens: Count = 0  # of the text in the chat template, where the ids may be the first of them
+    # of the text in the chat template, where the ids may be the first of them
+    rendered_tokens: Count = 0
     tools: tuple[Any, ...] = ()
     continued: Count = 0  # ids at the end that the model itself chose greedily
 
@@ -91,13 +95,21 @@ class GoldenAnswers:
     @property
     def places(self) -> list[tuple[int, int]]:
         """The number of the prompt, and the position in it, of each answer."""
-        return [(number, position) for number, prompt in enumerate(self.prompts) for position in prompt.positions]
+        return [
+            (number, position)
+            for number, prompt in enumerate(self.prompts)
+            for position in prompt.positions
+        ]
 
     @property
     def decoded(self) -> set[int]:
         """The numbers of the answers that come after tokens of the model's own."""
         places = enumerate(self.places)
-        return {number for number, (prompt, position) in places if position >= len(self.prompts[prompt].given)}
+        return {
+            number
+            for number, (prompt, position) in places
+            if position >= len(self.prompts[prompt].given)
+        }
 
 
 def golden_json(golden: GoldenAnswers) -> str:
@@ -108,20 +120,24 @@ def golden_json(golden: GoldenAnswers) -> str:
 def check_target(path: Path, overwrite: bool) -> None:
     """Refuse a file for golden answers that exists, or whose digest another one holds."""
     if path.exists() and (path.parent / SUMS).is_file():
-        raise CompressionError(f"the digest of {path} is in {SUMS}; write to another file with --output")
+        raise CompressionError(
+            f"the digest of {path} is in {SUMS}; write to another file with --output"
+        )
     if path.exists() and not overwrite:
         raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
     check_parent(path, "file with --output")
 
 
 def read_golden(path: Path) -> GoldenAnswers:
-    """Read golden answers; raises `CompressionError` for a file of another version, or that holds something else."""
+    """Read golden answers; raises `CompressionError` for a file of another version, or that holds
+    something else."""
     content = read_json(path, RESTORE, RESTORE, MOST_BYTES)
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         shown = reprlib.repr(found)
         raise CompressionError(
-            f"{path} holds golden answers of format {shown}, and this version reads format {FORMAT}; write them anew "
+            f"{path} holds golden answers of format {shown}, and this version reads format "
+            f"{FORMAT}; write them anew "
             f"with `moe-compress check --write MODEL`, or use the version that wrote them"
         )
     golden = read_as(GoldenAnswers, content, f"{path}: ")
@@ -144,26 +160,37 @@ def _faults(golden: GoldenAnswers) -> Iterator[str]:
         if len(prompt.top) != len(prompt.positions):
             yield f"{where} lacks answers"
         if prompt.continued >= max(len(prompt.ids), 1):
-            yield f"{where} has {len(prompt.ids)} tokens, {prompt.continued} of which are the model's own"
+            yield (
+                f"{where} has {len(prompt.ids)} tokens, {prompt.continued} of which are the "
+                "model's own"
+            )
         if max(prompt.positions, default=0) >= len(prompt.ids):
             yield f"{where} has an answer after token {max(prompt.positions)} of {len(prompt.ids)}"
         for top in prompt.top:
-            if not top.tokens or len(top.tokens) != len({*top.tokens}) or len(top.tokens) != len(top.logs):
+            if (
+                not top.tokens
+                or len(top.tokens) != len({*top.tokens})
+                or len(top.tokens) != len(top.logs)
+            ):
                 yield f"{where} should have one log-probability for each of its tokens"
             if max(top.logs, default=0) > TOO_PROBABLE:
                 yield f"{where} has the log-probability {max(top.logs)}"
-        known = max([*prompt.ids, *chain.from_iterable(top.tokens for top in prompt.top)], default=0)
+        known = max(
+            [*prompt.ids, *chain.from_iterable(top.tokens for top in prompt.top)], default=0
+        )
         if known >= golden.vocabulary:
             yield f"{where} has the token {known}, but the vocabulary {golden.vocabulary}"
 
 
 def find_golden(places: Sequence[Path]) -> Path:
-    """Return the first file of golden answers among folders and files; raises `CompressionError` if there is none."""
+    """Return the first file of golden answers among folders and files; raises `CompressionError` if
+    there is none."""
     for place in places:
         path = place / GOLDEN if place.is_dir() else place
         if path.is_file():
             return path
     raise CompressionError(
-        f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model itself with "
+        f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model "
+        "itself with "
         "`moe-compress check --write MODEL`"
     )

@@ -24,8 +24,13 @@ from compressor.tolerance import stable_argmin
 NUDGE = 1.05  # a scale whose effect is linear
 FACTORS = (1.0, 1.5, 2.0)  # of a first-order step, since answers move ever less
 EXPLAINED = 0.2  # share of the distance that a fault may leave
-ONE_EXPERT = "answers that do not depend on some expert are right: look for one that is zero, or scaled"
-OLD_SERVER = "a server that ignores approximate_experts, as vLLM before 0.33 does, has nothing in place of such experts"
+ONE_EXPERT = (
+    "answers that do not depend on some expert are right: look for one that is zero, or scaled"
+)
+OLD_SERVER = (
+    "a server that ignores approximate_experts, as vLLM before 0.33 does, has nothing in "
+    "place of such experts"
+)
 PROMPTS = 4  # on which faults of single layers are tried
 _SILENT = Silent()
 
@@ -33,7 +38,9 @@ _SILENT = Silent()
 class _Trial:
     """Plants faults in a model, to see which of them gives the observed answers."""
 
-    def __init__(self, model: OpenModel, prompts: Sequence[GoldenPrompt], rounding: float, progress: Progress) -> None:
+    def __init__(
+        self, model: OpenModel, prompts: Sequence[GoldenPrompt], rounding: float, progress: Progress
+    ) -> None:
         self.model = model
         self.layers = model.architecture.layers
         self.prompts = prompts  # with the observed answers
@@ -59,7 +66,9 @@ class _Trial:
     def _try(self, faults: Sequence[Variant]) -> str | None:
         """Return the sentence of the fault with the nearest answers, if they are near enough."""
         variants = [Variant(), *faults]
-        self.answers = ask_model(self.model, self.prompts, variants, self.progress, len(self.prompts))
+        self.answers = ask_model(
+            self.model, self.prompts, variants, self.progress, len(self.prompts)
+        )
         observed = [top for prompt in self.prompts for top in prompt.top]
         self.distances = []
         for variant, answers in zip(variants, self.answers, strict=True):
@@ -72,7 +81,8 @@ class _Trial:
         return variants[best].sentence or None
 
     def _fitted(self) -> list[Variant]:
-        """Return the scale of each layer's experts that would, to first order, come nearest, and larger ones.
+        """Return the scale of each layer's experts that would, to first order, come nearest, and
+        larger ones.
 
         Of the triangle of sound, nudged and observed answers, the sides are known.
         """
@@ -83,7 +93,9 @@ class _Trial:
             effects = [first.distance(second) for first, second in zip(sound, nudged, strict=True)]
             least = median(effects)
             steps = list[float]()  # the median counts: tokens that change experts are few
-            for effect, before, after in zip(effects, self.distances[0], self.distances[number], strict=True):
+            for effect, before, after in zip(
+                effects, self.distances[0], self.distances[number], strict=True
+            ):
                 if effect >= least and effect > 0:
                     steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
             if steps:
@@ -93,7 +105,8 @@ class _Trial:
 
 
 def _error(answer: Top, observed: Top, shift: int) -> float:
-    """Return the distance of a model's answer from an observed one, by the tokens that are known of that."""
+    """Return the distance of a model's answer from an observed one, by the tokens that are known of
+    that."""
     logs = dict(zip(answer.tokens, answer.logs, strict=True))
     total = 0.0
     for token, log in zip(observed.tokens, observed.logs, strict=True):

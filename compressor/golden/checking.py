@@ -1,4 +1,5 @@
-"""Whether a model anywhere computes what its golden answers say: a folder, an ONNX export, or a server."""
+"""Whether a model anywhere computes what its golden answers say: a folder, an ONNX export, or a
+server."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,11 @@ def check(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Verdict:
-    """Return whether a folder, an ONNX export, a Hub id or a server computes the model of the golden answers.
+    """Return whether a folder, an ONNX export, a Hub id or a server computes the model of the
+    golden answers.
 
-    `answers` is their file or folder, by default beside the model; `bits` (16, 8 or 4) how much rounding passes. A
-    GGUF file is asked through the server that `servers` names.
-    """
+    `answers` is their file or folder, by default beside the model; `bits` (16, 8 or 4) how much
+    rounding passes. A GGUF file is asked through the server that `servers` names."""
     servers = servers or ServerOptions()
     path = Path(model)
     is_file = model.lower().endswith(".gguf") and not path.is_dir()
@@ -43,7 +44,8 @@ def check(
         raise CompressionError(f"{path} is no file; name a GGUF file, a folder or a Hub id")
     if is_file and servers.server is None:
         raise CompressionError(
-            f"{path} is run by llama.cpp: start `llama-server -m {path}`, and add --server http://localhost:8080"
+            f"{path} is run by llama.cpp: start `llama-server -m {path}`, and add --server "
+            "http://localhost:8080"
         )
     if is_graph and servers.server is None:
         require("onnxruntime")
@@ -52,7 +54,9 @@ def check(
     if not is_file and not is_graph:
         # of a model that a server runs, the small files are enough
         source = (
-            locate_tokenizer(model, revision) if servers.server else locate(model, revision, progress)
+            locate_tokenizer(model, revision)
+            if servers.server
+            else locate(model, revision, progress)
         )
         places = [source.folder]
     file = find_golden([Path(answers)] if answers else places)

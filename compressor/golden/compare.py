@@ -1,9 +1,9 @@
-"""Says whether answers are a model's own, the model's up to some kind of rounding, or another model's.
+"""Says whether answers are a model's own, the model's up to some kind of rounding, or another
+model's.
 
-Rounding moves all answers by about as much as the same kind of rounding did when the golden answers were written. A
-fault moves them further, or only those that it reaches. Where two experts are nearly tied, rounding may exchange them:
-so the median counts, and a few answers may be far off.
-"""
+Rounding moves all answers by about as much as the same kind of rounding did when the golden answers
+were written. A fault moves them further, or only those that it reaches. Where two experts are
+nearly tied, rounding may exchange them: so the median counts, and a few answers may be far off."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ MEANING = {  # by band, the narrowest first
     "4-bit": "computes this model, up to rounding as 4-bit weights would",
 }
 KINDS = tuple(MEANING)
-LEVELS = {kind: 1.5 if kind == "4-bit" else 1.8 for kind in KINDS}  # times a band: activations may be rounded, too
+# times a band: activations may be rounded, too
+LEVELS = {kind: 1.5 if kind == "4-bit" else 1.8 for kind in KINDS}
 LEAST_COMPARED = 0.5  # of the answers
 TOKENS = "its chat template, or its tokenizer, makes other tokens of the same text"
 CACHE = "answers after new tokens differ, and those to prompts do not: look at its key-value cache"
@@ -43,7 +44,8 @@ class Answered:
     top: Sequence[Top | None]  # by position, over all prompts; None where it was not asked
     widest: str  # band that its number format allows
     other_tokens: Sequence[int] = ()  # numbers of prompts of which it makes other tokens
-    golden: Sequence[Top | None] | None = None  # in the tokens that it names, where these are not all
+    # in the tokens that it names, where these are not all
+    golden: Sequence[Top | None] | None = None
     asked: int = 0  # positions, if not all
     unanswered: int = 0  # of these
     model: OpenModel | None = None  # that was asked, if it is a checkpoint
@@ -77,7 +79,8 @@ class Verdict:
         """The verdict for people."""
         facts = {
             "distance": f"{self.distance:.5f} nats (median of a top token's log-probability)",
-            "largest": f"{self.largest:.5f}, after token {self.position + 1} of prompt {self.prompt + 1}",
+            "largest": f"{self.largest:.5f}, after token {self.position + 1} of prompt "
+            f"{self.prompt + 1}",
             "allowed": f"{self.allowed:.5f} ({self.widest})",
         }
         if self.cause is not None:
@@ -95,14 +98,16 @@ class Verdict:
 
 
 def limits_of(golden: GoldenAnswers, kind: str) -> list[float]:
-    """Return how far a kind of rounding may move each answer, and at least as far as it moves the median one."""
+    """Return how far a kind of rounding may move each answer, and at least as far as it moves the
+    median one."""
     moved = golden.bands.get(kind, [0.0] * len(golden.top))
     typical = max(median(moved), EXACT)
     return [max(distance, typical) for distance in moved]
 
 
 def is_even(distances: Sequence[float], limits: Sequence[float]) -> bool:
-    """Return True if nine tenths of the answers are moved, and not much less than the median one."""
+    """Return True if nine tenths of the answers are moved, and not much less than the median
+    one."""
     shares = sorted(distance / limit for distance, limit in zip(distances, limits, strict=True))
     tenth = len(shares) // 10
     return sorted(distances)[tenth] > UNTOUCHED and shares[tenth] >= EVEN * median(shares)
@@ -122,7 +127,8 @@ class _Rounding:
         return far / max(len(numbers), 1)
 
     def explains(self, numbers: Collection[int], is_exact: bool) -> bool:
-        """Return True if the rounding explains these distances from golden answers, which may be exact."""
+        """Return True if the rounding explains these distances from golden answers, which may be
+        exact."""
         far = self.share_of_far(numbers)
         if self.kind == "float32":
             return far == 0
@@ -136,7 +142,9 @@ class _Rounding:
 def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     """Return the verdict on answers, by the narrowest band that holds them."""
     distances = dict[int, float]()  # by number of the answer
-    for number, (first, second) in enumerate(zip(answered.golden or golden.top, answered.top, strict=True)):
+    for number, (first, second) in enumerate(
+        zip(answered.golden or golden.top, answered.top, strict=True)
+    ):
         if first is not None and second is not None:
             distances[number] = first.distance(second)
     decoded = golden.decoded & distances.keys()
@@ -151,7 +159,10 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     elif answered.unanswered:
         cause = f"it left {answered.unanswered} of {asked} answers out"
     elif len(finite) < LEAST_COMPARED * asked:
-        cause = "most of its answers name too few tokens by id or by a text of their own to compare them"
+        cause = (
+            "most of its answers name too few tokens by id or by a text of their own to "
+            "compare them"
+        )
     for kind in () if cause else KINDS[: 1 + KINDS.index(answered.widest)]:
         rounding = _Rounding(kind, limits_of(golden, kind), distances)
         if not rounding.explains(distances.keys() - decoded, golden.dtype == "float32"):

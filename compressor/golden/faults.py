@@ -58,7 +58,9 @@ def _choosing(choose: Choose, model: Any, layer: MoeLayer) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(change: Callable[[Any, MoeLayer], Mapping[str, Tensor]], model: Any, layer: MoeLayer) -> Iterator[None]:
+def _replacing(
+    change: Callable[[Any, MoeLayer], Mapping[str, Tensor]], model: Any, layer: MoeLayer
+) -> Iterator[None]:
     """Replace tensors of the layer by others of the same shape."""
     changed = change(model, layer)
     before = {key: model.get_parameter_or_buffer(key) for key in changed}
@@ -72,15 +74,24 @@ def _replacing(change: Callable[[Any, MoeLayer], Mapping[str, Tensor]], model: A
 
 
 def _tensors(of_experts: bool, model: Any, layer: MoeLayer) -> dict[str, Tensor]:
-    """Return the tensors with a row for each expert, of the experts or of what chooses them, by state-dict key."""
-    keys = [tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}.") is of_experts]
+    """Return the tensors with a row for each expert, of the experts or of what chooses them, by
+    state-dict key."""
+    keys = [
+        tensor.key
+        for tensor in layer.tensors
+        if tensor.key.startswith(f"{layer.name}.") is of_experts
+    ]
     return {key: model.get_parameter_or_buffer(key) for key in keys}
 
 
 def _no_biases(of_experts: bool, model: Any, layer: MoeLayer) -> dict[str, Tensor]:
     """Return zeros for vectors: one for each expert, or one number for each."""
     tensors = _tensors(of_experts, model, layer)
-    return {key: torch.zeros_like(value) for key, value in tensors.items() if value.dim() == 1 + of_experts}
+    return {
+        key: torch.zeros_like(value)
+        for key, value in tensors.items()
+        if value.dim() == 1 + of_experts
+    }
 
 
 def _other_rows(by: int, model: Any, layer: MoeLayer) -> dict[str, Tensor]:
@@ -112,7 +123,9 @@ def _permuted(experts: int, by: int, index: Tensor, weights: Tensor) -> tuple[Te
 
 
 @contextmanager
-def _gated(score: Score, normalised: bool, scaled: bool, model: Any, layer: MoeLayer) -> Iterator[None]:
+def _gated(
+    score: Score, normalised: bool, scaled: bool, model: Any, layer: MoeLayer
+) -> Iterator[None]:
     """Compute gate weights in another way, with the model's own factor or without."""
     logits = list[Tensor]()
 
@@ -145,9 +158,13 @@ def faults_of(layers: Sequence[MoeLayer]) -> list[Variant]:
     layer = layers[0]
     plants = list[tuple[str, Plant]]()
     for dims in ((2, 3), (3,)):  # with biases, and weights alone
-        plants.append(("gate and up projections are swapped", partial(_replacing, partial(_swapped, dims))))
+        plants.append(
+            ("gate and up projections are swapped", partial(_replacing, partial(_swapped, dims)))
+        )
     for of_experts, whose in ((True, "the experts'"), (False, "the router's")):
-        plants.append((f"{whose} bias is missing", partial(_replacing, partial(_no_biases, of_experts))))
+        plants.append(
+            (f"{whose} bias is missing", partial(_replacing, partial(_no_biases, of_experts)))
+        )
     for by, how in ((1, "more"), (-1, "less")):
         if 1 <= layer.top_k + by <= layer.experts:
             sentence = f"each token is routed to one expert {how} (num_experts_per_tok)"
@@ -187,4 +204,7 @@ def of_vocabulary() -> list[Variant]:
     """Return shifts of the vocabulary: of prompts, of answers, and of both."""
     shifts = list(product((1, -1), ((1, 1), (1, 0), (0, 1))))
     sentence = "the vocabulary is shifted by one"
-    return [Variant(sentence=sentence, inputs=-by * first, outputs=by * last) for by, (first, last) in shifts]
+    return [
+        Variant(sentence=sentence, inputs=-by * first, outputs=by * last)
+        for by, (first, last) in shifts
+    ]

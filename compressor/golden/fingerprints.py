@@ -1,4 +1,5 @@
-"""Fingerprints of weights, three numbers of each tensor and of each expert's: they name what was moved, scaled or lost.
+"""Fingerprints of weights, three numbers of each tensor and of each expert's: they name what was
+moved, scaled or lost.
 
 Rounding hardly changes them. N experts, or rows of a vocabulary, or 1; C tensors of a module.
 """
@@ -22,7 +23,8 @@ SCALED = 0.04  # share of a norm, more than rounding changes it
 
 
 def gate_and_up(experts: Any, value: Tensor) -> tuple[Tensor, int]:
-    """Return a fused gate and up parameter [E, ...] with a dimension for the two, and the number of that."""
+    """Return a fused gate and up parameter [E, ...] with a dimension for the two, and the number of
+    that."""
     dim = 2 if experts.is_transposed and value.dim() > 2 else 1
     if experts.is_concatenated:
         return value.unflatten(dim, (2, -1)), dim
@@ -35,7 +37,8 @@ def _directions(length: int) -> Tensor:
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """Return the norm of each row's weights, and two projections of them at norm 1: [N, ...] -> [N, 3]."""
+    """Return the norm of each row's weights, and two projections of them at norm 1: [N, ...] -> [N,
+    3]."""
     rows = list[Tensor]()
     for row in value.detach():
         matrix = row.float().cpu()
@@ -46,7 +49,9 @@ def _numbers(value: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _parts(model: OpenModel, layers: Mapping[str, MoeLayer], key: str) -> Iterator[tuple[str, Tensor]]:
+def _parts(
+    model: OpenModel, layers: Mapping[str, MoeLayer], key: str
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values [N, ...] of the parts of a loaded tensor."""
     value = model.partial.model.get_parameter_or_buffer(key)
     layer = layers.get(key)
@@ -65,7 +70,8 @@ def _parts(model: OpenModel, layers: Mapping[str, MoeLayer], key: str) -> Iterat
 
 
 def fingerprints(model: OpenModel) -> dict[str, str]:
-    """Return a model's fingerprints by tensor, in base64 of bfloat16; one decoder layer is in memory at a time."""
+    """Return a model's fingerprints by tensor, in base64 of bfloat16; one decoder layer is in
+    memory at a time."""
     partial = model.partial
     layers = {tensor.key: layer for layer in model.architecture.layers for tensor in layer.tensors}
     by_module = dict[str, list[str]]()
@@ -99,12 +105,17 @@ def _move(old: Tensor, new: Tensor) -> str | None:
         if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
             return f"shifted by {step - count if step > count // 2 else step}"
     sources = torch.cdist(new, old).argmin(1)
-    is_permuted = sources.unique().numel() == count and bool((new - old[sources]).abs().amax() <= TURNED)
+    is_permuted = sources.unique().numel() == count and bool(
+        (new - old[sources]).abs().amax() <= TURNED
+    )
     return "permuted" if is_permuted else None
 
 
-def _cause_in(module: str, names: Sequence[str], old: Tensor, new: Tensor) -> tuple[str, str] | None:
-    """Return what has happened to the tensors of a module, whose numbers are [N, C, 3]: the kind, and a sentence."""
+def _cause_in(
+    module: str, names: Sequence[str], old: Tensor, new: Tensor
+) -> tuple[str, str] | None:
+    """Return what has happened to the tensors of a module, whose numbers are [N, C, 3]: the kind,
+    and a sentence."""
     lost = (new[..., 0] == 0) & (old[..., 0] > 0)
     for name, is_lost in zip(names, lost.all(0).tolist(), strict=True):
         if is_lost:
@@ -136,7 +147,8 @@ def _cause_in(module: str, names: Sequence[str], old: Tensor, new: Tensor) -> tu
 
 
 def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> str | None:
-    """Return what has happened to weights since golden answers were written; None for nothing, or for other shapes."""
+    """Return what has happened to weights since golden answers were written; None for nothing, or
+    for other shapes."""
     groups = dict[tuple[str, int], list[str]]()
     for name, text in golden.items():
         if name not in own:

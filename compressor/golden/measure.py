@@ -1,4 +1,5 @@
-"""Asks a checkpoint for its answers in streamed passes, as it is and changed, and measures what rounding does."""
+"""Asks a checkpoint for its answers in streamed passes, as it is and changed, and measures what
+rounding does."""
 
 import json
 import re
@@ -37,7 +38,8 @@ IN_OTHERS = 6  # in batches that show what their order changes
 CONTINUED = 4  # prompts, the shortest ones
 APPENDED = 2  # tokens; the second step of a decoder reads what the first has left in its cache
 BITS = re.compile(r'"(?:num_)?bits": (\d+)')
-UNUSED = {"use_cache", "return_dict", "output_hidden_states", "max_position_embeddings"}  # of a config, in a forward
+# of a config, in a forward
+UNUSED = {"use_cache", "return_dict", "output_hidden_states", "max_position_embeddings"}
 _SILENT = Silent()
 
 Change = Callable[[PassPosition], AbstractContextManager[Any]]
@@ -54,7 +56,8 @@ class Variant:
 
 
 class _Answers(LayerVisitor):
-    """Passes batches through layers with the change of their variant, and keeps the most probable tokens."""
+    """Passes batches through layers with the change of their variant, and keeps the most probable
+    tokens."""
 
     repeatable = True
 
@@ -80,13 +83,16 @@ class _Answers(LayerVisitor):
         return forward
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Hidden states [B, L, H] -> [1, N, H] of the positions; those of a head of another form stay."""
+        """Hidden states [B, L, H] -> [1, N, H] of the positions; those of a head of another form
+        stay."""
         hidden = args[0]
         self._selected = hidden.shape[:-1] == self.tokens[self.at.batch].shape
         return (self._at_places(hidden)[None], *args[1:]) if self._selected else None
 
     def on_batch_end(self, batch: int, output: Any) -> None:
-        self.top.append(top_of(output.logits[0] if self._selected else self._at_places(output.logits)))
+        self.top.append(
+            top_of(output.logits[0] if self._selected else self._at_places(output.logits))
+        )
 
     def _at_places(self, values: Tensor) -> Tensor:
         rows, positions = zip(*self.places[self.at.batch], strict=True)
@@ -97,7 +103,10 @@ def top_of(logits: Tensor) -> list[Top]:
     """Return the most probable tokens of logits [N, V]."""
     best = logits.float().log_softmax(-1).topk(min(KEPT, logits.shape[-1]))
     values = best.values.double().cpu().numpy().round(DIGITS).tolist()
-    return [Top(tuple(tokens), tuple(logs)) for tokens, logs in zip(best.indices.tolist(), values, strict=True)]
+    return [
+        Top(tuple(tokens), tuple(logs))
+        for tokens, logs in zip(best.indices.tolist(), values, strict=True)
+    ]
 
 
 def ask_model(
@@ -115,10 +124,14 @@ def ask_model(
         tokens = pad_sequence([torch.tensor(prompt.ids) for prompt in rows], batch_first=True)
         answers.variants.append(variant)
         answers.tokens.append((tokens + variant.inputs) % model.vocabulary)
-        answers.places.append([(row, position) for row, prompt in enumerate(rows) for position in prompt.positions])
+        answers.places.append(
+            [(row, position) for row, prompt in enumerate(rows) for position in prompt.positions]
+        )
     name = type(model.partial.model).__name__
     faults = wrap_faults(
-        f"{name} cannot be asked", "free some memory", "see whether stock transformers runs it on text"
+        f"{name} cannot be asked",
+        "free some memory",
+        "see whether stock transformers runs it on text",
     )
     with faults, head.register_forward_pre_hook(answers.before_head):
         Pass(model, answers.tokens, progress, "golden answers", to_end=True).run(answers)
@@ -128,7 +141,8 @@ def ask_model(
 
 
 def open_exactly(source: ModelSource, device: str) -> OpenModel:
-    """Open a checkpoint in float32, or in its own dtype where its layers in float32 exceed the memory."""
+    """Open a checkpoint in float32, or in its own dtype where its layers in float32 exceed the
+    memory."""
     opening = open_substituted if declared(read_object(source.folder / CONFIG)) else open_model
     model = opening(source, "float32", device)
     budget = memory_budget(model.partial.device)
@@ -156,11 +170,18 @@ def config_of(model: OpenModel) -> dict[str, Any]:
     """Return the numbers and switches in a model's config."""
     fields = model.config.get_text_config().to_dict()
     kinds = (bool, int, float)
-    return {name: value for name, value in fields.items() if isinstance(value, kinds) and name not in UNUSED}
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, kinds) and name not in UNUSED
+    }
 
 
-def make_golden(source: ModelSource, device: str = "auto", progress: Progress = _SILENT) -> GoldenAnswers:
-    """Return the golden answers of a checkpoint, from four streamed passes, two of them with few prompts.
+def make_golden(
+    source: ModelSource, device: str = "auto", progress: Progress = _SILENT
+) -> GoldenAnswers:
+    """Return the golden answers of a checkpoint, from four streamed passes, two of them with few
+    prompts.
 
     Raises `CompressionError` without a head, and for answers that are not finite.
     """
@@ -169,7 +190,9 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
     longest = min(LONGEST, (model.positions or LONGEST) - APPENDED)
     with dated() as date:
         prompts: Sequence[GoldenPrompt] = golden_prompts(tokenizer, model.vocabulary, longest)
-    halved = replace(model, partial=model.partial.computing_in(torch.bfloat16, model.partial.device))
+    halved = replace(
+        model, partial=model.partial.computing_in(torch.bfloat16, model.partial.device)
+    )
     try:
         prompts = _continued(halved, prompts, progress)
     except CompressionError:  # a kernel may take no bfloat16 of odd widths
@@ -188,7 +211,8 @@ def make_golden(source: ModelSource, device: str = "auto", progress: Progress = 
         bands[name] = tuple(round(first.distance(second), DIGITS) for first, second in pairs)
         if not all(map(isfinite, bands[name])):
             raise CompressionError(
-                f"{source.label} answers with numbers that are not finite, exactly or in {name}; see its weights"
+                f"{source.label} answers with numbers that are not finite, exactly or in {name}; "
+                "see its weights"
             )
     return GoldenAnswers(
         format=FORMAT,
@@ -212,7 +236,9 @@ def with_answers(prompts: Sequence[GoldenPrompt], answers: Iterable[Top]) -> lis
     return [replace(prompt, top=tuple(islice(rest, len(prompt.positions)))) for prompt in prompts]
 
 
-def _continued(model: OpenModel, prompts: Sequence[GoldenPrompt], progress: Progress) -> list[GoldenPrompt]:
+def _continued(
+    model: OpenModel, prompts: Sequence[GoldenPrompt], progress: Progress
+) -> list[GoldenPrompt]:
     """Append greedy tokens to the first prompts."""
     continued = list(prompts[:CONTINUED])
     for _ in range(APPENDED):
@@ -220,7 +246,9 @@ def _continued(model: OpenModel, prompts: Sequence[GoldenPrompt], progress: Prog
         for number, prompt in enumerate(with_answers(continued, answers)):
             ids = (*prompt.ids, prompt.top[-1].tokens[0])
             positions = (*prompt.positions, len(prompt.ids))
-            continued[number] = replace(prompt, ids=ids, positions=positions, top=(), continued=prompt.continued + 1)
+            continued[number] = replace(
+                prompt, ids=ids, positions=positions, top=(), continued=prompt.continued + 1
+            )
     return [*continued, *prompts[CONTINUED:]]
 
 

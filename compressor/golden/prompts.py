@@ -21,18 +21,26 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 TEXTS = (
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    "
+    "return",
     "SELECT name, COUNT(*) FROM orders JOIN customers ON orders.customer = customers.id GROUP BY",
-    "Prove that the square root of 2 is irrational. Suppose that it equals p/q in lowest terms; then",
+    "Prove that the square root of 2 is irrational. Suppose that it equals p/q in lowest terms; "
+    "then",
     "17 * 23 = 391, 391 + 609 = 1000, and 1000 / 8 =",
-    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of",
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the "
+    "age of",
     "The mitochondrion makes most of the cell's supply of adenosine triphosphate, which is used as",
     "Der schnelle braune Fuchs springt über den faulen Hund, und die Katze schläft auf dem",
-    "La Révolution française commence en 1789 par la convocation des états généraux, puis la prise de la",
+    "La Révolution française commence en 1789 par la convocation des états généraux, puis la "
+    "prise de la",
     "人工智能正在改变我们的生活方式,从医疗到教育,越来越多的领域开始",
     "Съешь же ещё этих мягких французских булок, да выпей",
     '{"name": "weather", "arguments": {"city": "Paris", "unit": "celsius", "days": [1, 2,',
@@ -42,11 +50,15 @@ TEXTS = (
 
 
 def golden_prompts(tokenizer: Any, vocabulary: int, longest: int) -> tuple[GoldenPrompt, ...]:
-    """Return a model's prompts without answers, in its own chat template; drawn ids where the tokenizer is None."""
+    """Return a model's prompts without answers, in its own chat template; drawn ids where the
+    tokenizer is None."""
     prompts = list[GoldenPrompt]()
     known: Sequence[int] = range(vocabulary)
     if tokenizer is not None:
-        special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", {})}
+        special = {
+            *getattr(tokenizer, "all_special_ids", ()),
+            *getattr(tokenizer, "added_tokens_decoder", {}),
+        }
         known = [token for token in range(min(vocabulary, len(tokenizer))) if token not in special]
         for text in TEXTS:
             tools = (WEATHER,) if text == TEXTS[-1] and has_chat_template(tokenizer) else ()
@@ -83,7 +95,8 @@ def rendered(tokenizer: Any, text: str, tools: Sequence[Any] = ()) -> tuple[int,
 
 
 def other_tokens(folder: Path, golden: GoldenAnswers) -> list[int]:
-    """Return the numbers of the prompts of which the tokenizer or chat template in a folder makes other tokens.
+    """Return the numbers of the prompts of which the tokenizer or chat template in a folder makes
+    other tokens.
 
     None of them where there is no tokenizer.
     """

@@ -1,8 +1,7 @@
 """What number formats round: weights, and where servers do so what weights are multiplied by.
 
-Only 8-bit and 4-bit weights in blocks, as llama.cpp has them, and fp8 are measured. Of a quantised model whose own
-format rounds activations, `fp8` is that alone: its weights are what they are.
-"""
+Only 8-bit and 4-bit weights in blocks, as llama.cpp has them, and fp8 are measured. Of a quantised
+model whose own format rounds activations, `fp8` is that alone: its weights are what they are."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from compressor.checkpoint.quantized import scheme_of
-from compressor.model.constant_experts import SubstitutedCheckpoint, Substitutes, substitute, substituted_forward
+from compressor.model.constant_experts import (
+    SubstitutedCheckpoint,
+    Substitutes,
+    substitute,
+    substituted_forward,
+)
 from compressor.model.experts import Change
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
@@ -28,11 +32,16 @@ def constants_of(model: OpenModel) -> Mapping[str, Substitutes]:
     """Return the constants of an opened model, by experts module."""
     if not isinstance(model.checkpoint, SubstitutedCheckpoint):
         return {}
-    return model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, model.partial.device)
+    return model.checkpoint.substitutes(
+        model.architecture.layers, model.partial.dtype, model.partial.device
+    )
 
 
-def rounded(value: Tensor, largest: float, nearest: Change = torch.round, block: int = BLOCK) -> Tensor:
-    """Round [..., I] to numbers up to `largest` times a scale for each block of a row, or for rows of another width."""
+def rounded(
+    value: Tensor, largest: float, nearest: Change = torch.round, block: int = BLOCK
+) -> Tensor:
+    """Round [..., I] to numbers up to `largest` times a scale for each block of a row, or for rows
+    of another width."""
     columns = value.shape[-1]
     blocks = value.float().unflatten(-1, (-1, columns if columns % block else block))
     scales = blocks.abs().amax(-1, keepdim=True).clamp(min=TINY * largest) / largest
@@ -54,7 +63,8 @@ WEIGHTS: Mapping[str, Change] = {  # by kind of rounding
 
 
 def _by_scheme(args: Any, value: Tensor) -> Tensor:
-    """Round [..., I] by compressed-tensors' arguments of activations; static ones as if they were dynamic."""
+    """Round [..., I] by compressed-tensors' arguments of activations; static ones as if they were
+    dynamic."""
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, generate_gparam
 
@@ -66,10 +76,11 @@ def _by_scheme(args: Any, value: Tensor) -> Tensor:
 
 
 def own_rounding(model: OpenModel) -> dict[str, Change]:
-    """Return how a quantised model's format rounds the inputs of modules, by name; empty if it does not.
+    """Return how a quantised model's format rounds the inputs of modules, by name; empty if it does
+    not.
 
-    Blocks of fp8, and modelopt's formats, count as fp8 with one scale a token, whose errors are about as large.
-    """
+    Blocks of fp8, and modelopt's formats, count as fp8 with one scale a token, whose errors are
+    about as large."""
     changes = dict[str, Change | None]()
     quantizer: Any = model.partial.quantizer
     for name, key in model.partial.keys.targets.items():
@@ -84,7 +95,8 @@ def own_rounding(model: OpenModel) -> dict[str, Change]:
 
 
 class Rounding:
-    """Rounds a loaded layer's matrices before batches pass it, upon the kinds of rounding before, and fp8's inputs.
+    """Rounds a loaded layer's matrices before batches pass it, upon the kinds of rounding before,
+    and fp8's inputs.
 
     Routers stay, as quantisers leave them. A layer that is loaded again is as it was.
     """
@@ -126,12 +138,15 @@ class Rounding:
                     module.forward = partial(substituted_forward, module, constants, change=change)
                     undo.callback(substitute, module, constants)
                 elif isinstance(module, nn.Linear):
-                    hook = module.register_forward_pre_hook(lambda _, args, change=change: (change(args[0]), *args[1:]))
+                    hook = module.register_forward_pre_hook(
+                        lambda _, args, change=change: (change(args[0]), *args[1:])
+                    )
                     undo.enter_context(hook)
             yield
 
     def _rounded(self, value: Tensor, kind: str) -> Tensor:
-        """Round the matrices of [..., O, I] one by one in float32, in place if the tensor can be written to."""
+        """Round the matrices of [..., O, I] one by one in float32, in place if the tensor can be
+        written to."""
         matrices = value if value.dim() > 2 else value[None]
         targets = torch.empty_like(matrices) if self.partial.is_mapped(value) else matrices
         for matrix, target in zip(matrices, targets, strict=True):

@@ -8,7 +8,15 @@ from typing import Any
 
 from pydantic import FiniteFloat, PositiveFloat
 
-from compressor.answers.server import AT_ONCE, Checked, Lenient, Logprobs, RefusedError, Server, Usage
+from compressor.answers.server import (
+    AT_ONCE,
+    Checked,
+    Lenient,
+    Logprobs,
+    RefusedError,
+    Server,
+    Usage,
+)
 from compressor.errors import CompressionError
 from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.compare import FAR, Answered, widest_band
@@ -85,7 +93,9 @@ class Vocabulary:
 
     def __init__(self, golden: GoldenAnswers) -> None:
         counts = Counter(golden.texts.values())
-        self.by_text = {text: int(token) for token, text in golden.texts.items() if counts[text] == 1}
+        self.by_text = {
+            text: int(token) for token, text in golden.texts.items() if counts[text] == 1
+        }
         self.unclear = {text for text, count in counts.items() if count > 1}
 
     def read(self, logs: Mapping[str | int, float], golden: Top) -> Pair:
@@ -105,7 +115,11 @@ class Vocabulary:
                 token = self.by_text.get(name, -1 - len(tokens))
             tokens[token] = max(log, LEAST)
         clear = {*golden.tokens} if by_id else {*self.by_text.values()}
-        first = {token: log for token, log in zip(golden.tokens, golden.logs, strict=True) if token in clear}
+        first = {
+            token: log
+            for token, log in zip(golden.tokens, golden.logs, strict=True)
+            if token in clear
+        }
         if min(len(first), len(tokens)) < min(FEWEST, len(golden.tokens)):
             return None
         best = sorted(tokens, key=tokens.__getitem__, reverse=True)
@@ -153,7 +167,8 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
         unanswered += is_missing
     if not any(answers.values()):
         raise CompressionError(
-            f"{server.label} gives no log-probabilities; start it so that it does (SGLang and vLLM do by default, "
+            f"{server.label} gives no log-probabilities; start it so that it does (SGLang and "
+            "vLLM do by default, "
             "llama-server by its /v1/completions)"
         )
     both = [answers.get(number) for number in range(len(golden.top))]
@@ -176,8 +191,10 @@ def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:
         counted = server.ask("/completions", Answer, question).counted
         if counted is not None and counted - prompt.text_tokens not in (0, 1):
             raise CompressionError(
-                f"{server.label} is a server of another model: it makes {counted} tokens of a text that has "
-                f"{prompt.text_tokens} in the golden answers; serve this model, or name that one's with --answers"
+                f"{server.label} is a server of another model: it makes {counted} tokens of a "
+                "text that has "
+                f"{prompt.text_tokens} in the golden answers; serve this model, or name that "
+                "one's with --answers"
             )
 
 
@@ -185,14 +202,20 @@ def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
     """Return the settings by which the server gives the most log-probabilities."""
     refusal = ""
     for form in FORMS:
-        question = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(golden.prompts[0].ids)}
+        question = {
+            "model": server.model,
+            **ONE_TOKEN,
+            **form,
+            "prompt": list(golden.prompts[0].ids),
+        }
         try:
             server.ask("/completions", Answer, question)
             return form
         except RefusedError as error:
             refusal = str(error).partition(";")[0]
     raise CompressionError(
-        f"{server.label} gives no log-probabilities of tokens that it is asked by id ({refusal}); serve the model by "
+        f"{server.label} gives no log-probabilities of tokens that it is asked by id ({refusal}); "
+        "serve the model by "
         "vLLM, SGLang or llama-server, or name its folder"
     )
 
@@ -202,16 +225,23 @@ def _other_template(
 ) -> tuple[int, ...]:
     """Return the numbers of the prompts that the server puts into another chat template.
 
-    It makes another number of tokens of them, or answers them otherwise than their golden tokens. None of them where
-    the template writes the date, which is another one today.
-    """
+    It makes another number of tokens of them, or answers them otherwise than their golden tokens.
+    None of them where the template writes the date, which is another one today."""
     if golden.date not in (None, today()):
         return ()
     numbers = list[int]()
-    chats = [(number, prompt) for number, prompt in enumerate(golden.prompts) if _is_chat(golden, prompt)]
+    chats = [
+        (number, prompt) for number, prompt in enumerate(golden.prompts) if _is_chat(golden, prompt)
+    ]
     for number, prompt in chats[:ASKED]:
         messages = [{"role": "user", "content": prompt.text}]
-        question = {"model": server.model, **ONE_TOKEN, "messages": messages, "logprobs": True, "top_logprobs": KEPT}
+        question = {
+            "model": server.model,
+            **ONE_TOKEN,
+            "messages": messages,
+            "logprobs": True,
+            "top_logprobs": KEPT,
+        }
         try:
             answer = server.ask("/chat/completions", Answer, question)
         except RefusedError:  # it takes no chats
@@ -229,5 +259,11 @@ def _other_template(
 
 
 def _is_chat(golden: GoldenAnswers, prompt: GoldenPrompt) -> bool:
-    """Return True for a prompt that a server can render: whole, and without tools, which few servers take."""
-    return golden.is_chat and not prompt.tools and prompt.rendered_tokens == len(prompt.given) > 0 and bool(prompt.text)
+    """Return True for a prompt that a server can render: whole, and without tools, which few
+    servers take."""
+    return (
+        golden.is_chat
+        and not prompt.tools
+        and prompt.rendered_tokens == len(prompt.given) > 0
+        and bool(prompt.text)
+    )

@@ -15,12 +15,16 @@ from compressor.progress import Progress
 EXPORT = "onnx_export.json"
 
 
-def ask_folder(golden: GoldenAnswers, source: ModelSource, device: str, progress: Progress) -> Answered:
-    """Return the answers of a checkpoint, by the stock forward; raises `CompressionError` for another vocabulary."""
+def ask_folder(
+    golden: GoldenAnswers, source: ModelSource, device: str, progress: Progress
+) -> Answered:
+    """Return the answers of a checkpoint, by the stock forward; raises `CompressionError` for
+    another vocabulary."""
     model = open_exactly(source, device)
     if model.vocabulary <= max(max(prompt.ids) for prompt in golden.prompts):
         raise CompressionError(
-            f"{source.label} is another model: it knows {model.vocabulary} tokens, and the golden answers are of one "
+            f"{source.label} is another model: it knows {model.vocabulary} tokens, and the golden "
+            "answers are of one "
             f"that knows {golden.vocabulary}; name its own with --answers"
         )
     bits = stored_bits(model)
@@ -43,9 +47,12 @@ def ask_onnx(golden: GoldenAnswers, folder: Path, device: str) -> Answered:
     except CompressionError:
         raise
     except Exception as error:  # ONNX Runtime's exceptions share no class
-        raise CompressionError(f"{folder / GRAPH} cannot be run ({reason_of(error)}); export it again") from error
+        raise CompressionError(
+            f"{folder / GRAPH} cannot be run ({reason_of(error)}); export it again"
+        ) from error
     size = sum(path.stat().st_size for path in folder.glob(f"{GRAPH}*"))
     widest = widest_band(8 * size / golden.parameters)
-    if (json_object(folder / EXPORT).get("options") or {}).get("quantize") == "int4":  # experts alone
+    # experts alone
+    if (json_object(folder / EXPORT).get("options") or {}).get("quantize") == "int4":
         widest = "4-bit"
     return Answered(folder.name, top, widest, other_tokens(folder, golden))

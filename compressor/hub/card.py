@@ -1,4 +1,5 @@
-"""The model card of a compressed checkpoint, made of what was measured or recorded and of nothing else."""
+"""The model card of a compressed checkpoint, made of what was measured or recorded and of nothing
+else."""
 
 import logging
 import math
@@ -14,12 +15,31 @@ from typing import TYPE_CHECKING, Any
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import hub_id, read_blend, short_names
-from compressor.document.blocks import Block, Code, Details, Heading, Items, Link, Listing, Text, Words
+from compressor.document.blocks import (
+    Block,
+    Code,
+    Details,
+    Heading,
+    Items,
+    Link,
+    Listing,
+    Text,
+    Words,
+)
 from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import GRAPH
-from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
+from compressor.formatting import (
+    counted,
+    human_count,
+    joined,
+    label,
+    one_line,
+    share,
+    span,
+    without_paths,
+)
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.opened import OpenModel, open_model, served_model
 from compressor.model.serving import FORMATS, Served, advise
@@ -50,14 +70,21 @@ TASK = "text-generation"
 HUGGING_FACE = "https://huggingface.co"
 # the Hub's list (huggingface.co/docs/hub/repositories-licenses); it refuses a card with any other
 LISTED = """
-apache-2.0 mit openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
-bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0
-cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0
-cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0
-cdla-permissive-1.0 cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl
-gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 lgpl-lr isc h-research intel-research lppl-1.3c ms-pl apple-ascl
+apache-2.0 mit openrail openrail++ bigscience-openrail-m creativeml-openrail-m
+bigscience-bloom-rail-1.0
+bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear
+c-uda cc cc0-1.0
+cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0
+cc-by-nc-4.0
+cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0
+cdla-sharing-1.0
+cdla-permissive-1.0 cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+agpl-3.0 gfdl
+gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 lgpl-lr isc h-research intel-research lppl-1.3c ms-pl
+apple-ascl
 apple-amlr mpl-2.0 odc-by odbl openmdw-1.0 osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl
-deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
+deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3
+llama4
 grok2-community gemma unknown other
 """
 LICENCES = frozenset(LISTED.split())
@@ -89,12 +116,14 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """The facts of a checkpoint's card: the outcome in its folder, and the contents of its files."""
+    """The facts of a checkpoint's card: the outcome in its folder, and the contents of its
+    files."""
 
     folder: Path
     outcome: Report
     config: Mapping[str, Any]
-    active: tuple[int | None, int] | None  # parameters less the experts that a token isn't routed to, before and after
+    # parameters less the experts that a token isn't routed to, before and after
+    active: tuple[int | None, int] | None
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
     served: Served | None  # as servers see it; None where only a graph lies
@@ -117,26 +146,34 @@ def without_folders(value: Any) -> Any:
 
 
 def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
-    """Return all that a card says, from the files in `folder`; raises `CompressionError` where they disagree."""
+    """Return all that a card says, from the files in `folder`; raises `CompressionError` where they
+    disagree."""
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
-            f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
+            f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an "
+            "output of "
             "moe-compress, or write its README.md by hand"
         )
     outcome = report_data(folder, gate=gate)
     if outcome.recorded_digest != outcome.plan.digest():
-        raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
+        raise CompressionError(
+            f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file"
+        )
     if outcome.gate is not None:
         base, compressed = label(outcome.gate.base), label(outcome.gate.compressed)
         options = without_folders(outcome.gate.options)
-        outcome = replace(outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options))
+        outcome = replace(
+            outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options)
+        )
     has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     graphs = []
     for inner in ("", ONNX_FOLDER):
         if (folder / inner / GRAPH).is_file() and (folder / inner / ONNX_RECORD).is_file():
             graphs.append(inner)
     if not has_weights and "" not in graphs:
-        raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
+        raise CompressionError(
+            f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress"
+        )
     model = None
     if has_weights:
         with suppress(CompressionError):  # as for constants
@@ -153,12 +190,15 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
 
 
 def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
-    """Return stored elements by dtype; raises `CompressionError` unless the bytes are as many as the record says."""
+    """Return stored elements by dtype; raises `CompressionError` unless the bytes are as many as
+    the record says."""
     tensors = Checkpoint(folder).tensors.values()
     nbytes = Size.of(tensors).bytes
-    if nbytes != recorded.bytes:  # of packed weights, the record counts parameters that they stand for
+    # of packed weights, the record counts parameters that they stand for
+    if nbytes != recorded.bytes:
         raise CompressionError(
-            f"the weights in {folder} hold {nbytes} bytes, its {COMPRESSION} says {recorded.bytes}; they do not "
+            f"the weights in {folder} hold {nbytes} bytes, its {COMPRESSION} says "
+            f"{recorded.bytes}; they do not "
             "belong together, compress again"
         )
     dtypes = Counter[str]()
@@ -168,7 +208,8 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
 
 
 def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, int] | None:
-    """Count active parameters from headers; None where stored elements are not parameters of one expert.
+    """Count active parameters from headers; None where stored elements are not parameters of one
+    expert.
 
     The base's alone are None where it stores its tensors in another way.
     """
@@ -220,16 +261,20 @@ def card_text(
 ) -> Card:
     """Return the card of the checkpoint in `folder` as the repository `repo_id`.
 
-    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
-    the folder of a local base, whose card gives the licence, and `base_model` its id on the Hub, as its user says.
-    """
+    `gate` is by default the result beside the weights, if it is about them. `command` is the one
+    that was run, `base` the folder of a local base, whose card gives the licence, and `base_model`
+    its id on the Hub, as its user says."""
     if not is_hub_id(repo_id):
-        raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
+        raise CompressionError(
+            f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name"
+        )
     facts = read_facts(folder, gate)
     data = facts.outcome
     recorded = base_id(data.plan.source)
     if recorded is not None and base_model not in (None, recorded):
-        raise CompressionError(f"{folder} was made from {recorded}, not {base_model}; leave --base-model out")
+        raise CompressionError(
+            f"{folder} was made from {recorded}, not {base_model}; leave --base-model out"
+        )
     facts = replace(facts, base_model=recorded or base_model)
     name = repo_id.rpartition("/")[2]
     drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
@@ -250,11 +295,14 @@ def card_text(
     ]
     text = markdown([block for block in blocks if block is not None], images)
     text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{text}")
-    return Card(text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()})
+    return Card(
+        text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()}
+    )
 
 
 def known_here(folder: Path) -> dict[str, Any]:
-    """Return what only this machine knows of an output, as arguments of `card_text`: the command and a local base."""
+    """Return what only this machine knows of an output, as arguments of `card_text`: the command
+    and a local base."""
     known = dict[str, Any]()
     record = read_record(folder)
     if record is not None:
@@ -272,7 +320,8 @@ def recipe_text(plan: Plan) -> str | None:
     try:
         for number, step in enumerate(plan.steps):
             options = {name: without_folders(value) for name, value in step.options.items()}
-            if step.name == PRUNE and "options" in options:  # a strategy's own, which stay as they are
+            # a strategy's own, which stay as they are
+            if step.name == PRUNE and "options" in options:
                 options["options"] = dict(step.options["options"])
             plan = plan.with_entry(number, options=options)
         recipe = recipe_of_plan(plan).model_copy(update={"model": label(plan.source.model)})
@@ -282,7 +331,8 @@ def recipe_text(plan: Plan) -> str | None:
 
 
 def cited(name: str) -> str:
-    """Return a strategy with what `list strategies` says of it and its paper, if it is installed."""
+    """Return a strategy with what `list strategies` says of it and its paper, if it is
+    installed."""
     try:
         return f"{name} ({load_strategy(name).summary.rstrip('.')})"
     except CompressionError:
@@ -298,7 +348,9 @@ def introduction(facts: CardFacts) -> Blocks:
     if name is not None:
         revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
         base = Link(name, f"{HUGGING_FACE}/{name}"), f" ({revision})"
-    kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if outcome.layers else ".")
+    kind = " It is an ordinary checkpoint of its architecture" + (
+        ", with fewer experts." if outcome.layers else "."
+    )
     if outcome.expert_plan.has_constants:
         kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
     what = _what_became(facts)
@@ -319,16 +371,20 @@ def _what_became(facts: CardFacts) -> str:
         before = sum(layer.experts for layer in plan.layers)
         return (
             f" in which constants stand for {replaced:,} of the {before:,} experts of its {count}; "
-            f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, arXiv:2507.00390). The "
+            f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, "
+            "arXiv:2507.00390). The "
             "routers are whole."
         )
     if not plan.layers:
-        same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
+        same = (
+            " The sub-experts compute what the base's experts do, up to rounding." if split else ""
+        )
         return f", of which all experts stay{after_split}.{same}"
     routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
     kept = span(len(layer.groups) for layer in plan.layers)
     return (
-        f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
+        f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in each "
+        "of its "
         f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
         f"Strategy: {', then '.join(map(cited, facts.strategies))}."
     )
@@ -340,7 +396,11 @@ def comparison(facts: CardFacts) -> Blocks:
     note = "Parameters are weights, in whatever format, without the scales of quantised ones."
     if facts.active is not None:
         before, after = facts.active
-        known = ("-", "-", "-") if before is None else (human_count(before), share(after, before), f"{before:,}")
+        known = (
+            ("-", "-", "-")
+            if before is None
+            else (human_count(before), share(after, before), f"{before:,}")
+        )
         row = ("active parameters", known[0], human_count(after), known[1], known[2], f"{after:,}")
         table = replace(table, rows=(*table.rows, row))
         note += " Active parameters are all but the experts that a token is not routed to."
@@ -350,14 +410,21 @@ def comparison(facts: CardFacts) -> Blocks:
 
 
 def provenance(facts: CardFacts, command: str | None, out: str) -> Blocks:
-    """Return the recipe of all steps, the text that was read, versions and digest; `command` is the last one run."""
+    """Return the recipe of all steps, the text that was read, versions and digest; `command` is the
+    last one run."""
     blocks: list[Block] = [Heading("How it was made")]
     recipe = recipe_text(facts.outcome.plan)
     if recipe is None:
-        blocks.append(Text("A step is not installed where this card was made, so it has no recipe to repeat it."))
+        blocks.append(
+            Text(
+                "A step is not installed where this card was made, so it has no recipe to repeat "
+                "it."
+            )
+        )
     else:
         note = (
-            "This recipe makes the same plan, all steps in one run. It is made from the plan, so it has no "
+            "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
+            "it has no "
             "edits by hand; local files and folders are in it by their names alone."
         )
         run = shlex.join(["moe-compress", "compress", RECIPE, "-o", out])
@@ -376,14 +443,19 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
     vllm = ""
     if facts.outcome.expert_plan.has_constants:
         vllm = (
-            "In vLLM from 0.33 on, where it supports this architecture unquantised (not tested with this checkpoint); "
+            "In vLLM from 0.33 on, where it supports this architecture unquantised (not tested "
+            "with this checkpoint); "
             "ask `moe-compress check` with --server whether it computes this model:"
         )
     elif facts.dtypes:
         fault = facts.outcome.loader_fault
         blocks += [Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else _stock(facts, repo_id)
         breaches = [] if facts.served is None else advise(facts.served).breaches
-        worst = [each.says for each in breaches if each.server == "vLLM" and each.effect in ("fails", "wrong")]
+        worst = [
+            each.says
+            for each in breaches
+            if each.server == "vLLM" and each.effect in ("fails", "wrong")
+        ]
         blocks += [Text(f"vLLM {sentence}.") for sentence in worst]
         if scheme is None or scheme in FORMATS["vllm"]:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
@@ -391,8 +463,13 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
         blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]
     if facts.graph is not None:
         folder = f"model/{facts.graph}" if facts.graph else "model"
-        shell = f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"'
-        session = f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")'
+        shell = (
+            f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once '
+            'upon a time"'
+        )
+        session = (
+            f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")'
+        )
         blocks += [
             Text("In ONNX Runtime; or from the terminal, once the repository is downloaded:"),
             Listing(shell, "bash"),
@@ -407,13 +484,18 @@ def _stock(facts: CardFacts, repo_id: str) -> Blocks:
     name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
     imported = model_class
-    more = "" if facts.served is None or facts.served.aligned else ', experts_implementation="eager"'
-    loading = [f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto"{more})']
+    more = (
+        "" if facts.served is None or facts.served.aligned else ', experts_implementation="eager"'
+    )
+    loading = [
+        f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto"{more})'
+    ]
     if (facts.folder / "tokenizer_config.json").is_file():
         imported += ", AutoTokenizer"
         loading.append(f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")')
     checked = (
-        "In transformers (names and shapes of all tensors were checked against the stock model of version "
+        "In transformers (names and shapes of all tensors were checked against the stock model of "
+        "version "
         f"{facts.outcome.versions.get('transformers', 'unknown')}; "
     )
     packages: Words = " needs the package accelerate"
@@ -429,12 +511,15 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
     sentences = ["Accuracy was measured on the tasks above and on nothing else."]
     if outcome.gate is None:
         sentences = [
-            "Accuracy was not measured: there is no gate result for these weights. Compare it with the base on "
+            "Accuracy was not measured: there is no gate result for these weights. Compare it "
+            "with the base on "
             "your own tasks before you use it."
         ]
     if outcome.plan.calibration is not None:
         domains = joined(domains_of(outcome.plan.calibration))
-        sentences.append(f"The calibration text was {domains}; what experts do on other text did not count.")
+        sentences.append(
+            f"The calibration text was {domains}; what experts do on other text did not count."
+        )
         unread = outcome.plan.calibration.get("left_out")
         sentences.append(f"Sources that could not be read: {', '.join(unread)}." if unread else "")
     elif outcome.layers:
@@ -445,7 +530,11 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
     if not facts.dtypes:
         sentences.append("There are no safetensors here, only the ONNX graph.")
     elif quantization:
-        how = "were quantised by the step quantize" if outcome.quantized else "are quantised as the base's are"
+        how = (
+            "were quantised by the step quantize"
+            if outcome.quantized
+            else "are quantised as the base's are"
+        )
         sentences.append(f"The weights {how} ({quantization['quant_method']}), stored as {stored}.")
     else:
         sentences.append(f"The weights are not quantised; they are stored as {stored}.")
@@ -453,7 +542,8 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
         sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     if outcome.expert_plan.has_constants:
         sentences.append(
-            "The format was checked by the tool's own forward: the written tensors give the logits that the base gives "
+            "The format was checked by the tool's own forward: the written tensors give the "
+            "logits that the base gives "
             "with these constants."
         )
     if not has_licence:
@@ -462,7 +552,8 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
 
 
 def domains_of(text: Mapping[str, Any]) -> list[str]:
-    """Return the domains of a text's sources where the default blend knows them, and the sources' names elsewhere."""
+    """Return the domains of a text's sources where the default blend knows them, and the sources'
+    names elsewhere."""
     domains = {entry.source: entry.domain for entry in read_blend()}
     sources = [entry["source"] for entry in text.get("sources", [text])]
     names = zip(sources, short_names(sources), strict=True)
@@ -497,31 +588,43 @@ def suggested_name(folder: Path) -> str:
 
 
 def _refitted(outcome: Report) -> Iterator[str]:
-    """Yield what was refitted or trained, and what that leaves; a step that changed nothing does not count."""
+    """Yield what was refitted or trained, and what that leaves; a step that changed nothing does
+    not count."""
     trained = {step["name"] for step in outcome.steps if changed(step)}
     methods = [step.options.get("method", "tune") for step in outcome.plan.of(CORRECT)]
     if methods:
         corrections = [correction_of(layer.plan) for layer in outcome.layers]
         better = sum(figures.get("kept") not in (None, "none") for figures in corrections)
         yield (
-            f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each layer's base output on "
-            f"the calibration text and was kept in {better} of {counted(len(corrections), 'layer')}; the errors before "
+            f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each "
+            "layer's base output on "
+            f"the calibration text and was kept in {better} of "
+            f"{counted(len(corrections), 'layer')}; the errors before "
             "and after are those of single layers and say nothing about accuracy."
         )
     if "distill" in trained:
         yield (
-            "Distillation trained the model end to end toward the base on text that its maker chose; what the base "
+            "Distillation trained the model end to end toward the base on text that its maker "
+            "chose; what the base "
             "gets wrong, and what that text does not show, did not come closer to right."
         )
     elif "routers" in trained:
-        yield "Router calibration moved the routers alone toward the base's next token, on text of its maker's."
+        yield (
+            "Router calibration moved the routers alone toward the base's next token, on text "
+            "of its maker's."
+        )
         for step in outcome.steps:
             if (step.get("result") or {}).get("confirmed") is False:
-                yield "It was forced (routers.accept: always): held-out text did not confirm that it is a gain."
+                yield (
+                    "It was forced (routers.accept: always): held-out text did not confirm that "
+                    "it is a gain."
+                )
     elif methods:
         yield "Nothing was fine-tuned end to end."
     elif not trained:
-        yield "Nothing was refitted or fine-tuned" + (" after experts were taken out." if outcome.layers else ".")
+        yield "Nothing was refitted or fine-tuned" + (
+            " after experts were taken out." if outcome.layers else "."
+        )
 
 
 def scheme_of(outcome: Outcome) -> str | None:
@@ -532,9 +635,8 @@ def scheme_of(outcome: Outcome) -> str | None:
 def relation(outcome: Outcome) -> str:
     """Return the relation to the base, of the Hub's four: adapter, merge, quantized and finetune.
 
-    "merge" is for several bases, "quantized" for what was only rounded; unsaid, the Hub would guess that where it sees
-    ONNX files.
-    """
+    "merge" is for several bases, "quantized" for what was only rounded; unsaid, the Hub would guess
+    that where it sees ONNX files."""
     return "quantized" if {step.name for step in outcome.plan.steps} == {QUANTIZE} else "finetune"
 
 
@@ -551,12 +653,16 @@ def is_hub_id(name: str) -> bool:
 
 
 def base_id(source: Source) -> str | None:
-    """Return the base's repository on the Hub; None for a local folder, whose name may be somebody else's there."""
+    """Return the base's repository on the Hub; None for a local folder, whose name may be somebody
+    else's there."""
     return source.model if source.revision is not None and is_hub_id(source.model) else None
 
 
-def base_metadata(source: Source, base: Path | None = None, base_model: str | None = None) -> Mapping[str, Any]:
-    """Return the metadata of the base's card, in its folder `base` or on the Hub; empty where it can't be read."""
+def base_metadata(
+    source: Source, base: Path | None = None, base_model: str | None = None
+) -> Mapping[str, Any]:
+    """Return the metadata of the base's card, in its folder `base` or on the Hub; empty where it
+    can't be read."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
 
@@ -566,13 +672,15 @@ def base_metadata(source: Source, base: Path | None = None, base_model: str | No
         name = base_model or base_id(source)
         if name is not None:
             return metadata_load(hf_hub_download(name, CARD, revision=source.revision)) or {}
-    except Exception as error:  # no network, no card, no YAML: there is nothing to inherit, and nothing depends on it
+    # no network, no card, no YAML: there is nothing to inherit, and nothing depends on it
+    except Exception as error:
         logger.debug("the card of the base cannot be read: %s", error)
     return {}
 
 
 def listed_licence(name: str) -> str | None:
-    """Return the Hub's spelling of a licence: of an SPDX identifier or of a name written out; None if it has none."""
+    """Return the Hub's spelling of a licence: of an SPDX identifier or of a name written out; None
+    if it has none."""
     text = " ".join(name.lower().split())
     for line in SPELLED_OUT.strip().splitlines():
         words, _, short = line.partition(":")
@@ -585,11 +693,18 @@ def listed_licence(name: str) -> str | None:
     return None
 
 
-def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None) -> dict[str, Any]:
-    """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with a name."""
+def licence(
+    base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None
+) -> dict[str, Any]:
+    """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with
+    a name."""
     given = base.get("license")
     names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(isinstance(name, str) and name for name in names)
+    ):
         return {}
     listed = [listed_licence(name) for name in names]
     unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
@@ -610,18 +725,24 @@ def warn_of_licence(model: str, revision: str | None) -> None:
     """Say before a run what the card will make of a base's licence that the Hub's list lacks."""
     folder = Path(model)
     is_folder = folder.is_dir()
-    base = base_metadata(Source(model, revision, ""), folder if is_folder else None, None if is_folder else model)
+    base = base_metadata(
+        Source(model, revision, ""), folder if is_folder else None, None if is_folder else model
+    )
     fields = licence(base, folder, None, revision)
     if fields.get("license_name") not in (None, base.get("license_name")):
         name = fields["license_name"]
-        logger.warning("the Hub's list of licences lacks %r; the card will say other, with that as its name", name)
+        logger.warning(
+            "the Hub's list of licences lacks %r; the card will say other, with that as its name",
+            name,
+        )
 
 
 def languages(base: Mapping[str, Any]) -> list[str] | None:
     """Return the base's languages."""
     given = base.get("language") or []
     entries = given if isinstance(given, list) else [given]
-    return ["no" if entry is False else entry for entry in entries] or None  # YAML makes False of Norwegian
+    # YAML makes False of Norwegian
+    return ["no" if entry is False else entry for entry in entries] or None
 
 
 def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":

@@ -1,7 +1,8 @@
-"""Checks of a folder before it is pushed: its checkpoint or graph is verified anew, and a required gate has passed.
+"""Checks of a folder before it is pushed: its checkpoint or graph is verified anew, and a required
+gate has passed.
 
-Also the files of it that belong on the Hub, none of them a link out of it, and those that an earlier model left there.
-"""
+Also the files of it that belong on the Hub, none of them a link out of it, and those that an
+earlier model left there."""
 
 import logging
 import re
@@ -39,7 +40,8 @@ from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
 
-BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
+# configs, tokenizer, templates
+BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 EVAL_RESULTS = ".eval_results/moe-compressor.yaml"
@@ -52,26 +54,33 @@ AGAIN = "export the checkpoint again with moe-compress export"
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFolder:
-    """A folder whose weights are what its configs say, and the files of it that belong on the Hub."""
+    """A folder whose weights are what its configs say, and the files of it that belong on the
+    Hub."""
 
     folder: Path
     is_graph: bool  # an ONNX export rather than a safetensors checkpoint
     files: Mapping[str, Path]  # by path in the repository
     left_out: tuple[str, ...]
     weights: frozenset[str]
-    prefixes: Mapping[str, int]  # of a file of tensors, by path in the repository: how many first bytes are none
+    # of a file of tensors, by path in the repository: how many first bytes are none
+    prefixes: Mapping[str, int]
 
 
 def verify_folder(folder: Path) -> VerifiedFolder:
-    """Check that a folder is a complete checkpoint or a verified ONNX export; raises `CompressionError` if not."""
+    """Check that a folder is a complete checkpoint or a verified ONNX export; raises
+    `CompressionError` if not."""
     if not folder.is_dir():
-        raise CompressionError(f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export")
+        raise CompressionError(
+            f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export"
+        )
     has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
     is_graph = (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights)
     if not (is_graph or has_weights or (folder / "config.json").exists()):
         raise CompressionError(
-            f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or {INDEX_NAME}) nor an "
-            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of one"
+            f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or "
+            f"{INDEX_NAME}) nor an "
+            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of "
+            "one"
         )
     refuse_links(folder)
     prefixes = _verify_graph(folder) if is_graph else _verify_weights(folder)
@@ -89,15 +98,17 @@ def verify_folder(folder: Path) -> VerifiedFolder:
 def _verify_weights(folder: Path) -> dict[str, int]:
     """Check a checkpoint, one of ours by the experts that compression.json names.
 
-    Returns its files of weights with the bytes of their headers, and the index that names them with all of its bytes.
-    """
+    Returns its files of weights with the bytes of their headers, and the index that names them with
+    all of its bytes."""
     experts = None
     heads = True
     if (folder / COMPRESSION).is_file():
         expert_plan = read_plan(folder).expert_plan
-        experts = expert_plan.experts if expert_plan.layers else None  # where no step decided on them, all stayed
+        # where no step decided on them, all stayed
+        experts = expert_plan.experts if expert_plan.layers else None
         heads = expert_plan.mtp == "keep" or not expert_plan.layers
-    if declared(read_object(folder / "config.json")):  # constants are all there, and the rest is a whole model
+    # constants are all there, and the rest is a whole model
+    if declared(read_object(folder / "config.json")):
         model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
         assert isinstance(model.checkpoint, SubstitutedCheckpoint)
         model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
@@ -112,12 +123,14 @@ def _verify_weights(folder: Path) -> dict[str, int]:
 def _verify_graph(folder: Path) -> dict[str, int]:
     """Check an ONNX export against its record, and that its weights are all there.
 
-    Returns its files with the bytes in them that are not weights: all of the graph itself, which has names and notes.
-    """
+    Returns its files with the bytes in them that are not weights: all of the graph itself, which
+    has names and notes."""
     path = folder / GRAPH
     for name in (GRAPH, ONNX_RECORD):
         if not (folder / name).is_file():
-            raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {AGAIN}")
+            raise CompressionError(
+                f"{folder} has no {name}, so it is no verified ONNX export; {AGAIN}"
+            )
     record = read_object(folder / ONNX_RECORD)
     verification = record.get("verification")
     if not verification or verification["largest_difference"] > verification["tolerance"]:
@@ -133,15 +146,20 @@ def _verify_graph(folder: Path) -> dict[str, int]:
     except CompressionError:
         raise
     except Exception as error:  # a class for each kind of fault
-        raise CompressionError(f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {AGAIN}") from error
+        raise CompressionError(
+            f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {AGAIN}"
+        ) from error
     for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         if [value.name for value in values] != record.get(kind):
-            raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}")
+            raise CompressionError(
+                f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}"
+            )
     return {GRAPH: path.stat().st_size, **dict.fromkeys(files, 0)}
 
 
 def _external_files(folder: Path, graph: Any) -> tuple[str, ...]:
-    """Return the files beside a graph that its tensors lie in, each of which must end where its last tensor does."""
+    """Return the files beside a graph that its tensors lie in, each of which must end where its
+    last tensor does."""
     ends: dict[str, int] = {}
     for tensor in _tensors(graph):
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -156,7 +174,9 @@ def _external_files(folder: Path, graph: Any) -> tuple[str, ...]:
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != end:
             there = "is missing" if size is None else f"has {size} bytes"
-            raise CompressionError(f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}")
+            raise CompressionError(
+                f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}"
+            )
     return tuple(ends)
 
 
@@ -170,7 +190,8 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def refuse_altered(folder: Path, base: Path | None) -> None:
-    """Refuse an output that is not what its digests or, if its base is here, its record say; pass without digests."""
+    """Refuse an output that is not what its digests or, if its base is here, its record say; pass
+    without digests."""
     result = verify_digests(folder)
     if result.passed and result.digests and base is not None:
         try:
@@ -186,31 +207,36 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
     if verified.is_graph:
         raise CompressionError(
-            "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
+            "--require-gate is for safetensors checkpoints, which the gate judges; push the "
+            "folder that was judged, "
             "its graph goes with it from onnx/"
         )
     result = read_gate(path)
     if result.verdict != "pass":
         raise CompressionError(
-            f"the gate in {path} says {result.verdict} for {result.compressed}, so nothing was pushed; push what passes"
+            f"the gate in {path} says {result.verdict} for {result.compressed}, so nothing was "
+            "pushed; push what passes"
         )
     judged = result.compressed_identity
     if "commit" in judged:
         raise CompressionError(
-            f"the gate in {path} judged {judged['repository']} on the Hub and not {verified.folder}; run "
+            f"the gate in {path} judged {judged['repository']} on the Hub and not "
+            f"{verified.folder}; run "
             "moe-compress gate on the folder"
         )
     changed = _changed(verified.folder, judged)
     if changed is not None:
         raise CompressionError(
-            f"{changed} of {verified.folder} is not the one that the gate in {path} judged; run moe-compress gate "
+            f"{changed} of {verified.folder} is not the one that the gate in {path} judged; run "
+            "moe-compress gate "
             "on the folder as it is"
         )
     return result
 
 
 def _changed(folder: Path, judged: Mapping[str, Any]) -> str | None:
-    """Return the first file that is not what was judged; weights with a digest may have another time of change."""
+    """Return the first file that is not what was judged; weights with a digest may have another
+    time of change."""
     now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
     before, after = _facts_by_file(judged), _facts_by_file(now)
     names = before.keys() | after.keys()
@@ -218,7 +244,9 @@ def _changed(folder: Path, judged: Mapping[str, Any]) -> str | None:
 
 
 def _facts_by_file(identity: Mapping[str, Any]) -> dict[str, Any]:
-    weights = identity.get("digests") or {name: facts for name, *facts in identity.get("weights", ())}
+    weights = identity.get("digests") or {
+        name: facts for name, *facts in identity.get("weights", ())
+    }
     return {**identity.get("files", {}), **weights}
 
 
@@ -239,7 +267,8 @@ def default_message(verified: VerifiedFolder) -> str:
 
 
 def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
-    """Return files by path in the repository: these weights, and what beside them a loader or a reader needs.
+    """Return files by path in the repository: these weights, and what beside them a loader or a
+    reader needs.
 
     Raises `CompressionError` naming a file that is a link out of the folder.
     """
@@ -253,12 +282,17 @@ def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
 def left_out(folder: Path, taken: Iterable[str]) -> tuple[str, ...]:
     """Return what lies openly in the folder and is not taken, sub-folders with a slash."""
     known = {name.split("/")[0] for name in taken}
-    names = sorted(path for path in folder.iterdir() if path.name not in known and not path.name.startswith("."))
+    names = sorted(
+        path
+        for path in folder.iterdir()
+        if path.name not in known and not path.name.startswith(".")
+    )
     return tuple(f"{path.name}/" if path.is_dir() else path.name for path in names)
 
 
 def _beside(name: str) -> bool:
-    """Return True if a file's name says that it is a config, part of the tokenizer, a template or a licence."""
+    """Return True if a file's name says that it is a config, part of the tokenizer, a template or a
+    licence."""
     if name.startswith(".") or name.endswith(".index.json"):
         return False
     return name.endswith(BESIDE) or (name.split(".")[0] in LICENCES and not name.endswith(".lock"))
@@ -278,22 +312,28 @@ def _pictures(folder: Path) -> Iterator[str]:
 
 
 def _usable(folder: Path, name: str) -> bool:
-    """Return True for a file that isn't hidden; raises `CompressionError` for a link that leads out or nowhere."""
+    """Return True for a file that isn't hidden; raises `CompressionError` for a link that leads out
+    or nowhere."""
     path = folder / name
     if name.split("/")[-1].startswith("."):
         return False
     refuse_link(path, folder)
     if path.is_symlink() and not path.exists():
-        raise CompressionError(f"{path} is a link that leads nowhere; restore the file or remove the link")
+        raise CompressionError(
+            f"{path} is a link that leads nowhere; restore the file or remove the link"
+        )
     return path.is_file()
 
 
-def superseded(names: Collection[str], pushed: Iterable[str], weights_change: bool) -> tuple[str, ...]:
-    """Return files on the Hub that an earlier model left and that would be taken for parts of the one that is pushed.
+def superseded(
+    names: Collection[str], pushed: Iterable[str], weights_change: bool
+) -> tuple[str, ...]:
+    """Return files on the Hub that an earlier model left and that would be taken for parts of the
+    one that is pushed.
 
-    A `model.safetensors` there, say, would be loaded in place of new shards. What speaks of the earlier weights
-    (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the weights change.
-    """
+    A `model.safetensors` there, say, would be loaded in place of new shards. What speaks of the
+    earlier weights (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the
+    weights change."""
     others = set(names) - set(pushed)
     stale = {name for name in others if name == SUMS or WEIGHT_NAMES.fullmatch(name)}
     if weights_change:

@@ -1,4 +1,5 @@
-"""Publishing on the Hugging Face Hub: a verified folder and its card, in one commit, and nothing that is there already.
+"""Publishing on the Hugging Face Hub: a verified folder and its card, in one commit, and nothing
+that is there already.
 
 The folder itself is only read; the card is written into the commit.
 """
@@ -60,7 +61,8 @@ class PushSummary:
     uploaded: tuple[PushedFile, ...] = ()
     uploaded_bytes: int = 0
     unchanged: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()  # parts of an earlier model that would be taken for parts of this one
+    # parts of an earlier model that would be taken for parts of this one
+    removed: tuple[str, ...] = ()
     left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
     message: str
     dry_run: bool
@@ -80,20 +82,31 @@ class PushSummary:
         blocks, lines = list[Block](), list[str]()
         if self.changed:
             title = f"{self.repo_id}{' (dry run: nothing is sent)' if self.dry_run else ''}"
-            rows = [(file.path, human_bytes(file.nbytes), str(file.state)) for file in self.uploaded]
+            rows = [
+                (file.path, human_bytes(file.nbytes), str(file.state)) for file in self.uploaded
+            ]
             rows += [(name, "-", "removed") for name in self.removed]
             blocks.append(Table(title, ("file", "size", "on the Hub"), rows, {"on the Hub"}))
             files = f"{counted(len(self.uploaded), 'file')}, {human_bytes(self.uploaded_bytes)}"
-            target = f"{'a pull request against ' if self.create_pr else ''}{self.branch} of {self.repo_id}"
+            target = (
+                f"{'a pull request against ' if self.create_pr else ''}{self.branch} of "
+                f"{self.repo_id}"
+            )
             lines += [f"Commit: {self.message}", f"{files} {verb} to {target} in one commit."]
             if self.unchanged:
                 lines.append(f"{len(self.unchanged)} more are there already.")
         else:
-            lines.append(f"Nothing has changed: {self.branch} of {self.repo_id} has these files already.")
+            lines.append(
+                f"Nothing has changed: {self.branch} of {self.repo_id} has these files already."
+            )
         if self.removed:
-            lines.append("Removed are parts of an earlier model that would be taken for parts of this one.")
+            lines.append(
+                "Removed are parts of an earlier model that would be taken for parts of this one."
+            )
         if self.left_out:
-            lines.append(f"Not pushed, since it is no part of the model: {', '.join(self.left_out)}")
+            lines.append(
+                f"Not pushed, since it is no part of the model: {', '.join(self.left_out)}"
+            )
         if self.tag is not None:
             lines.append(f"The commit {also} tagged {self.tag}.")
         if self.dry_run and self.suggested not in (None, self.repo_id):
@@ -118,14 +131,14 @@ def push(
     yes: bool = False,
     card: str | Path | None = None,
 ) -> PushSummary:
-    """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
+    """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a
+    card, in one commit.
 
-    A `repo_id` that ends with a slash gets a name as the field's. `base_model` is the id on the Hub of a local base.
-    `card` is a new file for the model card, to read before it's sent.
-    `yes` publishes what its gate did not pass, too. Raises `CompressionError` before anything is sent if the folder is
-    not whole, holds a secret, did not pass its gate or the one that is required, or the repository is not fit for it.
-    A push that was interrupted goes on when called again.
-    """
+    A `repo_id` that ends with a slash gets a name as the field's. `base_model` is the id on the Hub
+    of a local base. `card` is a new file for the model card, to read before it's sent. `yes`
+    publishes what its gate did not pass, too. Raises `CompressionError` before anything is sent if
+    the folder is not whole, holds a secret, did not pass its gate or the one that is required, or
+    the repository is not fit for it. A push that was interrupted goes on when called again."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     namespace, slash, name = repo_id.partition("/")
@@ -134,16 +147,22 @@ def push(
         repo_id += suggested
     elif not slash:
         suggested = f"{namespace}/{suggested}"
-        raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as {suggested}")
+        raise CompressionError(
+            f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as {suggested}"
+        )
     check_arguments(repo_id, revision, create_pr, message, tag)
     if base_model is not None and not is_hub_id(base_model):
-        raise CompressionError(f"--base-model {base_model!r} is no model on the Hub; name it as owner/name")
+        raise CompressionError(
+            f"--base-model {base_model!r} is no model on the Hub; name it as owner/name"
+        )
     verified = verify_folder(Path(folder))
     gate = None if require_gate is None else require_pass(verified, Path(require_gate))
     warning = gate_warning(verified.folder) if gate is None else None
     if warning is not None:
         if not (yes or dry_run):
-            raise CompressionError(f"{warning} Nothing was pushed; pass --yes to publish it all the same")
+            raise CompressionError(
+                f"{warning} Nothing was pushed; pass --yes to publish it all the same"
+            )
         logger.warning("%s", warning)
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
@@ -153,7 +172,8 @@ def push(
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
     api = repository.api
-    added = {name: CommitOperationAdd(name, content) for name, content in files.items()}  # which remember their hashes
+    # which remember their hashes
+    added = {name: CommitOperationAdd(name, content) for name, content in files.items()}
     remote: hub.Remote | None = None  # where a dry run cannot ask the Hub
     try:
         remote = repository.look_up()
@@ -177,7 +197,8 @@ def push(
         repository.refuse_public(remote, private)
         if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
             raise CompressionError(
-                f"{repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so nothing was pushed; "
+                f"{repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so "
+                "nothing was pushed; "
                 "name another tag, or delete that one on the Hub"
             )
     if not dry_run and remote is not None:
@@ -185,14 +206,21 @@ def push(
         if not remote.exists:  # a new repository begins with files of the Hub's own
             head, summary = _compare(summary, repository, verified, added, fresh)
         if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
-            repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True))
+            repository.ask(
+                lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True)
+            )
         if summary.changed:
-            changes = [*(added[file.path] for file in summary.uploaded), *map(CommitOperationDelete, summary.removed)]
+            changes = [
+                *(added[file.path] for file in summary.uploaded),
+                *map(CommitOperationDelete, summary.removed),
+            ]
             done = repository.commit(changes, title, branch, head, create_pr)
             repository.check_arrived(done.oid, added)
             summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
         if tag is not None and tag not in fresh.tags:
-            repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head))
+            repository.ask(
+                lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head)
+            )
     return summary
 
 
@@ -206,17 +234,21 @@ def gate_warning(folder: Path) -> str | None:
 
 def _write_card(content: hub.Content | None, file: Path) -> None:
     if content is None:
-        raise CompressionError(f"there is no card to write to {file}; write a README.md in the folder by hand")
+        raise CompressionError(
+            f"there is no card to write to {file}; write a README.md in the folder by hand"
+        )
     if file.exists():
         raise CompressionError(f"{file} exists; name a new file with --card")
     write_whole(file, content if isinstance(content, bytes) else content.read_bytes())
 
 
 def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:
-    """Push a finished output where its recipe says; an error says that the output is whole and how to push it."""
+    """Push a finished output where its recipe says; an error says that the output is whole and how
+    to push it."""
     folder = outcome.out
     repo_id = str(output.push_to_hub)
-    is_passed = outcome.gate is not None and outcome.gate.verdict == "pass"  # else the user has decided
+    # else the user has decided
+    is_passed = outcome.gate is not None and outcome.gate.verdict == "pass"
     require_gate = Path(folder) / REPORT if is_passed else None
     try:
         return push(folder, repo_id, private=output.private, require_gate=require_gate, yes=True)
@@ -224,27 +256,40 @@ def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:
         again = f"moe-compress push {folder} {repo_id}{' --private' if output.private else ''}"
         message = str(error)
         if hub.AGAIN in message:
-            message = message.replace(hub.AGAIN, f"then run {again}, which goes on where it stopped")
+            message = message.replace(
+                hub.AGAIN, f"then run {again}, which goes on where it stopped"
+            )
         else:
             message = f"{message} (then: {again})"
         raise CompressionError(f"{folder} is complete, but was not pushed: {message}") from None
 
 
-def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
+def check_arguments(
+    repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None
+) -> None:
     """Refuse what cannot be meant, before anything is read."""
     if not is_hub_id(repo_id) or repo_id.count("/") != 1:
-        raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as org/model")
+        raise CompressionError(
+            f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as org/model"
+        )
     if create_pr and tag is not None:
-        raise CompressionError("--tag marks a commit of a branch and --create-pr makes none; tag it once it is merged")
+        raise CompressionError(
+            "--tag marks a commit of a branch and --create-pr makes none; tag it once it is merged"
+        )
     for option, name in (("--revision", revision), ("--tag", tag), ("--message", message)):
         if name is not None and (not name.strip() or kind_of_secret(name.encode(errors="replace"))):
-            raise CompressionError(f"{option} is empty or holds an access token; give it some other text")
+            raise CompressionError(
+                f"{option} is empty or holds an access token; give it some other text"
+            )
         if option != "--message" and name is not None and name.startswith("refs/"):
-            raise CompressionError(f"{option} {name!r} is a reference; give the name of a branch or tag alone")
+            raise CompressionError(
+                f"{option} {name!r} is a reference; give the name of a branch or tag alone"
+            )
 
 
 def check_access(repo_id: str, private: bool) -> None:
-    """Refuse a login that the Hub does not accept, and a public repository where a private one is meant.
+    """Refuse a login that the Hub does not accept, and a public repository where a private one is
+    meant.
 
     A Hub of one's own may want no login; huggingface.co always does.
     """
@@ -255,25 +300,38 @@ def check_access(repo_id: str, private: bool) -> None:
     if get_token() is not None:  # what is neither 401 nor 403 says nothing about the login
         repository.ask(repository.api.whoami, passed={None, *range(600)} - {401, 403})
     elif repository.api.endpoint == HUGGING_FACE:
-        raise CompressionError(f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first")
+        raise CompressionError(
+            f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first"
+        )
     repository.refuse_public(repository.look_up(), private)
 
 
 def _staged(
-    verified: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None, base_model: str | None
+    verified: VerifiedFolder,
+    repo_id: str,
+    gate: GateResult | None,
+    report: str | Path | None,
+    base_model: str | None,
 ) -> dict[str, hub.Content]:
-    """Return files pushed beside the folder's own, or in their place: card, pictures, gate, configs without code."""
-    coded = [path for path in naming_code(verified.folder) if path.name in verified.files]  # code itself is left out
-    staged: dict[str, hub.Content] = {path.name: json_bytes(without_code(read_object(path))) for path in coded}
+    """Return files pushed beside the folder's own, or in their place: card, pictures, gate, configs
+    without code."""
+    # code itself is left out
+    coded = [path for path in naming_code(verified.folder) if path.name in verified.files]
+    staged: dict[str, hub.Content] = {
+        path.name: json_bytes(without_code(read_object(path))) for path in coded
+    }
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
-    if CARD not in verified.files and COMPRESSION in verified.files:  # by which it is known how it was made
+    # by which it is known how it was made
+    if CARD not in verified.files and COMPRESSION in verified.files:
         judged = gate_of(verified.folder, gate)
         results = eval_results(judged) if judged is not None else b""
         if results:
             staged[EVAL_RESULTS] = results
-        card = card_text(verified.folder, repo_id, gate, base_model=base_model, **known_here(verified.folder))
+        card = card_text(
+            verified.folder, repo_id, gate, base_model=base_model, **known_here(verified.folder)
+        )
         return staged | {CARD: card.text.encode(), **card.pictures}
     return staged
 
@@ -285,7 +343,8 @@ def _compare(
     added: Mapping[str, Any],
     remote: hub.Remote | None,
 ) -> tuple[str | None, PushSummary]:
-    """Return the commit of the branch, or of the one it will begin at, and what differs; all where nothing is known."""
+    """Return the commit of the branch, or of the one it will begin at, and what differs; all where
+    nothing is known."""
     branches = {} if remote is None else remote.branches
     head = branches.get(summary.branch, branches.get(hub.DEFAULT_BRANCH))
     there = repository.files(head)
@@ -297,4 +356,6 @@ def _compare(
     stale = () if verified.is_graph else superseded(there, added, not verified.weights <= {*same})
     sent = tuple(file for file in files if file.state != "unchanged")
     nbytes = sum(file.nbytes for file in sent)
-    return head, replace(summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale)
+    return head, replace(
+        summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale
+    )

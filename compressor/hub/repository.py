@@ -1,4 +1,5 @@
-"""A repository on the Hub as it is now, how it differs from what is pushed, and the one commit that brings it there.
+"""A repository on the Hub as it is now, how it differs from what is pushed, and the one commit that
+brings it there.
 
 What goes wrong between here and the Hub becomes one sentence with its remedy and without any token.
 """
@@ -21,9 +22,18 @@ AGAIN = "then run the same command again, which goes on where it stopped"
 ROOM = re.compile(r"quota|storage|upgrade", re.IGNORECASE)  # how a refusal for want of room reads
 MOST = 160  # letters of what the Hub itself says
 REMEDIES = {  # by status: what it means, and what helps
-    401: ("the Hub does not accept the login", "log in with `hf auth login` and a token that may write"),
-    403: ("you may not write there", "ask its owner for write permission, or log in with a token that has it"),
-    404: ("it is not there or not visible to you", "check the name and who is logged in (`hf auth whoami`)"),
+    401: (
+        "the Hub does not accept the login",
+        "log in with `hf auth login` and a token that may write",
+    ),
+    403: (
+        "you may not write there",
+        "ask its owner for write permission, or log in with a token that has it",
+    ),
+    404: (
+        "it is not there or not visible to you",
+        "check the name and who is logged in (`hf auth whoami`)",
+    ),
     409: ("the Hub is busy with another change of it", "wait for that to end"),
     412: ("somebody else has committed to it meanwhile", "look at their commit"),
     413: ("the Hub takes no commit of this size", "make the shards smaller"),
@@ -47,7 +57,8 @@ class Remote:
 
 
 class Repository:
-    """A model repository on the Hub; all that goes wrong between here and there is a `CompressionError`."""
+    """A model repository on the Hub; all that goes wrong between here and there is a
+    `CompressionError`."""
 
     def __init__(self, repo_id: str) -> None:
         """Open it by the Hub's client, with the client's own token."""
@@ -58,7 +69,8 @@ class Repository:
         self.api = HfApi(library_name=name, library_version=versions((name,))[name])
 
     def ask(self, question: Callable[[], Any], passed: Container[int | None] = ()) -> Any:
-        """Return the answer of the Hub's client, None at a status in `passed`; errors do not refer to the client's.
+        """Return the answer of the Hub's client, None at a status in `passed`; errors do not refer
+        to the client's.
 
         A server may echo a token in what it says, and a chained traceback would show it.
         """
@@ -71,7 +83,8 @@ class Repository:
         raise fault
 
     def look_up(self) -> Remote:
-        """Return the repository as far as it is visible; an invisible one looks like a missing one."""
+        """Return the repository as far as it is visible; an invisible one looks like a missing
+        one."""
         info = self.ask(lambda: self.api.repo_info(self.repo_id), passed=(401, 404))
         if info is None:
             return Remote(exists=False)
@@ -81,19 +94,23 @@ class Repository:
         return Remote(True, info.private, branches, tags)
 
     def files(self, commit: str | None) -> dict[str, Any]:
-        """Return the client's entry for every file of a commit by its path; none without a commit, or a visible one."""
+        """Return the client's entry for every file of a commit by its path; none without a commit,
+        or a visible one."""
         if commit is None:
             return {}
         tree = self.ask(
-            lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)), passed=(404,)
+            lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)),
+            passed=(404,),
         )
-        return {entry.path: entry for entry in tree or () if hasattr(entry, "blob_id")}  # no folders
+        # no folders
+        return {entry.path: entry for entry in tree or () if hasattr(entry, "blob_id")}
 
     def refuse_public(self, remote: Remote, private: bool) -> None:
         """Refuse a public repository where a private one is meant."""
         if private and remote.exists and remote.private is False:
             raise CompressionError(
-                f"{self.repo_id} exists on the Hub and is public, so nothing was pushed; make it private in its "
+                f"{self.repo_id} exists on the Hub and is public, so nothing was pushed; make it "
+                "private in its "
                 "settings, or name another repository"
             )
 
@@ -106,12 +123,14 @@ class Repository:
         self.refuse_public(fresh, private)
         return fresh
 
-    def commit(self, changes: Sequence[Any], message: str, branch: str, head: str | None, create_pr: bool) -> Any:
+    def commit(
+        self, changes: Sequence[Any], message: str, branch: str, head: str | None, create_pr: bool
+    ) -> Any:
         """Commit all changes, which the branch or a new pull request shows at once or not at all.
 
-        `upload_folder` would do it in several commits, so that a branch could show half a model. Large files are
-        stored first and the commit comes last; run again, the client does not send what is stored already.
-        """
+        `upload_folder` would do it in several commits, so that a branch could show half a model.
+        Large files are stored first and the commit comes last; run again, the client does not send
+        what is stored already."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
             return self.ask(
@@ -126,20 +145,25 @@ class Repository:
             )
 
     def check_arrived(self, commit: str, added: Mapping[str, Any]) -> None:
-        """Check that the commit holds every file as it is here: a .gitignore there can keep one out without a word."""
+        """Check that the commit holds every file as it is here: a .gitignore there can keep one out
+        without a word."""
         try:
             there = self.files(commit)
-        except CompressionError:  # the commit is made; that it cannot be listed yet is no fault of it
+        # the commit is made; that it cannot be listed yet is no fault of it
+        except CompressionError:
             return
         for name, addition in added.items():
             if state_of(addition, there.get(name)) != "unchanged":
                 raise CompressionError(
-                    f"{name} of the commit {commit[:12]} of {self.repo_id} is not the one that was pushed; look for a "
-                    ".gitignore there that keeps it out, and for other runs that change the folder here"
+                    f"{name} of the commit {commit[:12]} of {self.repo_id} is not the one that "
+                    "was pushed; look for a "
+                    ".gitignore there that keeps it out, and for other runs that change the "
+                    "folder here"
                 )
 
 
-NETWORK = {"TransportError", "ConnectionError", "TimeoutError"}  # classes of faults that are no answer of the Hub
+# classes of faults that are no answer of the Hub
+NETWORK = {"TransportError", "ConnectionError", "TimeoutError"}
 
 
 def state_of(addition: Any, entry: Any) -> State:
@@ -196,7 +220,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the Hub's own message, or that of the exception with its answer, or that of the innermost one."""
+    """Return the Hub's own message, or that of the exception with its answer, or that of the
+    innermost one."""
     chain = list(_chain(error))
     for cause in chain:
         message = getattr(cause, "server_message", None)

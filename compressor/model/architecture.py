@@ -1,4 +1,5 @@
-"""The parts of a model, discovered by building the stock transformers model on meta, without tables of names."""
+"""The parts of a model, discovered by building the stock transformers model on meta, without tables
+of names."""
 
 import copy
 import re
@@ -36,9 +37,13 @@ from compressor.records import read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
-    """Yield the owner, attribute and value of each number that may be the top-k, the most likely first."""
+    """Yield the owner, attribute and value of each number that may be the top-k, the most likely
+    first."""
     text = config.get_text_config()
-    fields = product((getattr(router, "config", text), text), ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    fields = product(
+        (getattr(router, "config", text), text),
+        ("num_experts_per_tok", "top_k_experts", "moe_topk"),
+    )
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
         value = getattr(owner, name, None)
         if isinstance(value, int):
@@ -59,13 +64,15 @@ def another_top_k(router: nn.Module, block: nn.Module, config: Any, top_k: int) 
 
 
 def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
-    """Return (groups, groups that a token may choose, fewest experts in a group); (1, 1, 1) for no groups."""
+    """Return (groups, groups that a token may choose, fewest experts in a group); (1, 1, 1) for no
+    groups."""
     groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
     method = getattr(router, "topk_method", None)
     if int(groups) <= 1 or method == "greedy":
         return 1, 1, 1
     chosen = getattr(router, "topk_group", None) or groups
-    # a group's score is the sum of its two best experts, or that of its best one if the router has a method
+    # a group's score is the sum of its two best experts, or that of its best one if the router has
+    # a method
     return int(groups), int(chosen), 1 if method else 2
 
 
@@ -73,11 +80,14 @@ EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_con
 PER_LAYER = "per_layer_config"  # transformers' field for what differs between layers
 # raised by configs for values that they cannot have
 UNFIT = (CompressionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-NOT_COUNTS = re.compile(r"(per_tok|top_?k|shared)[^.]*$")  # in names of fields that don't count experts
+# in names of fields that don't count experts
+NOT_COUNTS = re.compile(r"(per_tok|top_?k|shared)[^.]*$")
 OTHER = "it is a dense model, or an MoE architecture of another interface"
 UNLIKE = {  # why an MoE architecture is not supported, by model type
-    "llama4": "its router weighs what goes into an expert instead of what comes out, and its experts get every token",
-    "longcat_flash": "its router also chooses zero experts, which pass a token on and have no weights",
+    "llama4": "its router weighs what goes into an expert instead of what comes out, and its "
+    "experts get every token",
+    "longcat_flash": "its router also chooses zero experts, which pass a token on and have no "
+    "weights",
 }
 KERNEL_FIELDS = {
     "attn_implementation",
@@ -99,7 +109,8 @@ class Architecture:
     layers: tuple[MoeLayer, ...]
     decoder_layers: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
-    written: Mapping[str, Any] = field(default_factory=dict, compare=False)  # other fields of smaller models, by path
+    # other fields of smaller models, by path
+    written: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def experts(self) -> int:
@@ -111,7 +122,8 @@ class Architecture:
         return {**count_fields(self.config, self.count_field, count), **self.written}
 
     def with_experts(self, count: int) -> Any:
-        """Return a copy of the config with this number of experts and the other fields of smaller models."""
+        """Return a copy of the config with this number of experts and the other fields of smaller
+        models."""
         return with_fields(self.config, self.fields(count))
 
 
@@ -125,13 +137,16 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def count_fields(config: Any, path: str, count: int) -> dict[str, Any]:
-    """Return the fields, by dotted path, by which a config has this number of experts; `path` leads to its one.
+    """Return the fields, by dotted path, by which a config has this number of experts; `path` leads
+    to its one.
 
     Numbers that the config repeats for single layers go.
     """
     owner, _, name = path.rpartition(".")
     node = attrgetter(owner)(config) if owner else config
-    layers = {int(layer): dict(fields) for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items()}
+    layers = {
+        int(layer): dict(fields) for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items()
+    }
     removed = [fields.pop(name, None) for fields in layers.values()]
     if not any(removed):
         return {path: count}
@@ -170,11 +185,15 @@ def _unknown_type(raw: Mapping[str, Any]) -> str | None:
         if config_class is not None:
             known = f"but {name}, which the config names, of type {config_class.model_type!r}"
             return f"{message}, {known}; write that as model_type in a copy of the checkpoint"
-    return f"{message}, and code of a checkpoint's own (auto_map) is never run; only stock architectures are supported"
+    return (
+        f"{message}, and code of a checkpoint's own (auto_map) is never run; only stock "
+        "architectures are supported"
+    )
 
 
 def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the fields that choose kernels in a config or its JSON, at any depth: each as a mapping and a key.
+    """Yield the fields that choose kernels in a config or its JSON, at any depth: each as a mapping
+    and a key.
 
     A checkpoint may name a repository there, whose code would be fetched and run.
     """
@@ -185,7 +204,9 @@ def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        fields = vars(node) if hasattr(node, "model_type") else node if isinstance(node, dict) else {}
+        fields = (
+            vars(node) if hasattr(node, "model_type") else node if isinstance(node, dict) else {}
+        )
         yield from ((fields, name) for name in KERNEL_FIELDS & fields.keys())
         nodes += [*fields.values(), *(node if isinstance(node, list | tuple) else ())]
 
@@ -197,21 +218,26 @@ def choose_kernels(config: Any) -> None:
 
 
 def model_class(config: Any) -> type[Any]:
-    """Return the stock class that the config's `architectures` names, or the causal language model of its type."""
-    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    """Return the stock class that the config's `architectures` names, or the causal language model
+    of its type."""
+    named = (
+        getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()
+    )
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
     automatic = (kind._model_mapping.get(type(config), None) for kind in kinds)
     for stock_class in chain(named, automatic):
         if isinstance(stock_class, type):
             return stock_class
     raise CompressionError(
-        f"transformers has no language model for model type {config.model_type!r}; only stock architectures "
+        f"transformers has no language model for model type {config.model_type!r}; only stock "
+        "architectures "
         "are supported"
     )
 
 
 def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
+    """Return the stock model of a config on the meta device: all shapes, no memory; the config is
+    copied, not changed.
 
     Raises `CompressionError` where transformers cannot build it.
     """
@@ -219,7 +245,10 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     copied = copy.deepcopy(config)
     choose_kernels(copied)
-    for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
+    for node in (
+        copied,
+        *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {})),
+    ):
         if node is not None:
             node.dtype = wanted  # some classes build inner models in the dtype of their own config
     try:
@@ -233,7 +262,8 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def run_any_rows(model: Any) -> None:
-    """Have a stock model loop over its experts where grouped products do not take the rows of their matrices."""
+    """Have a stock model loop over its experts where grouped products do not take the rows of their
+    matrices."""
     for _, module in experts_modules(model):
         experts: Any = module
         if not fills_rows(experts, experts.down_proj.itemsize) and hasattr(experts, "config"):
@@ -246,15 +276,23 @@ def head_of(model: Any) -> nn.Module | None:
 
 
 def _adopt(module: Any) -> None:
-    """Set the uniform interface's flags on the class of an experts module that lacks only these, as in step3p7.
+    """Set the uniform interface's flags on the class of an experts module that lacks only these, as
+    in step3p7.
 
     Such a module has gated, fused weights without biases, and takes (hidden, index, weights).
     """
     if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) or not hasattr(module, "_apply_gate"):
         return
-    if {name for name, _ in module.named_parameters(recurse=False)} != {"gate_up_proj", "down_proj"}:
+    if {name for name, _ in module.named_parameters(recurse=False)} != {
+        "gate_up_proj",
+        "down_proj",
+    }:
         return
-    if list(signature(module.forward).parameters) != ["hidden_states", "top_k_index", "top_k_weights"]:
+    if list(signature(module.forward).parameters) != [
+        "hidden_states",
+        "top_k_index",
+        "top_k_weights",
+    ]:
         return
     (_, first, second) = module.gate_up_proj.shape
     (_, hidden, _) = module.down_proj.shape
@@ -268,10 +306,11 @@ def _adopt(module: Any) -> None:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full name.
+    """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full
+    name.
 
-    Those of a tower for pictures or sound that have numbers of their own by layer belong to the tower.
-    """
+    Those of a tower for pictures or sound that have numbers of their own by layer belong to the
+    tower."""
     towers = tuple(f"{name}." for name, module in model.named_modules() if _is_tower(model, module))
     for name, module in model.named_modules():
         _adopt(module)
@@ -288,97 +327,137 @@ def _is_tower(model: Any, module: Any) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of all children of every outermost ModuleList that holds experts modules, in model order."""
+    """Return the names of all children of every outermost ModuleList that holds experts modules, in
+    model order."""
     lists: dict[str, nn.ModuleList] = {}
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    modules = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
     for name, _ in experts_modules(model):
-        above = next((outer for outer in modules if name.startswith(f"{outer}.")), None)  # parents come first
+        # parents come first
+        above = next((outer for outer in modules if name.startswith(f"{outer}.")), None)
         if above is None:
             raise CompressionError(
-                f"experts module {name!r} lies in no list of layers; this architecture is not supported"
+                f"experts module {name!r} lies in no list of layers; this architecture is not "
+                "supported"
             )
         lists[above] = modules[above]
-    return tuple(f"{name}.{position}" for name, module in lists.items() for position in range(len(module)))
+    return tuple(
+        f"{name}.{position}" for name, module in lists.items() for position in range(len(module))
+    )
 
 
 def expert_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of experts of each experts module."""
-    return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
+    modules: Any = experts_modules(model)
+    return {name: int(module.num_experts) for name, module in modules}
 
 
 def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted paths and values of all whole numbers in a config, and of all lists of them."""
+    """Yield the dotted paths and values of all whole numbers in a config, and of all lists of
+    them."""
     for key, value in vars(config).items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             yield from config_numbers(value, f"{prefix}{key}.")
-        elif type(value) is int or (isinstance(value, list) and value and {*map(type, value)} == {int}):
+        elif type(value) is int or (
+            isinstance(value, list) and value and {*map(type, value)} == {int}
+        ):
             yield f"{prefix}{key}", value
 
 
 def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
-    """Return the config field whose doubling doubles all experts modules, and the model with twice the experts."""
+    """Return the config field whose doubling doubles all experts modules, and the model with twice
+    the experts."""
     counts = expert_counts(model)
     wanted = {name: 2 * count for name, count in counts.items()}
     count, *others = sorted(set(counts.values()))
     if others:
-        raise CompressionError(f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported")
+        raise CompressionError(
+            f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported"
+        )
 
     def order(path: str) -> tuple[bool, bool, int, str]:  # the most likely first
         return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
 
-    paths = [path for path, value in config_numbers(config) if value == count and not NOT_COUNTS.search(path)]
+    paths = [
+        path
+        for path, value in config_numbers(config)
+        if value == count and not NOT_COUNTS.search(path)
+    ]
     for candidate in sorted(paths, key=order):
         with suppress(*UNFIT):
             doubled = build_meta(with_fields(config, count_fields(config, candidate, 2 * count)))
             if expert_counts(doubled) == wanted:
                 return candidate, doubled
-    raise CompressionError(f"no field of the config counts the {count} experts; this architecture is not supported")
+    raise CompressionError(
+        f"no field of the config counts the {count} experts; this architecture is not supported"
+    )
 
 
 def expert_tensors(model: nn.Module, doubled: nn.Module) -> dict[str, ExpertTensor]:
-    """Return the state-dict entries that count experts: their shapes differ between models of E and 2E experts."""
+    """Return the state-dict entries that count experts: their shapes differ between models of E and
+    2E experts."""
     larger = doubled.state_dict()
     counts = expert_counts(model).values()
     tensors = {}
     for key, value in model.state_dict().items():
         before = list(value.shape)
         after = list(larger[key].shape)
-        changed = [dim for dim, (small, large) in enumerate(zip(before, after, strict=True)) if small != large]
+        changed = [
+            dim
+            for dim, (small, large) in enumerate(zip(before, after, strict=True))
+            if small != large
+        ]
         if not changed:
             continue
         dim = changed[0]
         count = after[dim] - before[dim]
         if len(changed) > 1 or count not in counts:
-            raise CompressionError(f"tensor {key!r} grows from {before} to {after} with the experts; not supported")
+            raise CompressionError(
+                f"tensor {key!r} grows from {before} to {after} with the experts; not supported"
+            )
         tensors[key] = ExpertTensor(key, dim, before[dim] - count)
     return tensors
 
 
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
-    """Return the architecture of the stock model of `config`; raise `CompressionError` if dense or not supported."""
+    """Return the architecture of the stock model of `config`; raise `CompressionError` if dense or
+    not supported."""
     model = model if model is not None else build_meta(config)
     stock = type(model).__name__
     names = [name for name, _ in experts_modules(model)]
     if not names:
         raise CompressionError(
-            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: "
+            f"{stock} ({config.model_type}) has no experts module with transformers' uniform "
+            "interface: "
             f"{UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is not supported"
         )
     count_field, doubled = find_count_field(config, model)
     tensors = expert_tensors(model, doubled)
     layer_names = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name
-    layers = tuple(_moe_layer(name, model, config, tensors, layer_names) for name in names if name not in repeated)
+    # the same weights under a second name
+    repeated = {key.rpartition(".")[0] for key in tensors if key in tied}
+    layers = tuple(
+        _moe_layer(name, model, config, tensors, layer_names)
+        for name in names
+        if name not in repeated
+    )
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
     stray = sorted(tensors.keys() - covered - tied)
     if stray:
-        raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
+        raise CompressionError(
+            f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported"
+        )
     return Architecture(str(config.model_type), stock, count_field, layers, layer_names, config)
 
 
 def _moe_layer(
-    name: str, model: nn.Module, config: Any, tensors: Mapping[str, ExpertTensor], layer_names: Sequence[str]
+    name: str,
+    model: nn.Module,
+    config: Any,
+    tensors: Mapping[str, ExpertTensor],
+    layer_names: Sequence[str],
 ) -> MoeLayer:
     """Return the layer of the experts module `name`.
 
@@ -389,17 +468,23 @@ def _moe_layer(
     experts = model.get_submodule(name)
     inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
     owners = {tensor.key.removeprefix(f"{block_name}.").partition(".")[0] for tensor in inside}
-    routers = [child for child, module in block.named_children() if child in owners and module is not experts]
+    routers = [
+        child
+        for child, module in block.named_children()
+        if child in owners and module is not experts
+    ]
     if len(routers) != 1:
         raise CompressionError(
-            f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is supported"
+            f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is "
+            "supported"
         )
     router_name = f"{block_name}.{routers[0]}"
     router = block.get_submodule(routers[0])
     top_k = next((value for _, _, value in _tops_of(router, block, config)), None)
     if top_k is None:
         raise CompressionError(
-            "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
+            "neither the router nor the config says how many experts a token is routed to "
+            "(top-k); not supported"
         )
     tables = tuple(
         f"{router_name}.{key}"

@@ -1,9 +1,10 @@
-"""Experts that output a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward and checkpoints.
+"""Experts that output a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward and
+checkpoints.
 
-The router keeps all its rows. A token routed to such an expert gets the gate weight times the expert's constant, and
-nothing is renormalised. vLLM reads the same names: the config's `approximate_experts` maps a decoder
-layer's number to expert ids, and `<experts prefix>.<id>.approx_value` [H] is the constant; experts keep their numbers.
-"""
+The router keeps all its rows. A token routed to such an expert gets the gate weight times the
+expert's constant, and nothing is renormalised. vLLM reads the same names: the config's
+`approximate_experts` maps a decoder layer's number to expert ids, and `<experts
+prefix>.<id>.approx_value` [H] is the constant; experts keep their numbers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,10 @@ from compressor.model.moe_layer import MoeLayer
 FIELD = "approximate_experts"
 SUFFIX = ".approx_value"
 NOT_STOCK = (
-    "experts that are constants (config field approximate_experts) are served by vLLM from 0.33 on; earlier versions "
-    "load them without a message and compute something else, and stock transformers cannot load them"
+    "experts that are constants (config field approximate_experts) are served by vLLM from 0.33 "
+    "on; earlier versions "
+    "load them without a message and compute something else, and stock transformers cannot load "
+    "them"
 )
 CONSTANT = re.compile(rf"(.+)\.(\d+){re.escape(SUFFIX)}")  # a layer's experts, and the expert
 
@@ -34,8 +37,8 @@ CONSTANT = re.compile(rf"(.+)\.(\d+){re.escape(SUFFIX)}")  # a layer's experts, 
 class Substitutes:
     """The constants of a layer: `values` [D, H] of the experts `dropped`, ascending.
 
-    `rows` maps a kept expert to its row in the experts module's tensors; by default, that is its number.
-    """
+    `rows` maps a kept expert to its row in the experts module's tensors; by default, that is its
+    number."""
 
     dropped: tuple[int, ...]
     values: Tensor
@@ -50,7 +53,8 @@ def substituted_forward(
     weights: Tensor,
     change: Change = UNCHANGED,
 ) -> Tensor:
-    """Return the output of an experts module with its constants: hidden [T, H], index and weights [T, K] -> [T, H].
+    """Return the output of an experts module with its constants: hidden [T, H], index and weights
+    [T, K] -> [T, H].
 
     `change` is applied to what matrices are multiplied by.
     """
@@ -77,14 +81,16 @@ def substitute(experts: Any, substitutes: Substitutes | None) -> None:
 
 
 def is_replaced(role: Role, substitutes: Mapping[str, Substitutes]) -> bool:
-    """Return True for a stored tensor of an expert that a constant replaces; a router keeps all its tensors."""
+    """Return True for a stored tensor of an expert that a constant replaces; a router keeps all its
+    tensors."""
     if role.kind != "expert" or role.is_router or role.layer not in substitutes:
         return False
     return role.expert in substitutes[role.layer].dropped
 
 
 def number_in(name: str) -> int | None:
-    """Return the only whole number in a module's name, as vLLM finds a layer's; None if there is not exactly one."""
+    """Return the only whole number in a module's name, as vLLM finds a layer's; None if there is
+    not exactly one."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else None
 
@@ -96,7 +102,8 @@ def declared(raw_config: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
 
 
 class SubstitutedCheckpoint(Checkpoint):
-    """A checkpoint with constants that reads as one without: a kept expert's tensors replace missing ones.
+    """A checkpoint with constants that reads as one without: a kept expert's tensors replace
+    missing ones.
 
     They are never computed with, for `substitutes` of the layer take their place.
     """
@@ -118,8 +125,14 @@ class SubstitutedCheckpoint(Checkpoint):
         odd = pairs ^ self.constants.keys()
         if odd:
             layer, expert = min(odd)
-            message = "has no constant" if (layer, expert) in pairs else f"has a constant, but {FIELD} does not name it"
-            raise CompressionError(f"expert {expert} of layer {layer} {message}; download the checkpoint again")
+            message = (
+                "has no constant"
+                if (layer, expert) in pairs
+                else f"has a constant, but {FIELD} does not name it"
+            )
+            raise CompressionError(
+                f"expert {expert} of layer {layer} {message}; download the checkpoint again"
+            )
         for layer, experts in wanted.items():
             self._stand_in(prefixes[layer], experts)
 
@@ -136,7 +149,9 @@ class SubstitutedCheckpoint(Checkpoint):
                 name = f"{prefix}.{expert}.{rest}"
                 self.tensors[name] = replace(info, name=name)
 
-    def substitutes(self, layers: Sequence[MoeLayer], dtype: torch.dtype, device: Any) -> dict[str, Substitutes]:
+    def substitutes(
+        self, layers: Sequence[MoeLayer], dtype: torch.dtype, device: Any
+    ) -> dict[str, Substitutes]:
         """Return the constants of these layers by experts module, in the dtype for computing."""
         result = {}
         for layer in layers:

@@ -1,7 +1,7 @@
 """The computation of an expert in any stock experts module, and callbacks from a running MoE layer.
 
-It depends on fused parameters and flags, not on architectures. T tokens, K top-k, E experts, H hidden, I intermediate.
-"""
+It depends on fused parameters and flags, not on architectures. T tokens, K top-k, E experts, H
+hidden, I intermediate."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,24 +29,29 @@ def width_of(experts: Any) -> int:
 
 
 def fills_rows(experts: Any, itemsize: int) -> bool:
-    """Return True if rows of experts' matrices are multiples of 16 bytes, as stock transformers' default needs."""
+    """Return True if rows of experts' matrices are multiples of 16 bytes, as stock transformers'
+    default needs."""
     return all(size * itemsize % ALIGNMENT == 0 for size in experts.down_proj.shape[1:])
 
 
 def parameter_names(experts: Any) -> tuple[str, ...]:
     """Return the names of the fused parameters [E, ...] of experts."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
+    return (
+        (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
+    )
 
 
 def expert_parameters(experts: Any, expert: int | slice = slice(None)) -> Parameters:
-    """Return one expert's slices of the fused parameters, or those of several: views, in the module's own layout."""
+    """Return one expert's slices of the fused parameters, or those of several: views, in the
+    module's own layout."""
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The m = n K choices of n tokens, sorted by expert and then by token; making it asks the device for no number."""
+    """The m = n K choices of n tokens, sorted by expert and then by token; making it asks the
+    device for no number."""
 
     tokens: Tensor  # [m] of each choice
     places: Tensor  # [m] of each choice among all, flattened from [n, K]
@@ -63,21 +68,25 @@ class Choices:
         return cls(places // index.shape[1], places, chosen, weights.flatten()[places], ends)
 
     def between(self, group: slice, begin: int, end: int, weights: Tensor) -> "Choices":
-        """Return those of a group of experts, which are from `begin` to `end`, with experts counted from the first.
+        """Return those of a group of experts, which are from `begin` to `end`, with experts counted
+        from the first.
 
-        Gate weights are taken out of `weights` [n, K] anew, so that gradients of each group pass back on their own.
-        """
+        Gate weights are taken out of `weights` [n, K] anew, so that gradients of each group pass
+        back on their own."""
         mine = slice(begin, end)
         places = self.places[mine]
         experts = self.experts[mine] - group.start
-        return Choices(self.tokens[mine], places, experts, weights.flatten()[places], self.ends[group] - begin)
+        return Choices(
+            self.tokens[mine], places, experts, weights.flatten()[places], self.ends[group] - begin
+        )
 
 
 def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the product [m, O] of rows [m, I], sorted by expert, and the matrix of each in `weight` [E, I, O].
+    """Return the product [m, O] of rows [m, I], sorted by expert, and the matrix of each in
+    `weight` [E, I, O].
 
-    Where the kernel does not take these sizes, or does not exist, stock transformers' loop over experts is used.
-    """
+    Where the kernel does not take these sizes, or does not exist, stock transformers' loop over
+    experts is used."""
     aligned = all(size * weight.itemsize % ALIGNMENT == 0 for size in weight.shape[1:])
     if aligned and _can_use_grouped_mm(value, weight, ends):
         product: Tensor = grouped_mm(value, weight, offs=ends)
@@ -86,7 +95,9 @@ def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-def _project(experts: Any, parameters: Parameters, name: str, value: Tensor, choices: Choices | None) -> Tensor:
+def _project(
+    experts: Any, parameters: Parameters, name: str, value: Tensor, choices: Choices | None
+) -> Tensor:
     weight = parameters[name]
     bias = parameters.get(f"{name}_bias")
     if choices is None:
@@ -95,31 +106,43 @@ def _project(experts: Any, parameters: Parameters, name: str, value: Tensor, cho
     return product if bias is None else product + bias[choices.experts]
 
 
-def intermediate(experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None) -> Tensor:
+def intermediate(
+    experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None
+) -> Tensor:
     """Return the inputs of experts' down projections: tokens [T, H] -> [T, I].
 
-    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted by.
-    """
-    inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x, choices)
+    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted
+    by."""
+    inner = _project(
+        experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x, choices
+    )
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated
 
 
 def apply_expert(
-    experts: Any, parameters: Parameters, x: Tensor, choices: Choices | None = None, change: Change = UNCHANGED
+    experts: Any,
+    parameters: Parameters,
+    x: Tensor,
+    choices: Choices | None = None,
+    change: Change = UNCHANGED,
 ) -> Tensor:
     """Return the outputs of experts before their gate weights: tokens [T, H] -> [T, H].
 
-    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted by. `change` is
-    applied to what matrices are multiplied by.
-    """
+    The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted
+    by. `change` is applied to what matrices are multiplied by."""
     inner = change(intermediate(experts, parameters, change(x), choices))
     output = _project(experts, parameters, "down_proj", inner, choices)
-    return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
+    return (
+        experts.post_expert_norm(output)
+        if getattr(experts, "has_post_expert_norm", False)
+        else output
+    )
 
 
 class ExpertsView:
-    """An experts module whose parameters pass through `change(name, expert, value)` at every reading of an expert.
+    """An experts module whose parameters pass through `change(name, expert, value)` at every
+    reading of an expert.
 
     `expert_parameters` and `apply_expert` accept it in place of the module.
     """
@@ -130,7 +153,11 @@ class ExpertsView:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return _Slices(value, partial(self._change, name)) if name in parameter_names(self._experts) else value
+        return (
+            _Slices(value, partial(self._change, name))
+            if name in parameter_names(self._experts)
+            else value
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +179,8 @@ class Projections:
 
 
 def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
-    """Return a view [out, in] of the gate, up or down matrix (`part`) in one expert's slice of a parameter."""
+    """Return a view [out, in] of the gate, up or down matrix (`part`) in one expert's slice of a
+    parameter."""
     matrix = value.T if experts.is_transposed else value
     if name != "gate_up_proj":
         return matrix
@@ -166,11 +194,14 @@ def projections(experts: Any, expert: int) -> Projections:
     fused = getattr(experts, name)[expert]
     down = experts.down_proj[expert]
     gate = matrix_of(experts, name, fused, "gate") if experts.has_gate else None
-    return Projections(gate, matrix_of(experts, name, fused, "up"), matrix_of(experts, "down_proj", down, "down"))
+    return Projections(
+        gate, matrix_of(experts, name, fused, "up"), matrix_of(experts, "down_proj", down, "down")
+    )
 
 
 def routed(weights: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert chosen in `index` [n, K] with a weight, and the rows and slots [m] of its choices."""
+    """Yield each expert chosen in `index` [n, K] with a weight, and the rows and slots [m] of its
+    choices."""
     used = weights.detach() != 0  # a skip expert comes as index 0 with weight 0
     for expert in index[used].unique().tolist():
         rows, slots = ((index == expert) & used).nonzero(as_tuple=True)
@@ -178,9 +209,11 @@ def routed(weights: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor
 
 
 def split_choices(weights: Tensor, index: Tensor, experts: int) -> Iterator[Choices]:
-    """Yield the choices of 4,096 tokens at a time; their `tokens` and `places` are those among all tokens."""
+    """Yield the choices of 4,096 tokens at a time; their `tokens` and `places` are those among all
+    tokens."""
     top_k = index.shape[1]
-    size = CHUNK // 4 if index.device.type == "cpu" else CHUNK  # a processor gains nothing by more, and has less memory
+    # a processor gains nothing by more, and has less memory
+    size = CHUNK // 4 if index.device.type == "cpu" else CHUNK
     for begin in range(0, len(index), size):
         part = slice(begin, begin + size)
         choices = Choices.of(weights[part], index[part], experts)
@@ -190,11 +223,13 @@ def split_choices(weights: Tensor, index: Tensor, experts: int) -> Iterator[Choi
 Observe = Callable[[Choices, Tensor], None]
 
 
-def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
+def observed_forward(
+    experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe
+) -> Tensor:
     """Compute an experts module: hidden [T, H], index and weights [T, K] -> [T, H].
 
-    `observe(choices, outputs)` gets the choices of up to 4,096 tokens and the experts' outputs [m, H] for them.
-    """
+    `observe(choices, outputs)` gets the choices of up to 4,096 tokens and the experts' outputs [m,
+    H] for them."""
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     parameters = expert_parameters(experts)
     for choices in split_choices(weights, index, len(parameters["down_proj"])):
@@ -204,7 +239,8 @@ def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tenso
     return result.to(hidden.dtype)
 
 
-Called = Callable[[tuple[Any, ...], dict[str, Any], Any], None]  # (arguments, keyword arguments, output) of a module
+# (arguments, keyword arguments, output) of a module
+Called = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 
 
 @contextmanager
@@ -221,11 +257,11 @@ def moe_hooks(
 ) -> Iterator[None]:
     """Call back from an MoE layer of a live model while the block runs.
 
-    Of one call of the layer the callbacks come in this order: `on_router` after the router, `on_experts` with hidden
-    [T, H], index and weights [T, K] before the experts, `on_expert_output` as `observe` of `observed_forward`,
-    `on_output` with hidden and output [T, H] of the experts, and `on_block` after the module that holds router and
-    experts, before any other hook there. Without `computing` the experts output zeros: nothing after them is used.
-    """
+    Of one call of the layer the callbacks come in this order: `on_router` after the router,
+    `on_experts` with hidden [T, H], index and weights [T, K] before the experts, `on_expert_output`
+    as `observe` of `observed_forward`, `on_output` with hidden and output [T, H] of the experts,
+    and `on_block` after the module that holds router and experts, before any other hook there.
+    Without `computing` the experts output zeros: nothing after them is used."""
     router, experts, block = map(model.get_submodule, (layer.router, layer.name, layer.block))
 
     def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -236,7 +272,9 @@ def moe_hooks(
 
     with ExitStack() as hooks:
         if on_experts is not None:
-            hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*inputs(*call)), with_kwargs=True)
+            hook = experts.register_forward_pre_hook(
+                lambda _, *call: on_experts(*inputs(*call)), with_kwargs=True
+            )
             hooks.enter_context(hook)
         if on_expert_output is not None:
             experts.forward = partial(observed_forward, experts, observe=on_expert_output)
@@ -246,12 +284,17 @@ def moe_hooks(
             hooks.callback(experts.__dict__.pop, "forward", None)
         if on_output is not None:
             hook = experts.register_forward_hook(
-                lambda _, args, kwargs, output: on_output(inputs(args, kwargs)[0], output), with_kwargs=True
+                lambda _, args, kwargs, output: on_output(inputs(args, kwargs)[0], output),
+                with_kwargs=True,
             )
             hooks.enter_context(hook)
         if on_router is not None:
-            hooks.enter_context(router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True))
+            hooks.enter_context(
+                router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True)
+            )
         if on_block is not None:  # first of its hooks, as a pass may end a batch in another one
-            hook = block.register_forward_hook(lambda _, *call: on_block(*call), with_kwargs=True, prepend=True)
+            hook = block.register_forward_hook(
+                lambda _, *call: on_block(*call), with_kwargs=True, prepend=True
+            )
             hooks.enter_context(hook)
         yield

@@ -1,4 +1,5 @@
-"""Opening a model on disk, on the Hub, or in memory; one in memory is also written to a temporary folder."""
+"""Opening a model on disk, on the Hub, or in memory; one in memory is also written to a temporary
+folder."""
 
 import copy
 import json
@@ -68,7 +69,9 @@ def _write(model: Any, folder: Path) -> None:
         return torch.equal(state[first], state[second])
 
     left_out = {*tied_weights(stock, state.keys(), alike), *(stock._keys_to_ignore_on_save or ())}
-    by_decoder_layer: dict[str, dict[str, Tensor]] = {decoder_layer: {} for decoder_layer in ("", *layer_names)}
+    by_decoder_layer: dict[str, dict[str, Tensor]] = {
+        decoder_layer: {} for decoder_layer in ("", *layer_names)
+    }
     for key, value in state.items():
         if key not in left_out:
             by_decoder_layer[decoder_layer_of(key, layer_names)][key] = value
@@ -78,7 +81,8 @@ def _write(model: Any, folder: Path) -> None:
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in stored}
         path = folder / f"model-{number:05d}.safetensors"
         save_file(tensors, path, {"format": "pt"})
-        # an interrupted run resumes if the weights have not changed: the time of change stands for their content
+        # an interrupted run resumes if the weights have not changed: the time of change stands for
+        # their content
         os.utime(path, ns=(0, int(file_digest(path)[:15], 16)))
         weight_map |= dict.fromkeys(tensors, path.name)
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

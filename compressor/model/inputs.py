@@ -13,11 +13,11 @@ from compressor.model.moe_layer import decoder_layer_of
 
 
 class Inputs(Tensor):
-    """Token ids [1, L] of one sequence with media (pictures, video, sound), and its processor's other tensors.
+    """Token ids [1, L] of one sequence with media (pictures, video, sound), and its processor's
+    other tensors.
 
-    It can replace a batch of token ids anywhere. Every operation on it returns plain token ids, except `split` and
-    indexing that selects its only row.
-    """
+    It can replace a batch of token ids anywhere. Every operation on it returns plain token ids,
+    except `split` and indexing that selects its only row."""
 
     more: Mapping[str, Tensor]  # the forward's other arguments by name, such as pixel_values
     media: Tensor  # mask [1, L] of the tokens that stand for a picture, a video or sound
@@ -39,13 +39,15 @@ class Inputs(Tensor):
         return (self,)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return itself if the index selects its row as a batch of one, and plain token ids otherwise."""
+        """Return itself if the index selects its row as a batch of one, and plain token ids
+        otherwise."""
         plain = self.as_subclass(Tensor)[index]
         return self if plain.shape == self.shape else plain
 
     @property
     def counted(self) -> Tensor:
-        """Mask [1, L] of the tokens that evaluations count: the text after the first picture or sound, if any."""
+        """Mask [1, L] of the tokens that evaluations count: the text after the first picture or
+        sound, if any."""
         begun = self.media.cumsum(1) > 0 if self.media.any() else torch.ones_like(self.media)
         return begun & ~self.media
 
@@ -62,7 +64,8 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the stock forward's arguments for a batch: token ids [B, L], and all tensors of a sequence with media.
+    """Return the stock forward's arguments for a batch: token ids [B, L], and all tensors of a
+    sequence with media.
 
     Floating-point tensors are cast to the dtype of the model, as by `BatchFeature.to`.
     """
@@ -106,10 +109,11 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def tower_blocks(model: nn.Module, layer_names: Sequence[str]) -> dict[str, str]:
-    """Return the blocks of the towers beside the decoder layers, by name, each with its vision or audio tower's name.
+    """Return the blocks of the towers beside the decoder layers, by name, each with its vision or
+    audio tower's name.
 
-    A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks are that list's.
-    """
+    A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks
+    are that list's."""
     above = set(chain.from_iterable(map(_prefixes, layer_names)))
     blocks = dict[str, str]()
     for name, module in model.named_modules():

@@ -1,4 +1,5 @@
-"""The parts of a model and the cost of compressing it, from its config and safetensors headers alone."""
+"""The parts of a model and the cost of compressing it, from its config and safetensors headers
+alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -65,11 +66,13 @@ class Inspection:
     module_of_layers: tuple[str, ...]
     servers: tuple[Advice, ...] = ()  # on the model as it is and on every outcome
     constants: str | None = None  # a sentence on experts that are constants, if any
-    loader_fault: str | None = None  # a sentence on quantised experts that stock transformers mistreats, if any
+    # a sentence on quantised experts that stock transformers mistreats, if any
+    loader_fault: str | None = None
 
 
 def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Size:
-    """Return the parameters and bytes of the stored tensors when every MoE layer keeps `experts`."""
+    """Return the parameters and bytes of the stored tensors when every MoE layer keeps
+    `experts`."""
     parameters = nbytes = 0
     for name, role in layout.roles.items():
         info = tensors[name]
@@ -105,7 +108,8 @@ def _parts(model: OpenModel) -> dict[str, str]:
 
 
 def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
-    """Return the numbers of experts to show: the requested one, or three quarters, a half and a quarter of all."""
+    """Return the numbers of experts to show: the requested one, or three quarters, a half and a
+    quarter of all."""
     if experts is not None:
         return [resolve_count(layers, experts, None)]
     counts = []
@@ -116,7 +120,8 @@ def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
 
 
 def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
-    """Return the checkpoint of a local folder or a Hub id; of the latter, only headers are fetched."""
+    """Return the checkpoint of a local folder or a Hub id; of the latter, only headers are
+    fetched."""
     if is_local(model):
         source = locate(model, revision)
         return source, Checkpoint(source.folder)
@@ -125,9 +130,13 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 
 
 def stock_fault(model: OpenModel) -> str | None:
-    """Return a sentence on how stock transformers mistreats a quantised model; None if it does not, as far as known."""
+    """Return a sentence on how stock transformers mistreats a quantised model; None if it does not,
+    as far as known."""
     quantization = model.checkpoint.quantization
-    packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
+    packed = next(
+        (name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")),
+        None,
+    )
     fault = None if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
     if fault is None and quantization.get("quant_method") == "compressed-tensors":
         fault = stock_report(model)
@@ -165,7 +174,10 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     router = type(opened.partial.model.get_submodule(first.router)).__name__
     routing = f"top-{first.top_k} of {first.experts} ({router})"
     if first.routing_groups > 1:
-        routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
+        routing += (
+            f", {first.routing_groups} routing groups of which a token may use "
+            f"{first.chosen_groups}"
+        )
     total = Size.of(tensors.values())
     served = served_model(opened)
     largest = opened.largest_layer
@@ -184,8 +196,14 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
         quantization=served.quantization or None,
         parameters=total.parameters,
         bytes=total.bytes,
-        parts=tuple(Part(part, size.parameters, size.bytes) for part, size in sizes.items() if size.parameters),
-        outcomes=tuple(SmallerSize(count, size.parameters, size.bytes) for count, size in left.items()),
+        parts=tuple(
+            Part(part, size.parameters, size.bytes)
+            for part, size in sizes.items()
+            if size.parameters
+        ),
+        outcomes=tuple(
+            SmallerSize(count, size.parameters, size.bytes) for count, size in left.items()
+        ),
         largest_layer_bytes=largest,
         peak_memory=2 * largest,
         export_memory=4 * sum(value.numel() for value in opened.partial.empty.values()),

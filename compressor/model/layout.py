@@ -1,4 +1,5 @@
-"""The layout of stored experts, one by one or fused along a dimension, found with the loader's own conversion."""
+"""The layout of stored experts, one by one or fused along a dimension, found with the loader's own
+conversion."""
 
 import copy
 import math
@@ -17,15 +18,16 @@ from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 
-Key = tuple[str, str | None, str]  # target in the model, conversion pattern, suffix of a quantised weight's companion
+# target in the model, conversion pattern, suffix of a quantised weight's companion
+Key = tuple[str, str | None, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
     """The role of a stored tensor in the MoE layers.
 
-    `kind`: "expert" (one expert's own tensor), "fused" (experts along `dim`), "table" (holds expert ids), "plain".
-    """
+    `kind`: "expert" (one expert's own tensor), "fused" (experts along `dim`), "table" (holds expert
+    ids), "plain"."""
 
     kind: str
     decoder_layer: str  # decoder layer, or "" for the rest of the model
@@ -48,31 +50,47 @@ class Layout:
 
 
 def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
-    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock leaves out."""
+    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock
+    leaves out."""
     keys = partial.plain_keys
-    placed: dict[str, Key] = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
+    placed: dict[str, Key] = {
+        name: (target, keys.patterns[name], "") for name, target in keys.targets.items()
+    }
     if not quantized:
         return placed, list(keys.unknown)
-    weights = dict[str, list[str]]()  # possible weights of a companion: x.up_scale -> x.weight, x.up
+    # possible weights of a companion: x.up_scale -> x.weight, x.up
+    weights = dict[str, list[str]]()
     for name in keys.unknown:
         stem, _, last = name.rpartition(".")
         cuts = range(1, last.count("_") + 1)
         weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
-    mapped = map_keys(chain.from_iterable(weights.values()), partial.model, partial.plain_conversions)
+    mapped = map_keys(
+        chain.from_iterable(weights.values()), partial.model, partial.plain_conversions
+    )
     left_out = []
     for name, candidates in weights.items():
         weight = next((candidate for candidate in candidates if candidate in mapped.targets), None)
         if weight is None:
             left_out.append(name)
         else:
-            placed[name] = (mapped.targets[weight], mapped.patterns[weight], f".{name.rpartition('.')[2]}")
+            placed[name] = (
+                mapped.targets[weight],
+                mapped.patterns[weight],
+                f".{name.rpartition('.')[2]}",
+            )
     return placed, left_out
 
 
-def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int) -> int:
-    """Return the stored dimension of experts: with it grown, the converted tensor fits a model with twice as many."""
+def _fused_dim(
+    checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int
+) -> int:
+    """Return the stored dimension of experts: with it grown, the converted tensor fits a model with
+    twice as many."""
     keys = partial.plain_keys
-    siblings = [name, *(other for other, into in keys.targets.items() if into == target and other != name)]
+    siblings = [
+        name,
+        *(other for other, into in keys.targets.items() if into == target and other != name),
+    ]
     wanted = doubled.state_dict()[target].shape
     shape = list(checkpoint.tensors[name].shape)
     for dim in range(len(shape)):
@@ -82,7 +100,9 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
             larger = list(checkpoint.tensors[sibling].shape)
             if dim < len(larger):
                 larger[dim] += grown_by
-            trial.add_tensor(target, sibling, keys.patterns[sibling], torch.empty(larger, device="meta"))
+            trial.add_tensor(
+                target, sibling, keys.patterns[sibling], torch.empty(larger, device="meta")
+            )
         try:
             converted = trial.convert(target, model=doubled, config=doubled.config)
         except Exception:  # this dimension cannot grow
@@ -92,18 +112,22 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
         if value is not None and value.shape == wanted:
             return dim
     raise CompressionError(
-        f"tensor {name!r}: no dimension of its shape {shape} counts the experts; this storage is not supported"
+        f"tensor {name!r}: no dimension of its shape {shape} counts the experts; this storage is "
+        "not supported"
     )
 
 
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
-    """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same checkpoint."""
+    """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same
+    checkpoint."""
     quantized = bool(checkpoint.quantization)
     placed, left_out = _placements(partial, quantized)
     modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
     for name, (target, pattern, _) in placed.items():
         modules.setdefault((target, pattern), set()).add(_module(name, quantized))
-    owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
+    owners = {
+        tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors
+    }
     tables = {table: layer for layer in architecture.layers for table in layer.tables}
     families: dict[Key, list[str]] = {}
     for name, key in placed.items():
@@ -121,7 +145,12 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
             regular = False
         else:
             layer, tensor = owners[target]
-            role = Role("expert", decoder_layer, layer.name, is_router=not target.startswith(f"{layer.name}."))
+            role = Role(
+                "expert",
+                decoder_layer,
+                layer.name,
+                is_router=not target.startswith(f"{layer.name}."),
+            )
             if pattern is not None and "*" in pattern:
                 family = replace(role, family=f"{target}|{pattern}|{suffix}")
                 own = {_module(name, quantized): name for name in names}
@@ -137,7 +166,9 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
             dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
             if pattern is not None and not suffix:
                 dim = _fused_dim(checkpoint, names[0], target, partial, doubled(), layer.experts)
-            roles.update(dict.fromkeys(names, replace(role, kind="fused", dim=dim, extra=tensor.extra)))
+            roles.update(
+                dict.fromkeys(names, replace(role, kind="fused", dim=dim, extra=tensor.extra))
+            )
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
@@ -156,7 +187,8 @@ def _one_each(
     usual = min(names.values(), key=dot_natural_key)
     if len(modules) != layer.experts:
         raise CompressionError(
-            f"{layer.name}: the checkpoint holds {len(modules)} tensors like {usual!r} for {layer.experts} experts"
+            f"{layer.name}: the checkpoint holds {len(modules)} tensors like {usual!r} for "
+            f"{layer.experts} experts"
         )
     ordered = sorted(modules, key=dot_natural_key)
     parts = [module.split(".") for module in ordered]
@@ -169,7 +201,8 @@ def _one_each(
     if absent:
         raise CompressionError(
             f"{layer.name}: the checkpoint has no tensor like {usual!r} of expert {min(absent)}; "
-            "download it again, or if experts are numbered with gaps, which stock transformers loads "
+            "download it again, or if experts are numbered with gaps, which stock transformers "
+            "loads "
             "in order and servers don't, load it there and save it with save_pretrained"
         )
     roles = {}
@@ -180,25 +213,32 @@ def _one_each(
             weight = checkpoint.tensors.get(f"{module}.weight")
             if weight is None or not weight.is_plain:
                 raise CompressionError(
-                    f"{layer.name}: the checkpoint has no tensor like {usual!r} for {module!r}; download it again"
+                    f"{layer.name}: the checkpoint has no tensor like {usual!r} for {module!r}; "
+                    "download it again"
                 )
             continue
         found = checkpoint.tensors[name].shape
         if found != shape:
             raise CompressionError(
-                f"tensor {name!r} has shape {list(found)}, {usual!r} has {list(shape)}; download it again"
+                f"tensor {name!r} has shape {list(found)}, {usual!r} has {list(shape)}; download "
+                "it again"
             )
         roles[name] = replace(kind, expert=expert)
     return roles
 
 
 def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
-    """Return the prefix of each expert's tensors, up to its number, if experts are stored one by one."""
+    """Return the prefix of each expert's tensors, up to its number, if experts are stored one by
+    one."""
     prefixes = {}
     for name, role in layout.roles.items():
         if role.kind == "expert" and role.layer == layer.name:
             parts = name.split(".")
-            ends = [end for end, part in enumerate(parts, 1) if part.isdecimal() and int(part) == role.expert]
+            ends = [
+                end
+                for end, part in enumerate(parts, 1)
+                if part.isdecimal() and int(part) == role.expert
+            ]
             if ends:
                 prefixes[role.expert] = ".".join(parts[: ends[-1]])
     return prefixes

@@ -1,4 +1,5 @@
-"""A model in memory as the source of a run; importing this does not load torch, as recipes import it."""
+"""A model in memory as the source of a run; importing this does not load torch, as recipes import
+it."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from compressor.errors import CompressionError
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that stock transformers has built or loaded, with its tokenizer or processor; neither is changed."""
+    """A model that stock transformers has built or loaded, with its tokenizer or processor; neither
+    is changed."""
 
     model: Any
     tokenizer: Any
@@ -19,7 +21,8 @@ class LoadedModel:
         kinds = [kind.__name__ for kind in type(self.model).__mro__]
         if "PreTrainedModel" not in kinds:
             raise CompressionError(
-                f"a {kinds[0]} is no model of transformers; give a folder, a Hub id or a PreTrainedModel, and merge "
+                f"a {kinds[0]} is no model of transformers; give a folder, a Hub id or a "
+                "PreTrainedModel, and merge "
                 "adapters into it before (merge_and_unload)"
             )
         if self.tokenizer is None:
@@ -27,7 +30,13 @@ class LoadedModel:
         adapted = self.model._hf_peft_config_loaded
         quantised = hasattr(self.model, "hf_quantizer")
         if adapted or quantised or any(value.is_meta for value in self.model.parameters()):
-            what = "has adapters" if adapted else "is quantised" if quantised else "is not whole in memory"
+            what = (
+                "has adapters"
+                if adapted
+                else "is quantised"
+                if quantised
+                else "is not whole in memory"
+            )
             raise CompressionError(f"the model {what}; give its folder or Hub id instead")
 
     @property

@@ -1,7 +1,8 @@
-"""Loading parts of a checkpoint into the stock model on meta, by transformers' own weight conversion.
+"""Loading parts of a checkpoint into the stock model on meta, by transformers' own weight
+conversion.
 
-On a device with streams, a thread copies the stored tensors of the next layer while this one computes (`ReadAhead`).
-"""
+On a device with streams, a thread copies the stored tensors of the next layer while this one
+computes (`ReadAhead`)."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -70,7 +71,8 @@ class Copier:
         return self.module.stream(self.stream)  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor through pinned pieces, which torch reuses after the device has read them."""
+        """Start to copy a tensor through pinned pieces, which torch reuses after the device has
+        read them."""
         target = torch.empty_like(tensor, device=self.device)
         if tensor.numel() == 0:
             return target
@@ -85,7 +87,8 @@ class Copier:
         return self.module.current_stream(self.device).record_event()
 
     def hand_over(self, done: Any, tensors: Iterable[Tensor]) -> None:
-        """Have this thread's stream wait for `done` before it uses tensors, whose memory is kept until it has."""
+        """Have this thread's stream wait for `done` before it uses tensors, whose memory is kept
+        until it has."""
         stream = self.module.current_stream(self.device)
         stream.wait_event(done)
         for tensor in tensors:
@@ -95,8 +98,8 @@ class Copier:
 class ReadAhead:
     """Reads a checkpoint's tensors; on a device with streams, a thread reads announced ones ahead.
 
-    Each is checked for NaN once. Tensors are views of files, or on the device if they were read ahead.
-    """
+    Each is checked for NaN once. Tensors are views of files, or on the device if they were read
+    ahead."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint = checkpoint
@@ -109,7 +112,8 @@ class ReadAhead:
         self._names = set[str]()
 
     def begin(self, names: Iterable[str]) -> None:
-        """Have a thread copy these tensors to the device if they fit, in place of those announced before."""
+        """Have a thread copy these tensors to the device if they fit, in place of those announced
+        before."""
         self.stop()
         self._names = set(names)
         if self.copier is None or not self._names:
@@ -121,7 +125,8 @@ class ReadAhead:
             self._task = self._pool.submit(self._read, self.copier.mark())
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return these tensors, as views of files or on the device; raise `CompressionError` for NaN.
+        """Return these tensors, as views of files or on the device; raise `CompressionError` for
+        NaN.
 
         Tensors being read ahead are waited for and kept no longer; the others are read now.
         """
@@ -170,7 +175,8 @@ class ReadAhead:
 class KeyMap:
     """The model tensor that each stored tensor fills, and its conversion pattern."""
 
-    targets: dict[str, str]  # stored name -> state-dict name, the first one if a conversion makes several
+    # stored name -> state-dict name, the first one if a conversion makes several
+    targets: dict[str, str]
     patterns: dict[str, str | None]  # by stored name; None for a plain rename
     unknown: tuple[str, ...]  # stored tensors that the stock model does not load
 
@@ -195,7 +201,9 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
+            target, pattern = rename_source_key(
+                name, [], [], base_model_prefix=prefix, meta_state_dict=state
+            )
         if target in state:
             targets[name], patterns[name] = target, pattern
         else:
@@ -204,7 +212,8 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
 
 
 def unwrapped(name: str) -> Iterator[tuple[str, str]]:
-    """Yield possible names of a tensor in the stock model, each with the tools that would have wrapped it."""
+    """Yield possible names of a tensor in the stock model, each with the tools that would have
+    wrapped it."""
     inner = f".{name}"
     tools = []
     for wrapper, tool in WRAPPERS.items():
@@ -220,12 +229,14 @@ def unwrapped(name: str) -> Iterator[tuple[str, str]]:
                 yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
 
 
-def tied_weights(model: Any, stored: Collection[str], alike: Callable[[str, str], bool]) -> dict[str, str]:
-    """Return the entries that take their weights from another one, and that one, as stock transformers ties them.
+def tied_weights(
+    model: Any, stored: Collection[str], alike: Callable[[str, str], bool]
+) -> dict[str, str]:
+    """Return the entries that take their weights from another one, and that one, as stock
+    transformers ties them.
 
-    Of those that the config ties, the first that is `stored` gives its weights; other stored ones keep theirs unless
-    they are `alike`.
-    """
+    Of those that the config ties, the first that is `stored` gives its weights; other stored ones
+    keep theirs unless they are `alike`."""
     groups = dict[str, list[str]]()
     for target, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(target)
@@ -250,7 +261,9 @@ def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
         module._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 
-def load_converted(model: Any, tensors: dict[str, Tensor], device: Any, conversions: Any, **more: Any) -> Any:
+def load_converted(
+    model: Any, tensors: dict[str, Tensor], device: Any, conversions: Any, **more: Any
+) -> Any:
     """Load stored tensors into the model by the stock loader; return its report."""
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, **more)
     with quiet_transformers():
@@ -258,18 +271,25 @@ def load_converted(model: Any, tensors: dict[str, Tensor], device: Any, conversi
 
 
 def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Return a model's tensors under the names and in the shapes that stock `save_pretrained` writes."""
+    """Return a model's tensors under the names and in the shapes that stock `save_pretrained`
+    writes."""
     with quiet_transformers():
         reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return reverted.items()
 
 
 def refuse_misfits(checkpoint: Checkpoint) -> None:
-    """Refuse a packed weight whose width does not fit the config's bits and the groups of its scales."""
+    """Refuse a packed weight whose width does not fit the config's bits and the groups of its
+    scales."""
     groups = (checkpoint.quantization.get("config_groups") or {}).values()
-    weights = [group["weights"] for group in groups if isinstance(group, dict) and group.get("weights")]
-    declared = [(each.get("num_bits"), each.get("group_size")) for each in weights] or [(4, 16)]  # modelopt's NVFP4
-    if not all(isinstance(bits, int) and isinstance(size, int) and size > 0 for bits, size in declared):
+    weights = [
+        group["weights"] for group in groups if isinstance(group, dict) and group.get("weights")
+    ]
+    # modelopt's NVFP4
+    declared = [(each.get("num_bits"), each.get("group_size")) for each in weights] or [(4, 16)]
+    if not all(
+        isinstance(bits, int) and isinstance(size, int) and size > 0 for bits, size in declared
+    ):
         return
     for name, info in checkpoint.tensors.items():
         weight = name.removesuffix("_packed")
@@ -283,7 +303,8 @@ def refuse_misfits(checkpoint: Checkpoint) -> None:
         if info.shape[-1] not in widths or scale.shape[:-1] != info.shape[:-1]:
             shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in declared)
             raise CompressionError(
-                f"tensor {name!r} has shape {list(info.shape)} and its scales {list(scale.shape)}, which do not fit "
+                f"tensor {name!r} has shape {list(info.shape)} and its scales "
+                f"{list(scale.shape)}, which do not fit "
                 f"the {shown} that config.json declares; restore them from their source"
             )
 
@@ -291,13 +312,14 @@ def refuse_misfits(checkpoint: Checkpoint) -> None:
 class PartialModel:
     """The stock model on meta, whose parts are filled from the checkpoint and emptied again.
 
-    If `resident`, it keeps loaded tensors on the device and fills parts from there the next time. Loaded tensors are
-    never written to: they may be mapped files of the checkpoint.
-    """
+    If `resident`, it keeps loaded tensors on the device and fills parts from there the next time.
+    Loaded tensors are never written to: they may be mapped files of the checkpoint."""
 
     resident = False
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
@@ -306,10 +328,14 @@ class PartialModel:
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         try:
-            self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
+            self.plain_conversions = self.conversions = get_model_conversion_mapping(
+                self.model, None, self.quantizer
+            )
         except ValueError as error:  # of weights that are split, as those of a fused attention
             kind = type(self.model).__name__
-            raise CompressionError(f"quantised weights of {kind} can't be read: {reason_of(error)}") from error
+            raise CompressionError(
+                f"quantised weights of {kind} can't be read: {reason_of(error)}"
+            ) from error
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         self._sources = self.keys.sources
         tied = self.model.all_tied_weights_keys
@@ -332,7 +358,8 @@ class PartialModel:
         self._sources = self.keys.sources
         self._unit_scales = self._scales_lacking()
         self._loaded = set[str]()
-        self._views = dict[str, Tensor]()  # of loaded tensors, so that whoever writes them need not read them again
+        # of loaded tensors, so that whoever writes them need not read them again
+        self._views = dict[str, Tensor]()
         self.kept = dict[str, Tensor]()
         self.ahead = ReadAhead(checkpoint, device)
         self._fill_constant_buffers()
@@ -344,7 +371,8 @@ class PartialModel:
         empty = [info for info in loaded if not info.nbytes]
         if empty:
             raise CompressionError(
-                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} of "
+                f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} "
+                "of "
                 f"shape {list(empty[0].shape)}, as a trainer writes what is sharded over processes "
                 "(DeepSpeed's ZeRO-3, FSDP); gather the weights there and save the model again"
             )
@@ -352,7 +380,9 @@ class PartialModel:
         targets = self.keys.targets
         mlx = next((name for name in self.checkpoint if MLX in name), None)
         if mlx:
-            raise CompressionError(f"{folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
+            raise CompressionError(
+                f"{folder} has MLX's {mlx!r}; name the checkpoint that it was made of"
+            )
         missing = self.empty.keys() - {*targets.values(), *self.tied}
         if not missing:
             return
@@ -364,22 +394,28 @@ class PartialModel:
         for inner, (name, tool) in names.items():
             if stock.get(inner) in missing:
                 raise CompressionError(
-                    f"{folder} has {name!r} where {kind} has {inner!r}, as {tool} would name it; save the model inside "
+                    f"{folder} has {name!r} where {kind} has {inner!r}, as {tool} would name it; "
+                    "save the model inside "
                     "with save_pretrained (for peft after merge_and_unload)"
                 )
         if not targets:
             raise CompressionError(
-                f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
+                f"no tensor of {folder} fills {kind}, for it has "
+                f"{next(iter(self.checkpoint), None)!r} where "
                 f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
 
     def _scales_lacking(self) -> dict[str, str]:
-        """Return names of scales of one for experts' weights that have none, beside experts that do.
+        """Return names of scales of one for experts' weights that have none, beside experts that
+        do.
 
         The loader takes the scales of a layer in their order, so each weight needs one.
         """
         patterns = self.keys.patterns
-        stored = {(target, patterns[name], name.rpartition(".")[0]) for name, target in self.keys.targets.items()}
+        stored = {
+            (target, patterns[name], name.rpartition(".")[0])
+            for name, target in self.keys.targets.items()
+        }
         scaled = {(target, pattern) for target, pattern, _ in stored}
         lacking = {}
         for target, pattern, module in sorted(stored, key=str):
@@ -400,7 +436,8 @@ class PartialModel:
         if missing:
             raise CompressionError(
                 f"{self.checkpoint.folder} lacks {len(missing)} tensors that "
-                f"{type(self.model).__name__} needs, such as {missing[0]!r}; download or save it again"
+                f"{type(self.model).__name__} needs, such as {missing[0]!r}; download or save it "
+                "again"
             )
 
     @property
@@ -422,16 +459,26 @@ class PartialModel:
         return sorted(missing)
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
-        """Return the same model, empty, in another dtype or on another device; itself if nothing changes."""
+        """Return the same model, empty, in another dtype or on another device; itself if nothing
+        changes."""
         alike = (self.dtype, self.device) == (dtype, device)
         return self if alike else PartialModel(self.checkpoint, self.config, dtype, device)
 
     def _fill_constant_buffers(self) -> None:
-        """Compute the buffers that no checkpoint holds (rotary frequencies), as the stock loader does."""
-        owners = {name: module for name, module in self.model.named_modules() if isinstance(module, PreTrainedModel)}
+        """Compute the buffers that no checkpoint holds (rotary frequencies), as the stock loader
+        does."""
+        owners = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, PreTrainedModel)
+        }
         with torch.no_grad(), guard_torch_init_functions():
             for name, module in self.model.named_modules():
-                names = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
+                names = [
+                    key
+                    for key in module._non_persistent_buffers_set
+                    if module._buffers.get(key) is not None
+                ]
                 if not names:
                     continue
                 for key in names:
@@ -448,12 +495,19 @@ class PartialModel:
     @property
     def unread(self) -> int:
         """Bytes that a resident model has yet to load and keep."""
-        return self.nbytes - sum(value.nbytes for value in self.kept.values()) if self.resident else 0
+        return (
+            self.nbytes - sum(value.nbytes for value in self.kept.values()) if self.resident else 0
+        )
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become resident, keeping those tensors of a model in memory that are on the device and in the right dtype."""
+        """Become resident, keeping those tensors of a model in memory that are on the device and in
+        the right dtype."""
         for key, value in tensors.items():
-            alike = key in self.empty and value.shape == self.empty[key].shape and value.device == self.device
+            alike = (
+                key in self.empty
+                and value.shape == self.empty[key].shape
+                and value.device == self.device
+            )
             if alike and value.dtype == wanted_dtype(self.model, key) and key not in self.tied:
                 refuse_nan(key, "the model in memory", value)
                 self.kept[key] = value.detach()
@@ -465,7 +519,8 @@ class PartialModel:
         self.kept = {}
 
     def converter_of(self, pattern: str | None) -> Any:
-        """Return the conversion of stored tensors whose names match the pattern; None if there is none."""
+        """Return the conversion of stored tensors whose names match the pattern; None if there is
+        none."""
         for entry in self.plain_conversions:
             if isinstance(entry, WeightConverter) and pattern in entry.source_patterns:
                 return entry
@@ -478,10 +533,13 @@ class PartialModel:
 
     def is_mapped(self, value: Tensor) -> bool:
         """Return True if a loaded tensor is a view of a file, which nothing may be written to."""
-        return value.untyped_storage().data_ptr() in {view.data_ptr() for view in self._views.values()}
+        return value.untyped_storage().data_ptr() in {
+            view.data_ptr() for view in self._views.values()
+        }
 
     def load(self, keys: Iterable[str]) -> None:
-        """Fill these state-dict entries; raises `CompressionError` for NaN, a missing tensor or a wrong shape."""
+        """Fill these state-dict entries; raises `CompressionError` for NaN, a missing tensor or a
+        wrong shape."""
         wanted = [key for key in keys if key not in self._loaded]
         if not wanted:
             return
@@ -502,7 +560,9 @@ class PartialModel:
         # first the largest alone: while it is converted, no other tensor needs to be in memory
         largest = max(set(targets.values()), key=lambda target: self.empty[target].numel())
         for alone in (True, False):
-            stored = {name: tensors.pop(name) for name in names if (targets[name] == largest) is alone}
+            stored = {
+                name: tensors.pop(name) for name in names if (targets[name] == largest) is alone
+            }
             for name in sorted(stored.keys() & self._unit_scales.keys()):
                 stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
@@ -516,7 +576,8 @@ class PartialModel:
             tensor = self.model.get_parameter_or_buffer(source)
             if tensor.is_meta:
                 raise CompressionError(
-                    f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"
+                    f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; "
+                    "download it again"
                 )
             tensor.requires_grad_(False)  # gradients are only for tensors that ask for them
             if key != source:
@@ -526,11 +587,13 @@ class PartialModel:
                 self.kept[source] = tensor.detach()  # the parameter itself may get a gradient
 
     def stored_as(self, key: str) -> list[TensorInfo]:
-        """Return the stored tensors of an entry; of a one-to-many conversion, only for its first target."""
+        """Return the stored tensors of an entry; of a one-to-many conversion, only for its first
+        target."""
         return [self.checkpoint.tensors[name] for name in self._sources.get(key, ())]
 
     def read_ahead(self, keys: Iterable[str]) -> None:
-        """Have a thread read the tensors that `load` of these entries will need, while this one computes."""
+        """Have a thread read the tensors that `load` of these entries will need, while this one
+        computes."""
         self.ahead.begin(self._names_of(key for key in keys if key not in self._loaded))
 
     def _names_of(self, keys: Iterable[str]) -> list[str]:
@@ -541,7 +604,9 @@ class PartialModel:
         sources = {self.tied.get(key, key) for key in keys} - self.kept.keys()
         direct = sources & self._sources.keys()
         parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
-        targets = direct | {key for key in self._sources if key.startswith(parents) and key not in self._loaded}
+        targets = direct | {
+            key for key in self._sources if key.startswith(parents) and key not in self._loaded
+        }
         return [name for target in targets for name in self._sources[target]]
 
     def release(self, module_name: str) -> None:

@@ -1,4 +1,5 @@
-"""MoE layers as plain data, and the numbers of experts that their routers take; importing this loads no torch."""
+"""MoE layers as plain data, and the numbers of experts that their routers take; importing this
+loads no torch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,8 @@ from compressor.errors import CompressionError
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A state-dict entry whose dimension `dim` counts experts; its last `extra` rows belong to no routed expert."""
+    """A state-dict entry whose dimension `dim` counts experts; its last `extra` rows belong to no
+    routed expert."""
 
     key: str
     dim: int
@@ -33,12 +35,14 @@ class MoeLayer:
     chosen_groups: int = 1  # topk_group
     experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
     tensors: tuple[ExpertTensor, ...] = ()
-    tables: tuple[str, ...] = ()  # the router's integer tables [rows, top-k] whose values are expert ids
+    # the router's integer tables [rows, top-k] whose values are expert ids
+    tables: tuple[str, ...] = ()
     parts: int = 1  # sub-experts that each stored expert has been split into
 
 
 class Router(Protocol):
-    """The numbers that decide how many experts a router can take: of a model's layer, or of a layer's plan."""
+    """The numbers that decide how many experts a router can take: of a model's layer, or of a
+    layer's plan."""
 
     @property
     def experts(self) -> int: ...
@@ -119,7 +123,9 @@ def layer_number(decoder_layer: str) -> int:
 def decoder_layer_of(name: str, layer_names: Iterable[str]) -> str:
     """Return the decoder layer that a module or a tensor belongs to; "" if it belongs to none."""
     return max(
-        (decoder_layer for decoder_layer in layer_names if name.startswith(f"{decoder_layer}.")), key=len, default=""
+        (decoder_layer for decoder_layer in layer_names if name.startswith(f"{decoder_layer}.")),
+        key=len,
+        default="",
     )
 
 

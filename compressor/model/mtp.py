@@ -1,19 +1,23 @@
-"""A multi-token-prediction head as a stock model of one decoder layer, which all code for models works on.
+"""A multi-token-prediction head as a stock model of one decoder layer, which all code for models
+works on.
 
-That model is the architecture's own with a single layer, the head's: its embedding outputs the projected pair, its
-final norm is the head's, and its language-model head is the head's own or the trunk's.
+That model is the architecture's own with a single layer, the head's: its embedding outputs the
+projected pair, its final norm is the head's, and its language-model head is the head's own or the
+trunk's.
 
-Two layouts of stored names are known. DeepSeek-V3's, shared by GLM-4-MoE and others: a decoder layer numbered past the
-last, with `enorm`, `hnorm`, `eh_proj` and `shared_head` (or `final_layernorm`) beside its own tensors. Qwen3-Next's,
-shared by Qwen3.5 and Mellum: `mtp.layers.N`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc` and `norm` beside
-the layers. Both project the normed embedding of the next token, followed by the normed last hidden state.
+Two layouts of stored names are known. DeepSeek-V3's, shared by GLM-4-MoE and others: a decoder
+layer numbered past the last, with `enorm`, `hnorm`, `eh_proj` and `shared_head` (or
+`final_layernorm`) beside its own tensors. Qwen3-Next's, shared by Qwen3.5 and Mellum:
+`mtp.layers.N`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc` and `norm` beside the
+layers. Both project the normed embedding of the next token, followed by the normed last hidden
+state.
 
-With h_i the trunk's last hidden state after its final norm and e the embedding, the head's decoder layer gets
-x_i = W [norm_e(e(t_{i+1})); norm_h(h_i)], and predicts t_{i+2} (DeepSeek-V3, arXiv:2412.19437, equation 21, whose h_i
-servers and Qwen take after the final norm). A further head gets the normed output of the one before it and e(t_{i+2}).
-The x_i of all text are the rows of one table, on disk past a budget; the text that runs through the head is the numbers
-of these rows, which its embedding looks up there.
-"""
+With h_i the trunk's last hidden state after its final norm and e the embedding, the head's decoder
+layer gets x_i = W [norm_e(e(t_{i+1})); norm_h(h_i)], and predicts t_{i+2} (DeepSeek-V3,
+arXiv:2412.19437, equation 21, whose h_i servers and Qwen take after the final norm). A further head
+gets the normed output of the one before it and e(t_{i+2}). The x_i of all text are the rows of one
+table, on disk past a budget; the text that runs through the head is the numbers of these rows,
+which its embedding looks up there."""
 
 import copy
 import logging
@@ -70,7 +74,8 @@ LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
-    """The stored tensors of a head: in its decoder layer by the name after `prefix`, and beside it by part."""
+    """The stored tensors of a head: in its decoder layer by the name after `prefix`, and beside it
+    by part."""
 
     prefix: str  # "model.layers.61." or "mtp.layers.0."
     number: int  # of its decoder layer, counted on from the model's last one
@@ -105,13 +110,18 @@ class Head:
 
     @property
     def named(self) -> MoeLayer:
-        """The MoE layer as plans name it: by the stored name of its experts, and numbered past the trunk's."""
+        """The MoE layer as plans name it: by the stored name of its experts, and numbered past the
+        trunk's."""
         name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.decoder_layer}.")
-        return replace(self.layer, name=name, decoder_layer=self.names.decoder_layer, index=self.names.number)
+        return replace(
+            self.layer, name=name, decoder_layer=self.names.decoder_layer, index=self.names.number
+        )
 
     def stored_name(self, name: str) -> str:
         """Return the name in the output of a tensor of `model`'s decoder layer."""
-        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.decoder_layer))
+        return self.names.prefix + name.removeprefix(
+            stored_prefix(self.model, self.layer.decoder_layer)
+        )
 
 
 def find_heads(model: OpenModel) -> tuple[Head, ...]:
@@ -128,8 +138,8 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
     """Return the names of the heads among the tensors that the stock model does not load.
 
-    Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
-    """
+    Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is
+    missing."""
     left_out = sorted(model.layout.left_out)
     layer_names = model.architecture.decoder_layers
     if not left_out:
@@ -138,7 +148,9 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
     def under(prefix: str) -> list[str]:
         return [name.removeprefix(prefix) for name in left_out if name.startswith(prefix)]
 
-    container = stored_prefix(model, layer_names[-1]).removesuffix(f"{layer_number(layer_names[-1])}.")
+    container = stored_prefix(model, layer_names[-1]).removesuffix(
+        f"{layer_number(layer_names[-1])}."
+    )
     prefixes = dict[str, str]()  # the prefix of a head's parts by that of its decoder layer
     for number in count(len(layer_names)):
         prefix = f"{container}{number}."
@@ -157,7 +169,9 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
         parts = {PARTS[name]: parts_prefix + name for name in under(parts_prefix) if name in PARTS}
         missing = [part for part in NEEDED if part not in parts]
         if missing:
-            raise CompressionError(f"{prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
+            raise CompressionError(
+                f"{prefix}* has no tensor for its {missing[0].replace('_', ' ')}"
+            )
         heads.append(HeadNames(prefix, number, block, parts))
     return tuple(heads)
 
@@ -172,7 +186,8 @@ def known_heads(model: OpenModel) -> tuple[Head, ...]:
 
 
 def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[Head, ...]:
-    """Return the heads with this number of experts, or more if a plan will `cut` them; no head if one does not fit.
+    """Return the heads with this number of experts, or more if a plan will `cut` them; no head if
+    one does not fit.
 
     Stock configs and servers have one number of experts for the trunk and its heads.
     """
@@ -180,8 +195,15 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     for head in heads:
         stored = head.layer.experts
         if stored < experts or (stored > experts and not cut):
-            hint = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
-            text = "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s"
+            hint = (
+                f"; with --experts {experts} and --mtp keep it is cut to that"
+                if stored > experts
+                else ""
+            )
+            text = (
+                "the multi-token-prediction head %s is left out: it has %d experts, and the "
+                "other layers %d%s"
+            )
             logger.warning(text, head.names.decoder_layer, stored, experts, hint)
             return ()
     return heads
@@ -198,15 +220,17 @@ def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
         return ()
     absent = sorted(known - outside)
     if absent:
-        raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
+        raise CompressionError(
+            f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none"
+        )
     return heads
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:
     """Return the tensors of all heads of a checkpoint on disk.
 
-    Raises `CompressionError` where they are not understood, or have another number of experts than the trunk.
-    """
+    Raises `CompressionError` where they are not understood, or have another number of experts than
+    the trunk."""
     model = open_model(locate(str(folder)))
     heads = find_heads(model)
     experts = model.architecture.experts
@@ -215,7 +239,8 @@ def written_heads(folder: Path) -> tuple[str, ...]:
         stored = head.layer.experts
         if stored != experts:
             raise CompressionError(
-                f"{head.names.decoder_layer} has {stored} experts and the other layers {experts}, which servers build "
+                f"{head.names.decoder_layer} has {stored} experts and the other layers {experts}, "
+                "which servers build "
                 f"with one number; compress it with --experts {min(stored, experts)} or --mtp drop"
             )
         names += head.names.stored
@@ -223,9 +248,12 @@ def written_heads(folder: Path) -> tuple[str, ...]:
 
 
 def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
-    """Return the prefix of the names of a decoder layer's stored tensors, up to and with its number."""
+    """Return the prefix of the names of a decoder layer's stored tensors, up to and with its
+    number."""
     number = f".{layer_number(decoder_layer)}."
-    names = [name for name, role in model.layout.roles.items() if role.decoder_layer == decoder_layer]
+    names = [
+        name for name, role in model.layout.roles.items() if role.decoder_layer == decoder_layer
+    ]
     starts = {name[: name.index(number) + len(number)] for name in names if number in name}
     if len(starts) != 1 or not all(number in name for name in names):
         raise CompressionError(f"the stored tensors of {decoder_layer} have no prefix in common")
@@ -233,11 +261,16 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
 
 
 def _experts_of(model: OpenModel, names: HeadNames) -> int:
-    """Return the number of experts in a head's stored tensors; other tools may have cut the trunk alone."""
+    """Return the number of experts in a head's stored tensors; other tools may have cut the trunk
+    alone."""
     numbers = {match[1] for match in map(ONE_EXPERT.search, names.block) if match}
     if numbers:
         return len(numbers)
-    shapes = (model.checkpoint.tensors[names.prefix + name].shape for name in names.block if "experts." in name)
+    shapes = (
+        model.checkpoint.tensors[names.prefix + name].shape
+        for name in names.block
+        if "experts." in name
+    )
     return next((shape[0] for shape in shapes if len(shape) == 3), model.architecture.experts)
 
 
@@ -255,14 +288,21 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
     reasons = []
     for decoder_layer in kinds.values():
         try:
-            return _built(model, names, decoder_layer, experts, quantized=model.layout.quantized and not are_plain)
+            return _built(
+                model,
+                names,
+                decoder_layer,
+                experts,
+                quantized=model.layout.quantized and not are_plain,
+            )
         except CompressionError as error:
             reasons.append(str(error))
     raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
-    """Return the head of these names, a model whose only decoder layer is built like `like` with `experts` experts."""
+    """Return the head of these names, a model whose only decoder layer is built like `like` with
+    `experts` experts."""
     sized = with_fields(model.config, {model.architecture.count_field: experts})
     config = _one_layer(sized, len(model.architecture.decoder_layers), like)
     raw = dict(model.checkpoint.raw_config)
@@ -291,27 +331,35 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
         raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
     norm = norms[0]
 
-    # tensors outside the decoder layer are the trunk's, by their stored names, unless the head has its own
+    # tensors outside the decoder layer are the trunk's, by their stored names, unless the head has
+    # its own
     parts = names.parts
     stored = {target: name for name, target in model.partial.plain_keys.targets.items()}
     modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
     embedded = modules[embedding]
     head = modules.get(head_of(stock))
     if head is None or f"{norm}.weight" not in stored or embedded not in stored:
-        raise CompressionError(f"{kind} has no language-model head, final norm or embedding to share")
+        raise CompressionError(
+            f"{kind} has no language-model head, final norm or embedding to share"
+        )
     view = {name: name for name, role in model.layout.roles.items() if role.decoder_layer == ""}
     view[stored[f"{norm}.weight"]] = parts["norm"]
     view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
     first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
     view |= {first + name: names.prefix + name for name in names.block}
 
-    tensors = {name: replace(model.checkpoint.tensors[stored_name], name=name) for name, stored_name in view.items()}
+    tensors = {
+        name: replace(model.checkpoint.tensors[stored_name], name=name)
+        for name, stored_name in view.items()
+    }
     checkpoint = Checkpoint(model.checkpoint.folder, tensors)
     checkpoint.raw_config = raw
     checkpoint.quantization = model.checkpoint.quantization if quantized else {}
     if not quantized:
         verify_plain(checkpoint, stock)
-    opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)
+    opened = OpenModel.of(
+        model.source, checkpoint, config, model.partial.dtype, model.partial.device
+    )
     if quantized:
         verify_quantized(opened)
     _refuse_odd(opened, names, model, experts)
@@ -326,17 +374,22 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: 
     """Refuse a head whose layer or projection cannot be run or cut."""
     layers = opened.architecture.layers
     if len(layers) != 1 or layers[0].tables or layers[0].experts != experts:
-        raise CompressionError("its decoder layer does not hold one block of experts like the others'")
+        raise CompressionError(
+            "its decoder layer does not hold one block of experts like the others'"
+        )
     width = int(model.partial.model.get_input_embeddings().weight.shape[1])
     wanted = {"projection": (width, 2 * width), "embedding_norm": (width,), "hidden_norm": (width,)}
     for part, shape in wanted.items():
         info = model.checkpoint.tensors[names.parts[part]]
         if info.shape != shape or not info.is_plain:
-            raise CompressionError(f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}")
+            raise CompressionError(
+                f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}"
+            )
 
 
 def _one_layer(config: Any, count: int, like: str) -> Any:
-    """Return the config of a model of `count` layers with only one, built like `like`, and an untied output head."""
+    """Return the config of a model of `count` layers with only one, built like `like`, and an
+    untied output head."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     index = layer_number(like)
@@ -367,11 +420,12 @@ class _Rows(nn.Module):
 
 @dataclass(slots=True)
 class MtpStage(LayerVisitor):
-    """A model or one of its heads that text runs through; each head gets the last hidden states of the stage before it.
+    """A model or one of its heads that text runs through; each head gets the last hidden states of
+    the stage before it.
 
-    The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is what they stand for.
-    The argmax tokens of `evaluated` batches are kept. All batches of the pass must be finished.
-    """
+    The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is
+    what they stand for. The argmax tokens of `evaluated` batches are kept. All batches of the pass
+    must be finished."""
 
     model: OpenModel
     batches: tuple[Tensor, ...]
@@ -384,7 +438,8 @@ class MtpStage(LayerVisitor):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """While the block runs, look up rows in the table, and take hidden states in place of computing all logits."""
+        """While the block runs, look up rows in the table, and take hidden states in place of
+        computing all logits."""
         model = self.model.partial.model
         following = self.following
         modules = dict(model.named_modules())
@@ -421,16 +476,21 @@ class MtpStage(LayerVisitor):
 
 
 def mtp_stages(
-    model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], evaluated: frozenset[int] = frozenset()
+    model: OpenModel,
+    heads: Sequence[Head],
+    batches: Sequence[Tensor],
+    evaluated: frozenset[int] = frozenset(),
 ) -> list[MtpStage]:
-    """Return a model and its heads, to be run in this order on token ids [B, L], each stage within its `hooked`."""
+    """Return a model and its heads, to be run in this order on token ids [B, L], each stage within
+    its `hooked`."""
     stages = [MtpStage(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)
         shortest = min(batch.shape[1] for batch in tokens) + 1
         if shortest < 3:
             raise CompressionError(
-                f"a multi-token-prediction head cannot be planned on sequences of {shortest} tokens; give a larger "
+                f"a multi-token-prediction head cannot be planned on sequences of {shortest} "
+                "tokens; give a larger "
                 "--sequence-length, or --mtp drop"
             )
         sizes = [batch.numel() for batch in tokens]
@@ -445,7 +505,8 @@ def mtp_stages(
 
 
 def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function before a head's decoder layer: tokens [B, L] and hidden states [B, L, H] -> [B, L, H].
+    """Return the function before a head's decoder layer: tokens [B, L] and hidden states [B, L, H]
+    -> [B, L, H].
 
     Its norms and its matrix [H, 2H] are loaded; the embedding is read row by row.
     """
@@ -474,7 +535,8 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
-    """Return [agreed, positions]: the number of positions where head and trunk have the same argmax, and of all."""
+    """Return [agreed, positions]: the number of positions where head and trunk have the same
+    argmax, and of all."""
     agreed = positions = 0
     for batch, chosen in head.choices.items():
         agreed += int((trunk.choices[batch][:, -chosen.shape[1] :] == chosen).sum())

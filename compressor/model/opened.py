@@ -1,4 +1,5 @@
-"""An opened model: checkpoint, config, architecture, partial model and storage layout belong together."""
+"""An opened model: checkpoint, config, architecture, partial model and storage layout belong
+together."""
 
 import hashlib
 import json
@@ -36,10 +37,13 @@ NARROWED = {torch.float64: torch.float32}  # as no kernel of experts computes in
 
 
 def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype for computing; `auto` is the checkpoint's dtype, or bfloat16 if it is quantised."""
+    """Return the dtype for computing; `auto` is the checkpoint's dtype, or bfloat16 if it is
+    quantised."""
     if name != "auto":
         if name not in DTYPES:
-            raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
+            raise CompressionError(
+                f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}"
+            )
         return DTYPES[name]
     names = ["BF16", "F16"]
     otherwise = torch.bfloat16
@@ -64,32 +68,55 @@ class OpenModel:
     architecture: Architecture
     partial: PartialModel
     layout: Layout
-    whole: "OpenModel | None" = None  # the stored model that this is a view of: with experts split, or another top-k
+    # the stored model that this is a view of: with experts split, or another top-k
+    whole: "OpenModel | None" = None
     split: Mapping[str, Any] | None = None  # the split in a plan, once neurons are in order
-    stored_parts: Any = None  # how parts are cut from quantised tensors (`steps.split.quantized`), if any are
+    # how parts are cut from quantised tensors (`steps.split.quantized`), if any are
+    stored_parts: Any = None
     top_k: int | None = None  # the top-k of smaller models if it is not the view's
     formats: tuple[str, ...] = ()  # requested for the output
-    cached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # results that others reuse
+    # results that others reuse
+    cached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
-        cls, source: ModelSource, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device
+        cls,
+        source: ModelSource,
+        checkpoint: Checkpoint,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Self:
-        """Return the stock model of a config and a checkpoint; raise `CompressionError` if they are unfit."""
+        """Return the stock model of a config and a checkpoint; raise `CompressionError` if they are
+        unfit."""
         partial = PartialModel(checkpoint, config, dtype, device)
         architecture = discover(config, partial.model)
         if partial.ties_nothing:
-            flags = {name: node for name, node in checkpoint.raw_config.items() if isinstance(node, dict)}
+            flags = {
+                name: node for name, node in checkpoint.raw_config.items() if isinstance(node, dict)
+            }
             paths = [TIED, *(f"{name}.{TIED}" for name, node in flags.items() if node.get(TIED))]
             architecture = replace(architecture, written=dict.fromkeys(paths, False))
-        return cls(source, checkpoint, config, architecture, partial, find_layout(checkpoint, architecture, partial))
+        return cls(
+            source,
+            checkpoint,
+            config,
+            architecture,
+            partial,
+            find_layout(checkpoint, architecture, partial),
+        )
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over each stored tensor's name, dtype and shape, and over the bytes of all routers."""
-        stored = sorted((info.name, info.dtype, info.shape) for info in self.checkpoint.tensors.values())
+        """SHA-256 over each stored tensor's name, dtype and shape, and over the bytes of all
+        routers."""
+        stored = sorted(
+            (info.name, info.dtype, info.shape) for info in self.checkpoint.tensors.values()
+        )
         digest = hashlib.sha256(json.dumps(stored).encode())
-        routers = self.checkpoint.read_all(name for name, role in self.layout.roles.items() if role.is_router)
+        routers = self.checkpoint.read_all(
+            name for name, role in self.layout.roles.items() if role.is_router
+        )
         self.cached["routers"] = routers  # in use, so not read again
         for name in sorted(routers):
             digest.update(routers[name].reshape(-1).view(torch.uint8).numpy().data)
@@ -103,14 +130,18 @@ class OpenModel:
     @property
     def is_split(self) -> bool:
         """True if each expert of the stored model is seen as several."""
-        return self.whole is not None and self.whole.architecture.experts != self.architecture.experts
+        return (
+            self.whole is not None and self.whole.architecture.experts != self.architecture.experts
+        )
 
     @property
     def largest_layer(self) -> int:
         """Bytes of the largest decoder layer in the dtype for computing."""
         sizes = dict.fromkeys(self.architecture.decoder_layers, 0)
         for decoder_layer in sizes:
-            sizes[decoder_layer] = sum(self.partial.empty[key].nbytes for key in self.partial.keys_under(decoder_layer))
+            sizes[decoder_layer] = sum(
+                self.partial.empty[key].nbytes for key in self.partial.keys_under(decoder_layer)
+            )
         return max(sizes.values())
 
     @property
@@ -125,7 +156,9 @@ class OpenModel:
         return limit if isinstance(limit, int) else None
 
 
-def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto", resident: str = "no") -> OpenModel:
+def open_model(
+    source: ModelSource, dtype: str = "auto", device: str = "auto", resident: str = "no"
+) -> OpenModel:
     """Open a checkpoint lazily; raise `CompressionError` if it is unfit.
 
     With `resident` "yes", or "auto" if the model fits, loaded tensors stay on the device.
@@ -138,25 +171,33 @@ def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto", r
 
 
 def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
-    """Open a checkpoint in which constants stand for experts; its `checkpoint` is a `SubstitutedCheckpoint`."""
+    """Open a checkpoint in which constants stand for experts; its `checkpoint` is a
+    `SubstitutedCheckpoint`."""
     return open_checkpoint(source, SubstitutedCheckpoint(source.folder), dtype, device)
 
 
-def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str) -> OpenModel:
+def open_checkpoint(
+    source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str
+) -> OpenModel:
     """Return the model of a checkpoint whose headers have been read.
 
     Constants for experts are refused unless it is a `SubstitutedCheckpoint`.
     """
     if declared(checkpoint.raw_config) and not isinstance(checkpoint, SubstitutedCheckpoint):
-        raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
+        raise CompressionError(
+            f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of"
+        )
     config = load_config(source.folder)
-    opened = OpenModel.of(source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
+    opened = OpenModel.of(
+        source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device)
+    )
     opened.partial.refuse_gaps()
     return opened
 
 
 def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
-    """Open a checkpoint in the dtype and on the device of another model, resident if that one is and both fit."""
+    """Open a checkpoint in the dtype and on the device of another model, resident if that one is
+    and both fit."""
     opened = open_model(source, model.dtype_name, str(model.partial.device))
     stored = (model.whole or model).partial
     opened.partial.resident = stored.resident and fits(opened, stored.unread)
@@ -164,13 +205,17 @@ def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
 
 
 def fits(model: OpenModel, promised: int = 0) -> bool:
-    """Return True if a model can stay on its device, beside `promised` bytes of another model and two layers."""
+    """Return True if a model can stay on its device, beside `promised` bytes of another model and
+    two layers."""
     budget = memory_budget(model.partial.device)
-    return budget is not None and model.partial.nbytes + promised + 2 * model.largest_layer <= budget
+    return (
+        budget is not None and model.partial.nbytes + promised + 2 * model.largest_layer <= budget
+    )
 
 
 def memory_budget(device: torch.device) -> float | None:
-    """Return the bytes that weights may take on a device; None if unknown. Ranks on a machine share its memory."""
+    """Return the bytes that weights may take on a device; None if unknown. Ranks on a machine share
+    its memory."""
     free = free_memory(device)
     if free is None:
         return None
@@ -188,7 +233,8 @@ def how_resident(model: OpenModel) -> str:
 
 
 def shared_experts(model: OpenModel) -> str | None:
-    """Return a layer that shares expert tensors with another one, if any: it can't change before the other has run."""
+    """Return a layer that shares expert tensors with another one, if any: it can't change before
+    the other has run."""
     tied = {*model.partial.tied, *model.partial.tied.values()}
     for layer in model.architecture.layers:
         if any(tensor.key in tied for tensor in layer.tensors):
@@ -201,7 +247,8 @@ def refuse_shared_experts(model: OpenModel) -> None:
     shared = shared_experts(model)
     if shared:
         raise CompressionError(
-            f"{shared} shares its experts with another layer, so it cannot be compressed in order; use --correct none "
+            f"{shared} shares its experts with another layer, so it cannot be compressed in "
+            "order; use --correct none "
             "and leave out --sequential"
         )
 
@@ -215,7 +262,11 @@ def served_model(model: OpenModel) -> Served:
     quantization = model.checkpoint.quantization
     blocks = quantization.get("weight_block_size")
     dtype = pick_dtype("auto", model.config, model.checkpoint)
-    router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
+    router = [
+        tensor.key.rpartition(".")[2]
+        for tensor in layer.tensors
+        if not tensor.key.startswith(f"{layer.name}.")
+    ]
     return Served(
         model.architecture.family,
         layer.experts,
@@ -223,7 +274,8 @@ def served_model(model: OpenModel) -> Served:
         width_of(stock.get_submodule(layer.name)),
         groups=layer.routing_groups,
         chosen_groups=layer.chosen_groups,
-        selection_bias=any("bias" in name and name != "bias" for name in router),  # beside the bias of its logits
+        # beside the bias of its logits
+        selection_bias=any("bias" in name and name != "bias" for name in router),
         tied=any(stock.get_parameter_or_buffer(key) is head for key in tied),
         quantization=str(quantization.get("quant_method")) if quantization else "",
         block=blocks[0] if isinstance(blocks, list) and blocks else 0,
@@ -232,16 +284,17 @@ def served_model(model: OpenModel) -> Served:
 
 
 def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advice:
-    """Advice on a model that keeps `experts` of its `layers`; `served` has its top-k, width and the rest."""
+    """Advice on a model that keeps `experts` of its `layers`; `served` has its top-k, width and the
+    rest."""
     return advise(replace(served, experts=experts), counts_below(layers))
 
 
 def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
-    """Return a model of this class with `from_pretrained`'s settings, on the CPU unless they say otherwise.
+    """Return a model of this class with `from_pretrained`'s settings, on the CPU unless they say
+    otherwise.
 
-    A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises `CompressionError` for a
-    checkpoint that lacks weights: they would be random.
-    """
+    A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises
+    `CompressionError` for a checkpoint that lacks weights: they would be random."""
     if Checkpoint(folder).quantization:
         dtype = str(settings.get("dtype", "auto")).removeprefix("torch.")
         device = str(settings.get("device_map", {"": "cpu"})[""])
@@ -252,10 +305,13 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
         return partial.model
     settings["config"] = load_config(folder)  # without names of kernels
     model, info = kind.from_pretrained(str(folder), output_loading_info=True, **settings)
-    absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    absent = sorted(info["missing_keys"]) + sorted(
+        str(entry[0]) for entry in info["mismatched_keys"]
+    )
     if absent:
         raise CompressionError(
-            f"{folder.name} lacks {len(absent)} tensors that its config asks for, such as {absent[0]!r}; "
+            f"{folder.name} lacks {len(absent)} tensors that its config asks for, such as "
+            f"{absent[0]!r}; "
             "download or write it again"
         )
     run_any_rows(model)

@@ -1,4 +1,5 @@
-"""Code named by a checkpoint's configs: it is neither run nor copied, and its names are left out."""
+"""Code named by a checkpoint's configs: it is neither run nor copied, and its names are left
+out."""
 
 import json
 import re
@@ -39,7 +40,8 @@ def naming_code(folder: Path) -> list[Path]:
 
 @contextmanager
 def stock_folder(folder: Path) -> Iterator[Path]:
-    """Yield a copy of a folder, without weights, whose configs name no code; the folder itself if none does."""
+    """Yield a copy of a folder, without weights, whose configs name no code; the folder itself if
+    none does."""
     configs = naming_code(folder)
     if not configs:
         yield folder
@@ -57,6 +59,8 @@ def stock_folder(folder: Path) -> Iterator[Path]:
 
 
 def load_stock(kind: str, folder: Path) -> Any:
-    """Load a tokenizer or processor from a folder by the transformers class of this name, without its own code."""
+    """Load a tokenizer or processor from a folder by the transformers class of this name, without
+    its own code."""
     with quiet_transformers(), stock_folder(folder) as plain:
-        return getattr(transformers, kind).from_pretrained(str(plain), trust_remote_code=False)  # None would ask
+        # None would ask
+        return getattr(transformers, kind).from_pretrained(str(plain), trust_remote_code=False)

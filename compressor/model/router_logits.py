@@ -1,4 +1,5 @@
-"""A router's logits at their origin, the product of its input and weight, and the expert weights made of them.
+"""A router's logits at their origin, the product of its input and weight, and the expert weights
+made of them.
 
 T tokens, E experts (and any rows beyond them), H width.
 """
@@ -19,7 +20,9 @@ from compressor.model.moe_layer import MoeLayer
 PRODUCTS = {"linear", "matmul", "mm", "__matmul__", "__rmatmul__"}
 Score = Literal["softmax", "sigmoid", "sqrt-softplus"]
 SCORES: tuple[Score, ...] = get_args(Score)
-EXACT = 0.05  # largest error of a logarithm: two chosen experts' weights and their scores differ by less in bfloat16
+# largest error of a logarithm: two chosen experts' weights and their scores differ by less in
+# bfloat16
+EXACT = 0.05
 LEAST = 1e-30  # weight in place of 0, so that its logarithm is finite
 
 
@@ -43,7 +46,11 @@ class _Watch(TorchFunctionMode):
         self.seen = False
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.seen or getattr(func, "__name__", "") not in PRODUCTS or len(args) < 2:
@@ -61,23 +68,30 @@ class _Watch(TorchFunctionMode):
 
 
 def router_weight(layer: MoeLayer) -> str:
-    """Return the state-dict key of the matrix [E, H] whose product with a token gives the layer's logits.
+    """Return the state-dict key of the matrix [E, H] whose product with a token gives the layer's
+    logits.
 
     Raises `CompressionError` for a router that has none, or several.
     """
     inside = [tensor for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}.")]
-    matrices = [tensor.key for tensor in inside if tensor.dim == 0 and tensor.key.endswith("weight")]
+    matrices = [
+        tensor.key for tensor in inside if tensor.dim == 0 and tensor.key.endswith("weight")
+    ]
     if len(matrices) != 1:
         raise CompressionError(
-            f"{layer.router} has {len(matrices)} matrices with a row for each expert where one is needed, so its "
+            f"{layer.router} has {len(matrices)} matrices with a row for each expert where one is "
+            "needed, so its "
             "logits cannot be moved; leave out what moves them"
         )
     return matrices[0]
 
 
 @contextmanager
-def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor | None]) -> Iterator[None]:
-    """Show the product of each call of the layer's router while the block runs; `show` may return other logits."""
+def watched(
+    model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor | None]
+) -> Iterator[None]:
+    """Show the product of each call of the layer's router while the block runs; `show` may return
+    other logits."""
     router = model.get_submodule(layer.router)
     weight = router_weight(layer)
     widths = {layer.experts + tensor.extra for tensor in layer.tensors if tensor.key == weight}
@@ -89,7 +103,8 @@ def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor 
             output = stock_forward(*args, **kwargs)
         if not watch.seen:
             raise CompressionError(
-                f"{layer.router} computes its logits by no matrix product, so they cannot be moved; leave out what "
+                f"{layer.router} computes its logits by no matrix product, so they cannot be "
+                "moved; leave out what "
                 "moves them"
             )
         return output
@@ -110,7 +125,8 @@ def log_weights(logits: Tensor, score: Score) -> Tensor:
 
 
 def weights_of(logits: Tensor, score: Score) -> Tensor:
-    """Return the weights over all experts as the router scores them, in float32: [..., E] -> [..., E]."""
+    """Return the weights over all experts as the router scores them, in float32: [..., E] -> [...,
+    E]."""
     return log_weights(logits, score).exp()
 
 
@@ -126,11 +142,11 @@ def logits_of(weights: Tensor, score: Score) -> Tensor:
 
 
 def find_score(logits: Tensor, chosen: Tensor, given: Tensor) -> Score:
-    """Return the score by which a router with logits [T, E] gives the experts `chosen` [T, k] the weights `given`.
+    """Return the score by which a router with logits [T, E] gives the experts `chosen` [T, k] the
+    weights `given`.
 
-    A common factor of a token's experts is ignored, or of all tokens if each has one expert. If no score fits, softmax
-    is returned, which has a logit for every weight.
-    """
+    A common factor of a token's experts is ignored, or of all tokens if each has one expert. If no
+    score fits, softmax is returned, which has a logit for every weight."""
     logits, chosen, given = (value.detach().flatten(0, -2) for value in (logits, chosen, given))
     known = given.float().clamp_min(LEAST).log()
     among = 1 if chosen.shape[1] > 1 else 0

@@ -1,9 +1,9 @@
-"""Advice on servers: which of them run a model at full speed, and the nearest number of experts that suits all.
+"""Advice on servers: which of them run a model at full speed, and the nearest number of experts
+that suits all.
 
-Every rule names the place in the server's source that it comes from. E is the number of routed experts in a layer, K
-the top-k, I the width of an expert (its neurons), n_group the number of routing groups, and topk_group how many of them
-a token may use.
-"""
+Every rule names the place in the server's source that it comes from. E is the number of routed
+experts in a layer, K the top-k, I the width of an expert (its neurons), n_group the number of
+routing groups, and topk_group how many of them a token may use."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +40,8 @@ class Served:
     width: int
     groups: int = 1
     chosen_groups: int = 1
-    selection_bias: bool = False  # the router chooses experts by scores plus a bias, but weights them without it
+    # the router chooses experts by scores plus a bias, but weights them without it
+    selection_bias: bool = False
     tied: bool = False  # the language-model head is the embedding
     quantization: str = ""  # the config's quant_method
     block: int = 128  # rows and columns that share a scale in FP8; 0 for none
@@ -66,7 +67,8 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A server's requirement of some models, and how the server treats a model that does not meet it."""
+    """A server's requirement of some models, and how the server treats a model that does not meet
+    it."""
 
     server: str
     version: str
@@ -75,7 +77,9 @@ class Rule:
     about: About
     whom: Condition
     needs: Condition
-    says: str  # continues the server's name; may contain {experts}, {width}, {even} and others of `breach_text`
+    # continues the server's name; may contain {experts}, {width}, {even} and others of
+    # `breach_text`
+    says: str
     evidence: Evidence = "read"
 
 
@@ -114,26 +118,38 @@ BIASED_GROUPS = Condition(
     "routing groups with a selection bias", lambda model: model.groups > 1 and model.selection_bias
 )
 VLLM_ROUTER = Condition(
-    "softmax or sigmoid, no routing groups", lambda model: model.groups == 1 and model.family != "deepseek_v4"
+    "softmax or sigmoid, no routing groups",
+    lambda model: model.groups == 1 and model.family != "deepseek_v4",
 )
 AITER_ROUTER = Condition(
-    "softmax, no routing groups, on AMD", lambda model: model.groups == 1 and not model.selection_bias
+    "softmax, no routing groups, on AMD",
+    lambda model: model.groups == 1 and not model.selection_bias,
 )
 LLAMA_ROUTER = Condition("no routing groups, on CUDA", lambda model: model.groups == 1)
-GPT_OSS = Condition("gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4")
-TRTLLM = Condition("not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization)
+GPT_OSS = Condition(
+    "gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4"
+)
+TRTLLM = Condition(
+    "not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization
+)
 AMD = TRTLLM._replace(words="not quantised, on AMD")
-FP8_BLOCKS = Condition("FP8 in blocks", lambda model: model.quantization == "fp8" and model.block > 0)
+FP8_BLOCKS = Condition(
+    "FP8 in blocks", lambda model: model.quantization == "fp8" and model.block > 0
+)
 FP8_KERNEL = FP8_BLOCKS._replace(words="FP8 (TRT-LLM kernel)")
 MARLIN = ALL._replace(words="Marlin kernels (4-bit weights)")
 K_QUANTS = ALL._replace(words="K-quants and I-quants")
 DEEPSEEK_V4 = _families("deepseek_v4")
-TENSOR_PARALLEL = _families("cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe")
+TENSOR_PARALLEL = _families(
+    "cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe"
+)
 VLLM_TIES = _families(
-    "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, olmoe, qwen3_next"
+    "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, olmoe, "
+    "qwen3_next"
 )
 LLAMA_HEADS = _families(
-    "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, phimoe, qwen2_moe"
+    "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, phimoe, "
+    "qwen2_moe"
 )
 
 # Requirements.
@@ -142,15 +158,26 @@ TWO_A_GROUP = Condition(
     lambda model: model.experts % model.groups == 0 and model.experts >= 2 * model.groups,
 )
 ABOVE_GROUPS = TWO_A_GROUP._replace(words="E is a multiple of n_group and above it")
-DIVISIBLE = Condition("E is a multiple of the size of expert parallelism", lambda model: not model.uneven)
-SPREAD = Condition("E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES))
-VLLM_COUNTS = Condition(
-    "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576", lambda model: model.experts in VLLM_KERNELS
+DIVISIBLE = Condition(
+    "E is a multiple of the size of expert parallelism", lambda model: not model.uneven
 )
-V4_COUNTS = VLLM_COUNTS._replace(words="E is a power of two up to 512, or 192, 320, 384, 448 or 576")
+SPREAD = Condition(
+    "E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES)
+)
+VLLM_COUNTS = Condition(
+    "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
+    lambda model: model.experts in VLLM_KERNELS,
+)
+V4_COUNTS = VLLM_COUNTS._replace(
+    words="E is a power of two up to 512, or 192, 320, 384, 448 or 576"
+)
 AITER_COUNTS = Condition("E is a power of two up to 512", lambda model: model.experts in TO_512)
-LLAMA_COUNTS = Condition("E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA)
-LLAMA_MOST = Condition("E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024)
+LLAMA_COUNTS = Condition(
+    "E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA
+)
+LLAMA_MOST = Condition(
+    "E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024
+)
 SGLANG_COUNTS = Condition(
     "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
     lambda model: (
@@ -168,10 +195,16 @@ FP8_TOP_K = Condition(
     lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
 )
 TOP_8 = Condition("K is at most 8", lambda model: model.top_k <= 8)
-TOP_32 = Condition("K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32)
+TOP_32 = Condition(
+    "K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32
+)
 BLOCKS = Condition("I is a multiple of the block", lambda model: model.width % model.block == 0)
-WHOLE_BLOCKS = Condition("I is a multiple of the block on each of 2, 4 and 8 GPUs", lambda model: not model.cut_blocks)
-ALIGNED = Condition("I and the hidden size in bytes are multiples of 16", lambda model: model.aligned)
+WHOLE_BLOCKS = Condition(
+    "I is a multiple of the block on each of 2, 4 and 8 GPUs", lambda model: not model.cut_blocks
+)
+ALIGNED = Condition(
+    "I and the hidden size in bytes are multiples of 16", lambda model: model.aligned
+)
 WIDTH_64, WIDTH_128, WIDTH_256 = map(_width_multiple, (64, 128, 256))
 UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
 
@@ -180,7 +213,9 @@ _vllm = partial(Rule, "vLLM", "0.32.0")
 _sglang = partial(Rule, "SGLang", "0.5.23")
 _flashinfer = partial(Rule, "FlashInfer", "0.6.18 (fb28d7242)")
 _llama = partial(Rule, LLAMA_CPP, "0c1e57098")
-CUT_BLOCKS = "cuts FP8 blocks of {block} with tensor parallelism over {cut_blocks} GPUs{whole_blocks}"
+CUT_BLOCKS = (
+    "cuts FP8 blocks of {block} with tensor parallelism over {cut_blocks} GPUs{whole_blocks}"
+)
 
 RULES = (
     Rule(
@@ -191,7 +226,8 @@ RULES = (
         "width",
         ALL,
         ALIGNED,
-        'runs experts of {width} neurons only with experts_implementation="eager", as their rows do not fill 16 bytes',
+        'runs experts of {width} neurons only with experts_implementation="eager", as their rows '
+        "do not fill 16 bytes",
         evidence="run",
     ),
     _vllm(
@@ -404,16 +440,19 @@ RULES = (
         evidence="run",
     ),
 )
-# Formats of compressed-tensors in which servers load experts; checkpoint/loader_fault.py asks transformers itself.
+# Formats of compressed-tensors in which servers load experts; checkpoint/loader_fault.py asks
+# transformers itself.
 FORMATS: Mapping[str, tuple[str, ...]] = {
-    # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py:
-    # WNA16 of 4 and 8 bits alone (WNA16_SUPPORTED_BITS), MXFP4, NVFP4 with activations as they are, FP8
+    # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/
+    # compressed_tensors_moe.py:
+    # WNA16 of 4 and 8 bits alone (WNA16_SUPPORTED_BITS), MXFP4, NVFP4 with activations as they are,
+    # FP8
     "vllm": ("fp8", "int8", "int4", "mxfp4", "nvfp4"),
-    # python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py (get_moe_scheme): WNA16 and FP8;
-    # NVFP4 with activations as they are from 0.5.22 on
+    # python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py
+    # (get_moe_scheme): WNA16 and FP8; NVFP4 with activations as they are from 0.5.22 on
     "sglang": ("fp8", "int8", "int4", "nvfp4"),
-    # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, no 3 bits, NVFP4 of
-    # experts only under some names, and integers only in groups (GROUPED)
+    # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, no 3
+    # bits, NVFP4 of experts only under some names, and integers only in groups (GROUPED)
     "llama.cpp": ("fp8", "int8", "int4", "int2"),
 }
 GROUPED = (LLAMA_CPP,)
@@ -446,8 +485,8 @@ class Breach:
 class Advice:
     """Advice on a number of experts.
 
-    `nearest` is the nearest number that meets all rules on numbers of experts, maybe this one; None if there is none.
-    """
+    `nearest` is the nearest number that meets all rules on numbers of experts, maybe this one; None
+    if there is none."""
 
     experts: int
     top_k: int
@@ -465,7 +504,14 @@ def broken(model: Served) -> tuple[Rule, ...]:
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     """Return how servers run a model; `counts` are other numbers of experts that it could have."""
     breaches = tuple(
-        Breach(rule.server, rule.effect, breach_text(rule, model), rule.needs.words, rule.version, rule.source)
+        Breach(
+            rule.server,
+            rule.effect,
+            breach_text(rule, model),
+            rule.needs.words,
+            rule.version,
+            rule.source,
+        )
         for rule in broken(model)
     )
     servers = {breach.server for breach in breaches}
@@ -480,15 +526,30 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
 
 
 def servers_in_words(advice: Advice) -> str:
-    """Return the servers that run a model at full speed, and the others by their worst effect, on one line."""
-    parts = [f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"]
+    """Return the servers that run a model at full speed, and the others by their worst effect, on
+    one line."""
+    parts = [
+        f"at full speed in {', '.join(advice.full_speed)}"
+        if advice.full_speed
+        else "in no server at full speed"
+    ]
     known = set[str]()
     for effect, words in IN_WORDS.items():
-        servers = dict.fromkeys(breach.server for breach in advice.breaches if breach.effect == effect)
+        servers = dict.fromkeys(
+            breach.server for breach in advice.breaches if breach.effect == effect
+        )
         worst = [server for server in servers if server not in known and server in SERVERS]
         known |= servers.keys()
         if worst:
             parts.append(f"{words} in {', '.join(worst)}")
-    parts += [f"{TRANSFORMERS} {breach.says}" for breach in advice.breaches if breach.server == TRANSFORMERS]
-    near = f"nearest number for all: {advice.nearest}; " if advice.nearest not in (None, advice.experts) else ""
+    parts += [
+        f"{TRANSFORMERS} {breach.says}"
+        for breach in advice.breaches
+        if breach.server == TRANSFORMERS
+    ]
+    near = (
+        f"nearest number for all: {advice.nearest}; "
+        if advice.nearest not in (None, advice.experts)
+        else ""
+    )
     return "; ".join(parts) + (f" ({near}see moe-compress inspect)" if known else "")

@@ -1,21 +1,29 @@
-"""Experts stored one by one, as in quantised checkpoints, of a stock model that only loads fused ones.
+"""Experts stored one by one, as in quantised checkpoints, of a stock model that only loads fused
+ones.
 
-compressed-tensors packs matrices, so that gpt_oss, quantised, has `experts.N.gate_proj`, `up_proj` and `down_proj`
-[out, in] in place of `experts.gate_up_proj` [E, in, 2 out]. Their biases may stay fused.
-"""
+compressed-tensors packs matrices, so that gpt_oss, quantised, has `experts.N.gate_proj`, `up_proj`
+and `down_proj` [out, in] in place of `experts.gate_up_proj` [E, in, 2 out]. Their biases may stay
+fused."""
 
 import re
 from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 
 from compressor.model.architecture import experts_modules
 
 
 def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
-    """Return weight converters for experts that are stored one by one under names unknown to the loader."""
+    """Return weight converters for experts that are stored one by one under names unknown to the
+    loader."""
     ends = {re.split(r"\.\d+\.", name)[-1]: module for name, module in experts_modules(model)}
     converters = []
     for end, module in ends.items():
@@ -26,10 +34,15 @@ def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
 
 
 def _converters(end: str, experts: Any) -> list[Any]:
-    """Return the converters of experts modules with this `end` of their names: tensors are stacked, then laid out."""
+    """Return the converters of experts modules with this `end` of their names: tensors are stacked,
+    then laid out."""
     converters = []
-    inner = (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
-    for kind, suffix in (("weight", ""), ("bias", "_bias")) if experts.has_bias else (("weight", ""),):
+    inner = (
+        (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
+    )
+    for kind, suffix in (
+        (("weight", ""), ("bias", "_bias")) if experts.has_bias else (("weight", ""),)
+    ):
         for sources, target in (inner, (["down_proj"], "down_proj")):
             operations: list[Any] = [MergeModulelist(dim=0)]
             if len(sources) > 1:

@@ -1,9 +1,10 @@
-"""Lockstep streaming: all batches run the stock forward, and pause before each layer until it is loaded.
+"""Lockstep streaming: all batches run the stock forward, and pause before each layer until it is
+loaded.
 
-The `model(input_ids)` of each batch runs in its own greenlet. Every decoder layer's forward first switches back to the
-driver, which loads that layer, lets every batch pass it, shows it to the visitors and empties it again. Masks, position
-embeddings and the arguments of layers are left to the stock code.
-"""
+The `model(input_ids)` of each batch runs in its own greenlet. Every decoder layer's forward first
+switches back to the driver, which loads that layer, lets every batch pass it, shows it to the
+visitors and empties it again. Masks, position embeddings and the arguments of layers are left to
+the stock code."""
 
 import copy
 import logging
@@ -50,8 +51,11 @@ DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states in memory; more 
 Arguments = tuple[tuple[str | None, Any], ...]  # of a call, each after its keyword or None
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> Tensor:
-    """Return an uninitialised tensor; on the CPU, one above the budget is in a mapped, unlinked file."""
+def allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET
+) -> Tensor:
+    """Return an uninitialised tensor; on the CPU, one above the budget is in a mapped, unlinked
+    file."""
     count = torch.Size(shape).numel()
     if device.type != "cpu" or count * dtype.itemsize <= budget:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -61,19 +65,24 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, b
 
 
 class ActivationOffload:
-    """Moves hidden states waiting between layers into mapped, unlinked files when they exceed a budget of bytes."""
+    """Moves hidden states waiting between layers into mapped, unlinked files when they exceed a
+    budget of bytes."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.held: dict[Hashable, int] = {}  # bytes in memory by key: a batch, or a batch's call of a layer
+        # bytes in memory by key: a batch, or a batch's call of a layer
+        self.held: dict[Hashable, int] = {}
         self.total = 0
 
     def keep(self, key: Hashable, value: Any) -> None:
-        """Count a waiting tensor if it is of floating point on the CPU, and move it in place if there is no room."""
+        """Count a waiting tensor if it is of floating point on the CPU, and move it in place if
+        there is no room."""
         if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
             self.forget(key)
             if value.numel() and self.total + value.nbytes > self.budget:
-                value.data = allocate(tuple(value.shape), value.dtype, value.device, budget=0).copy_(value)
+                value.data = allocate(
+                    tuple(value.shape), value.dtype, value.device, budget=0
+                ).copy_(value)
             else:
                 self.held[key] = value.nbytes
                 self.total += value.nbytes
@@ -84,7 +93,8 @@ class ActivationOffload:
 
 
 def token_dim(value: Any, tokens: int) -> int | None:
-    """Return the dimension of tokens in a router's argument: 0 of [T, ...], 1 of [B, L, ...], or None."""
+    """Return the dimension of tokens in a router's argument: 0 of [T, ...], 1 of [B, L, ...], or
+    None."""
     if isinstance(value, Tensor):
         if value.dim() >= 1 and len(value) == tokens:
             return 0
@@ -111,7 +121,8 @@ def as_call(arguments: Iterable[tuple[str | None, Any]]) -> tuple[tuple[Any, ...
 
 
 def picked(value: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [n, ...] by positions that may be on another device; indexing would take five times as long."""
+    """Return rows [n, ...] by positions that may be on another device; indexing would take five
+    times as long."""
     return value.index_select(0, rows.to(value.device))
 
 
@@ -121,11 +132,11 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def stream_weights(hidden: Tensor, tokens: int) -> Tensor:
-    """Return the weight of an error after a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
+    """Return the weight of an error after a layer, 1 / ||h||^2 of each token: [B, L, ...] ->
+    [tokens], float64.
 
-    Later layers see hidden states divided by their size. If the experts see other tokens than the layer, all tokens get
-    the mean.
-    """
+    Later layers see hidden states divided by their size. If the experts see other tokens than the
+    layer, all tokens get the mean."""
     states = as_float64(hidden.detach().flatten(0, 1).flatten(1))
     weights = 1 / states.square().sum(-1).clamp(min=TINY)
     return weights if len(weights) == tokens else weights.mean().expand(tokens)
@@ -156,9 +167,8 @@ class PassPosition:
 class LayerVisitor:
     """Base class of visitors of a streamed pass; every method does nothing by default.
 
-    Each method is called on all visitors of a pass in order, with the names of layers and the numbers of batches. The
-    pass sets `at` to its position.
-    """
+    Each method is called on all visitors of a pass in order, with the names of layers and the
+    numbers of batches. The pass sets `at` to its position."""
 
     at: PassPosition
     repeatable: ClassVar[bool] = False  # may see a layer several times, as some models run it
@@ -169,19 +179,21 @@ class LayerVisitor:
     def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         """Act when all visitors have seen the layer loaded, before any batch passes it.
 
-        `replay(numbers)` runs these batches through the layer without moving them on; `replay(numbers, forward)` calls
-        another forward in its place.
-        """
+        `replay(numbers)` runs these batches through the layer without moving them on;
+        `replay(numbers, forward)` calls another forward in its place."""
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """Return the forward that replaces `layer_forward` for the running batch, except in replays."""
+        """Return the forward that replaces `layer_forward` for the running batch, except in
+        replays."""
         return layer_forward
 
     def on_batch_start(self, batch: int) -> None:
-        """Act before a batch runs to the first layer, through a layer to the next, in a replay, or to the output."""
+        """Act before a batch runs to the first layer, through a layer to the next, in a replay, or
+        to the output."""
 
     def on_layer_output(self, output: Any) -> None:
-        """Act on a batch's output of the layer's forward or its replacement, also in replays (`hidden_of`)."""
+        """Act on a batch's output of the layer's forward or its replacement, also in replays
+        (`hidden_of`)."""
 
     def on_layer_end(self, decoder_layer: str) -> None:
         """Act when every batch has passed the layer, which is still loaded."""
@@ -192,13 +204,14 @@ class LayerVisitor:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of `batches` (token ids [B, L]) through a model's decoder layers, one of them in memory at a time.
+    """One pass of `batches` (token ids [B, L]) through a model's decoder layers, one of them in
+    memory at a time.
 
-    It ends with the last decoder layer that is `wanted`, or has an MoE layer. With `to_end`, all batches go on to the
-    model's output, and otherwise those numbered in `finishing`. A `phase` is reported to `progress`, layer by layer.
-    With a `seed`, torch's random state is forked for the pass and seeded. If `shared`, each of several processes runs
-    its share of the batches, or with `share` those with these numbers; visitors see only these.
-    """
+    It ends with the last decoder layer that is `wanted`, or has an MoE layer. With `to_end`, all
+    batches go on to the model's output, and otherwise those numbered in `finishing`. A `phase` is
+    reported to `progress`, layer by layer. With a `seed`, torch's random state is forked for the
+    pass and seeded. If `shared`, each of several processes runs its share of the batches, or with
+    `share` those with these numbers; visitors see only these."""
 
     model: OpenModel
     batches: Sequence[Tensor]
@@ -230,7 +243,10 @@ class Pass:
         with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
             try:
                 if self.phase:
-                    last = max((layer_names.index(decoder_layer) for decoder_layer in lockstep.waiting), default=-1)
+                    last = max(
+                        (layer_names.index(decoder_layer) for decoder_layer in lockstep.waiting),
+                        default=-1,
+                    )
                     self.progress.start(self.phase, last + 1)
                 if self.seed is not None:
                     torch.manual_seed(self.seed)
@@ -251,7 +267,8 @@ def _warn_beyond_positions(length: int, positions: int | None) -> None:
 
 
 class _Lockstep:
-    """One pass: the batches, each in its own greenlet, and the forwards that pause them before every layer."""
+    """One pass: the batches, each in its own greenlet, and the forwards that pause them before
+    every layer."""
 
     def __init__(self, run: Pass, visitors: Sequence[LayerVisitor]) -> None:
         self.run = run
@@ -272,12 +289,15 @@ class _Lockstep:
         self.share = ranks().share(run.batches) if run.shared else run.share
         self.before_layers = True
         self.changes = ExitStack()  # to the modules, undone when it is closed
-        self.blocks = dict[str, str]()  # the tower by block: pictures and sound pass towers before the decoder layers
+        # the tower by block: pictures and sound pass towers before the decoder layers
+        self.blocks = dict[str, str]()
         if any(isinstance(batch, Inputs) for batch in self.batches):
             self.blocks = tower_blocks(self.model, self.decoder_layers)
         for decoder_layer in self.decoder_layers:
             module = self._replace_forward(decoder_layer, self._pass_layer)
-            self.changes.enter_context(module.register_forward_hook(bind(self._after, decoder_layer)))
+            self.changes.enter_context(
+                module.register_forward_hook(bind(self._after, decoder_layer))
+            )
         for block in self.blocks:
             self._replace_forward(block, self._pass_block)
         for name, keys in _outside_keys(self.partial, (*self.decoder_layers, *self.blocks)).items():
@@ -288,21 +308,24 @@ class _Lockstep:
         self.runs = {number: greenlet(self._run) for number in numbers}
 
     def _replace_forward(self, name: str, forward: Forward) -> Any:
-        """Have a module run `forward`, which gets its name and its own forward before the arguments of a call."""
+        """Have a module run `forward`, which gets its name and its own forward before the arguments
+        of a call."""
         module: Any = self.model.get_submodule(name)
         module.forward = bind(forward, name, module.forward)
         self.changes.callback(module.__dict__.pop, "forward", None)
         return module
 
     def layers(self) -> Iterator[str]:
-        """Load, pass, yield and release layers one by one, up to the last one wanted, then finish batches."""
+        """Load, pass, yield and release layers one by one, up to the last one wanted, then finish
+        batches."""
         standing = self._first_layers()
         _release_embedding(self.partial)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following = dict(pairwise(self.decoder_layers))
         passed = set()
-        idle = iter(() if ranks().is_alone or standing else self.decoder_layers)  # ranks keep in step
+        # ranks keep in step
+        idle = iter(() if ranks().is_alone or standing else self.decoder_layers)
 
         def replay(numbers: Iterable[int], layer_forward: Forward | None = None) -> None:
             for number in numbers:
@@ -315,7 +338,8 @@ class _Lockstep:
                 break
             if any(layer != decoder_layer for layer in standing):
                 raise CompressionError(
-                    f"batches took different ways through the model at {decoder_layer}; this architecture cannot be "
+                    f"batches took different ways through the model at {decoder_layer}; this "
+                    "architecture cannot be "
                     "streamed"
                 )
             if decoder_layer in passed and not all(visitor.repeatable for visitor in self.visitors):
@@ -358,12 +382,15 @@ class _Lockstep:
 
     def _another_run(self, decoder_layer: str) -> CompressionError:
         return CompressionError(
-            f"{type(self.model).__name__} runs {decoder_layer} more than once in a forward, so it cannot be calibrated "
-            "or measured layer by layer; use a strategy that needs no calibration, such as model-centric"
+            f"{type(self.model).__name__} runs {decoder_layer} more than once in a forward, so it "
+            "cannot be calibrated "
+            "or measured layer by layer; use a strategy that needs no calibration, such as "
+            "model-centric"
         )
 
     def _first_layers(self) -> list[str]:
-        """Run every batch to its first decoder layer, with one block of a tower loaded at a time."""
+        """Run every batch to its first decoder layer, with one block of a tower loaded at a
+        time."""
         standing = {number: self._resume(number, number) for number in self.runs}
         while True:
             block = next((module for module in standing.values() if module in self.blocks), None)
@@ -377,7 +404,8 @@ class _Lockstep:
         return list(standing.values())
 
     def _resume(self, number: int, *values: Any) -> Any:
-        """Resume a batch until it reaches a layer; return that layer's name, or the result of its greenlet."""
+        """Resume a batch until it reaches a layer; return that layer's name, or the result of its
+        greenlet."""
         self.position.batch = number
         for visitor in self.visitors:
             visitor.on_batch_start(number)
@@ -389,20 +417,25 @@ class _Lockstep:
         return self.model(**inputs, use_cache=False)
 
     def _offload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Move the hidden states that a layer or block is called with to disk if they exceed the budget."""
+        """Move the hidden states that a layer or block is called with to disk if they exceed the
+        budget."""
         hidden = next(iter((*args, *kwargs.values())), None)
         self.offload.keep(self.position.batch, hidden)
 
     def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a block of a tower when it is loaded; blocks that layers call later are loaded as they run."""
+        """Run a block of a tower when it is loaded; blocks that layers call later are loaded as
+        they run."""
         if self.before_layers:
             self._offload(args, kwargs)
             self.driver.switch(block)
         self.partial.load(self.partial.keys_under(block))
         return layer_forward(*args, **kwargs)
 
-    def _pass_layer(self, decoder_layer: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a decoder layer when it is loaded: for each replay, and then for the batch's own output."""
+    def _pass_layer(
+        self, decoder_layer: str, layer_forward: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a decoder layer when it is loaded: for each replay, and then for the batch's own
+        output."""
         self._offload(args, kwargs)
         while True:
             replayed = self.driver.switch(decoder_layer)
@@ -427,7 +460,8 @@ class _Lockstep:
 
 
 def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the tensors that the forward of each module outside these layers and blocks may use, by module."""
+    """Return the tensors that the forward of each module outside these layers and blocks may use,
+    by module."""
     model = partial.model
     head = head_of(partial.model)
     keys_of = {}
@@ -438,7 +472,11 @@ def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[s
         if decoder_layer_of(f"{name}.", layer_names):
             continue
         prefix = f"{name}." if name else ""
-        children = [f"{prefix}{child_name}" for child_name, child in module.named_children() if child is not head]
+        children = [
+            f"{prefix}{child_name}"
+            for child_name, child in module.named_children()
+            if child is not head
+        ]
         owners = [name, *(child for child in children if child not in layer_names)]
         keys = [key for owner in owners for key in direct.get(owner, ())]
         if keys:
@@ -447,7 +485,8 @@ def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[s
 
 
 def _release_embedding(partial: PartialModel) -> None:
-    """Release the token embedding, often larger than a layer, unless a later part of the model shares it."""
+    """Release the token embedding, often larger than a layer, unless a later part of the model
+    shares it."""
     model = partial.model
     names = {module: name for name, module in model.named_modules()}
     embedding = names[model.get_input_embeddings()]
@@ -465,15 +504,15 @@ Loss = Callable[[int, Any], Tensor]  # (batch, the model's output) -> its share 
 class ReverseVisitor(LayerVisitor):
     """Base class of visitors of a reverse pass, on the way forward and on the way back.
 
-    `on_layer_loaded` is called on both ways, so weights changed there are changed for both. Parameters require no
-    gradients unless a visitor sets this there.
-    """
+    `on_layer_loaded` is called on both ways, so weights changed there are changed for both.
+    Parameters require no gradients unless a visitor sets this there."""
 
     def before_reverse(self, decoder_layer: str, batch: int) -> None:
         """Act before a batch passes the layer once more, with gradients."""
 
     def on_gradient(self, decoder_layer: str, batch: int) -> None:
-        """Act when the gradient of a batch's loss has passed back through the layer; requested `.grad` are set."""
+        """Act when the gradient of a batch's loss has passed back through the layer; requested
+        `.grad` are set."""
 
     def on_reverse_end(self, decoder_layer: str) -> None:
         """Act when all gradients have passed back through the layer, which is still loaded."""
@@ -481,10 +520,11 @@ class ReverseVisitor(LayerVisitor):
 
 @dataclass(frozen=True, slots=True)
 class ReversePass:
-    """`batches` (token ids [B, L]) forward through all decoder layers and back, one layer in memory at a time.
+    """`batches` (token ids [B, L]) forward through all decoder layers and back, one layer in memory
+    at a time.
 
-    Only the hidden states that a layer passes to the next may carry a gradient: `run` refuses other architectures.
-    """
+    Only the hidden states that a layer passes to the next may carry a gradient: `run` refuses other
+    architectures."""
 
     model: OpenModel
     batches: Sequence[Tensor]
@@ -493,12 +533,16 @@ class ReversePass:
     def run(self, loss: Loss, *visitors: ReverseVisitor) -> list[float]:
         """Carry out the pass and return each batch's loss; gradients are those of the sum.
 
-        Raises `CompressionError` if gradients pass between layers in another way than in hidden states.
-        """
-        inside = tuple(f"{decoder_layer}." for decoder_layer in self.model.architecture.decoder_layers)
+        Raises `CompressionError` if gradients pass between layers in another way than in hidden
+        states."""
+        inside = tuple(
+            f"{decoder_layer}." for decoder_layer in self.model.architecture.decoder_layers
+        )
         shared = next((key for key in self.model.partial.tied if key.startswith(inside)), None)
         if shared:
-            raise _another_way(self.model.partial, f"{shared} shares its weights with another layer")
+            raise _another_way(
+                self.model.partial, f"{shared} shares its weights with another layer"
+            )
         calls = _Calls(self, loss)
         forward = Pass(
             self.model,
@@ -515,7 +559,9 @@ class ReversePass:
             self.model.partial.release("")
         return calls.losses
 
-    def _reverse(self, decoder_layer: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]) -> None:
+    def _reverse(
+        self, decoder_layer: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]
+    ) -> None:
         """Load a layer and pass the gradients of all batches back through it."""
         partial = self.model.partial
         layer_names = self.model.architecture.decoder_layers
@@ -544,7 +590,8 @@ class ReversePass:
 
 
 class _Calls(LayerVisitor):
-    """The arguments of every call of a layer by a batch, the losses, and the gradients waiting between layers."""
+    """The arguments of every call of a layer by a batch, the losses, and the gradients waiting
+    between layers."""
 
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
@@ -552,14 +599,17 @@ class _Calls(LayerVisitor):
         self.loss = loss
         self.offload = ActivationOffload(run.activation_budget)
         self.held: dict[tuple[str, int], Arguments] = {}
-        self.left: list[list[Tensor]] = [[] for _ in range(count)]  # tensors that layers put into containers, by batch
-        self.outputs: list[list[Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch
+        # tensors that layers put into containers, by batch
+        self.left: list[list[Tensor]] = [[] for _ in range(count)]
+        # of the last layer passed, by batch
+        self.outputs: list[list[Tensor]] = [[] for _ in range(count)]
         self.gradients = [torch.empty(0)] * count  # of the loss, at the output of a layer
         self.losses = [0.0] * count
         self.strayed = list[str]()
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """Return the layer's forward, which keeps its call, and whose outputs are leaves for gradients."""
+        """Return the layer's forward, which keeps its call, and whose outputs are leaves for
+        gradients."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
@@ -568,7 +618,9 @@ class _Calls(LayerVisitor):
             self.offload.keep((decoder_layer, self.at.batch), saved)
             as_now = [(name, saved)]
             for key, value in others:  # the layer may write into containers, too
-                as_now.append((key, copy.copy(value) if isinstance(value, MutableMapping | list) else value))
+                as_now.append(
+                    (key, copy.copy(value) if isinstance(value, MutableMapping | list) else value)
+                )
             self.held[decoder_layer, self.at.batch] = tuple(as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
@@ -582,22 +634,31 @@ class _Calls(LayerVisitor):
 
         return forward
 
-    def _refuse_other_ways(self, decoder_layer: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
-        """Raise unless the layer depends on earlier ones only by the hidden states that the previous one outputs."""
+    def _refuse_other_ways(
+        self, decoder_layer: str, hidden: Any, others: Sequence[tuple[str | None, Any]]
+    ) -> None:
+        """Raise unless the layer depends on earlier ones only by the hidden states that the
+        previous one outputs."""
         before = self.outputs[self.at.batch]
         if before and hidden is not before[0]:
             raise _another_way(
-                self.partial, f"{decoder_layer} is not given the hidden states that the layer before outputs"
+                self.partial,
+                f"{decoder_layer} is not given the hidden states that the layer before outputs",
             )
         if any(value.requires_grad for value in _tensors(others)):
             raise _another_way(
-                self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
+                self.partial,
+                f"{decoder_layer} is given more of earlier layers than their hidden states",
             )
-        for leaf in (value for value in before if value.requires_grad):  # only replays of layers may reach them
-            leaf.register_hook(lambda _, decoder_layer=decoder_layer: self.strayed.append(decoder_layer))
+        # only replays of layers may reach them
+        for leaf in (value for value in before if value.requires_grad):
+            leaf.register_hook(
+                lambda _, decoder_layer=decoder_layer: self.strayed.append(decoder_layer)
+            )
 
     def on_batch_end(self, batch: int, output: Any) -> None:
-        """Compute the loss of a batch that has reached the output, and its gradient at the last layer's output."""
+        """Compute the loss of a batch that has reached the output, and its gradient at the last
+        layer's output."""
         hidden, *others = self.outputs[batch]
         with torch.enable_grad():
             loss = self.loss(batch, output)
@@ -606,23 +667,28 @@ class _Calls(LayerVisitor):
             loss.backward()
         self.outputs[batch] = []
         if self.strayed or any(value.grad is not None for value in others):
-            raise _another_way(self.partial, "its output depends on more than the last layer's hidden states")
+            raise _another_way(
+                self.partial, "its output depends on more than the last layer's hidden states"
+            )
         self._keep_gradient(batch, hidden)
 
     def hand_down(self, decoder_layer: str, batch: int, layer_forward: Forward) -> None:
-        """Replay a batch's call of a layer with gradients, and pass the gradient of its output back through it."""
+        """Replay a batch's call of a layer with gradients, and pass the gradient of its output back
+        through it."""
         (name, saved), *others = self.held.pop((decoder_layer, batch))
         hidden = saved.to(self.partial.device).requires_grad_()
         gradient = self.gradients[batch].to(self.partial.device)
         with torch.enable_grad():
             for value in self.left[batch]:
                 value.requires_grad_()
-            args, kwargs = as_call([(name, hidden.clone()), *others])  # a layer may not write into a leaf
+            # a layer may not write into a leaf
+            args, kwargs = as_call([(name, hidden.clone()), *others])
             output = hidden_of(layer_forward(*args, **kwargs))
         output.backward(gradient)
         if any(value.grad is not None for value in self.left[batch]):
             raise _another_way(
-                self.partial, f"{decoder_layer} is given more of earlier layers than their hidden states"
+                self.partial,
+                f"{decoder_layer} is given more of earlier layers than their hidden states",
             )
         self.offload.forget((decoder_layer, batch))
         self._keep_gradient(batch, hidden)
@@ -640,15 +706,21 @@ def _as_leaf(value: Tensor) -> Tensor:
 
 def _another_way(partial: PartialModel, how: str) -> CompressionError:
     return CompressionError(
-        f"{type(partial.model).__name__}: {how}, so gradients cannot be taken layer by layer; use what needs "
+        f"{type(partial.model).__name__}: {how}, so gradients cannot be taken layer by layer; use "
+        "what needs "
         "none, or takes them in memory"
     )
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested sequences and mappings, the stock code's own classes included."""
+    """Return the tensors in nested sequences and mappings, the stock code's own classes
+    included."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+    return (
+        [tensor for item in value for tensor in _tensors(item)]
+        if isinstance(value, list | tuple)
+        else []
+    )

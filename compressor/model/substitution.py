@@ -1,4 +1,5 @@
-"""Variants of a model, with other decoder layers, that run side by side, one layer of one of them in memory."""
+"""Variants of a model, with other decoder layers, that run side by side, one layer of one of them
+in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,8 @@ def _unchanged(decoder_layer: str) -> None:
 class Substitution:
     """A variant of a model: other tensors in its decoder layers, and constants in place of experts.
 
-    `tensors` returns tensors by state-dict key for a decoder layer that is loaded, or None to leave it unchanged. All
-    other tensors of a layer are the model's own.
-    """
+    `tensors` returns tensors by state-dict key for a decoder layer that is loaded, or None to leave
+    it unchanged. All other tensors of a layer are the model's own."""
 
     tensors: LayerTensors = _unchanged
     experts: int | None = None  # None: the model's number
@@ -35,7 +35,8 @@ AS_IT_IS = Substitution()
 
 
 class SmallerModel:
-    """The stock model on meta, possibly with fewer experts, of which one decoder layer at a time is filled."""
+    """The stock model on meta, possibly with fewer experts, of which one decoder layer at a time is
+    filled."""
 
     def __init__(self, model: OpenModel, experts: int | None) -> None:
         self.partial = model.partial
@@ -47,13 +48,16 @@ class SmallerModel:
         self._constants: Mapping[str, Substitutes] = {}
 
     def fill(self, decoder_layer: str, tensors: Mapping[str, Tensor]) -> Forward:
-        """Fill a layer with these tensors and the base's others, which must be loaded; return its forward.
+        """Fill a layer with these tensors and the base's others, which must be loaded; return its
+        forward.
 
         Tensors are shared, not copied.
         """
         base = self.partial.model.get_submodule(decoder_layer)
         for key in self.partial.keys_under(decoder_layer):
-            value = tensors[key] if key in tensors else self.partial.model.get_parameter_or_buffer(key)
+            value = (
+                tensors[key] if key in tensors else self.partial.model.get_parameter_or_buffer(key)
+            )
             set_tensor(self.model, key, value)
         for name, module in self.model.get_submodule(decoder_layer).named_modules():
             for key in module._non_persistent_buffers_set:
@@ -81,15 +85,21 @@ class SmallerModel:
 
 
 class SideBySide(LayerVisitor):
-    """Passes every batch through the layers of its own variant, on the outputs of that variant's earlier layers.
+    """Passes every batch through the layers of its own variant, on the outputs of that variant's
+    earlier layers.
 
-    `variants` holds the index of each batch's variant among the `substitutions`, or None for the model's own layers.
-    Batches of a variant follow one another, so that only one variant of a layer is in memory beside the model's.
-    """
+    `variants` holds the index of each batch's variant among the `substitutions`, or None for the
+    model's own layers. Batches of a variant follow one another, so that only one variant of a layer
+    is in memory beside the model's."""
 
     repeatable = True
 
-    def __init__(self, model: OpenModel, substitutions: Sequence[Substitution], variants: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        model: OpenModel,
+        substitutions: Sequence[Substitution],
+        variants: Sequence[int | None],
+    ) -> None:
         self.model = model
         self.substitutions = substitutions
         self.variants = variants

@@ -1,4 +1,5 @@
-"""A checkpoint's tokenizer and chat template as stock transformers loads them; an invented one is refused."""
+"""A checkpoint's tokenizer and chat template as stock transformers loads them; an invented one is
+refused."""
 
 import json
 import re
@@ -18,7 +19,10 @@ from compressor.prompt_date import dated_template
 from compressor.records import read_object
 
 THINKING_END = "</think>"
-THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates
+# in templates
+THINKING_ENDS = re.compile(
+    r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE
+)
 VOCABULARIES = [
     *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*"),
     *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
@@ -28,13 +32,16 @@ LONGEST = 96  # most letters of a token, except in blanks, marks or unknown text
 
 
 def load_tokenizer(folder: Path, hint: str = "copy those of the original model there") -> Any:
-    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a token of text."""
+    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a
+    token of text."""
     try:
         tokenizer = load_stock("AutoTokenizer", folder)
         tokenizer.name_or_path = str(folder)
         tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(folder)
     except Exception as error:  # tokenizer classes raise anything
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}") from error
+        raise CompressionError(
+            f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}"
+        ) from error
     files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
     if files == VOCABULARIES:
         files.append("tokenizer_config.json")  # names a class that needs no vocabulary
@@ -52,7 +59,8 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
 
 
 def _template_of_processor(folder: Path) -> str | None:
-    """Return the chat template in a processor's own files, where tokenizers don't look; None without one."""
+    """Return the chat template in a processor's own files, where tokenizers don't look; None
+    without one."""
     for name in ("chat_template.json", "processor_config.json"):
         content = read_object(folder / name) if (folder / name).is_file() else {}
         if isinstance(content.get("chat_template"), str):
@@ -61,11 +69,11 @@ def _template_of_processor(folder: Path) -> str | None:
 
 
 def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
-    """Return the beginning of a text, and its first `most` tokens without special ones; read no more of a long text.
+    """Return the beginning of a text, and its first `most` tokens without special ones; read no
+    more of a long text.
 
-    They are the tokens of the whole text unless a token depends on more than the `MARGIN` tokens after it, or has more
-    than `LONGEST` letters.
-    """
+    They are the tokens of the whole text unless a token depends on more than the `MARGIN` tokens
+    after it, or has more than `LONGEST` letters."""
     part = text[: LONGEST * (most + MARGIN)]
     return part, tokenizer(part, add_special_tokens=False)["input_ids"][:most]
 
@@ -86,7 +94,8 @@ def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:
 def no_token(text: str) -> CompressionError:
     """Return the error for a text without a known token."""
     return CompressionError(
-        f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the tokenizer's files "
+        f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the "
+        "tokenizer's files "
         "from the original model, or give text that it was made for"
     )
 
@@ -95,7 +104,8 @@ def check_vocabulary(largest: int, vocabulary: int, maker: str = "tokenizer") ->
     """Refuse a tokenizer or processor whose largest token is not in the model's vocabulary."""
     if largest >= vocabulary:
         raise CompressionError(
-            f"the {maker} makes token {largest}, the model knows {vocabulary}; they do not belong together"
+            f"the {maker} makes token {largest}, the model knows {vocabulary}; they do not belong "
+            "together"
         )
 
 
@@ -111,7 +121,8 @@ def templates_of(tokenizer: Any) -> dict[str, str]:
 
 
 def thinking_end(tokenizer: Any) -> str | None:
-    """Return the text that ends a model's thinking in its chat template, else `</think>` if that is one token.
+    """Return the text that ends a model's thinking in its chat template, else `</think>` if that is
+    one token.
 
     None if the model has neither.
     """
@@ -139,11 +150,13 @@ class ChatForm:
     strings: frozenset[str]  # roles whose content may be text
     parts: frozenset[str]  # roles whose content may be a list of parts
     json_arguments: bool  # a call's arguments have to be JSON text, not an object
-    silence: tuple[str | None, ...]  # possible contents of a message that only calls tools; empty if unknown
+    # possible contents of a message that only calls tools; empty if unknown
+    silence: tuple[str | None, ...]
     wrapped_tools: bool  # a tool has to be {"type": "function", "function": {...}}
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in a form that the template renders; raise ValueError if there is none."""
+        """Return a message in a form that the template renders; raise ValueError if there is
+        none."""
         adapted = with_json_arguments(message) if self.json_arguments else dict(message)
         role = message.get("role")
         content = message.get("content")
@@ -156,7 +169,12 @@ class ChatForm:
                 adapted["content"] = joined_text(adapted["content"])
         elif content is not None:
             raise ValueError(f"the content of a message is a {type(content).__name__}")
-        if message.get("tool_calls") and not content and self.silence and content not in self.silence:
+        if (
+            message.get("tool_calls")
+            and not content
+            and self.silence
+            and content not in self.silence
+        ):
             adapted["content"] = self.silence[0]
         return adapted
 
@@ -164,7 +182,9 @@ class ChatForm:
         """Return the tools of a chat in a form that the template renders."""
         if not self.wrapped_tools or not isinstance(tools, list):
             return tools
-        return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+        return [
+            {"type": "function", "function": tool} if "name" in tool else tool for tool in tools
+        ]
 
 
 class _Part(BaseModel):
@@ -190,7 +210,8 @@ MESSAGES = TypeAdapter(list[_Saying | _Calling])
 
 
 def check_chat(messages: Sequence[Any], tools: Any) -> None:
-    """Raise ValueError for a message without role or content, and for half a character, which tokenizers refuse."""
+    """Raise ValueError for a message without role or content, and for half a character, which
+    tokenizers refuse."""
     try:
         json.dumps([messages, tools], ensure_ascii=False, default=id).encode()
         MESSAGES.validate_python(messages)
@@ -198,20 +219,27 @@ def check_chat(messages: Sequence[Any], tools: Any) -> None:
         raise ValueError("it has half a character, or a byte that is no UTF-8") from error
     except ValidationError as error:
         shown = reprlib.repr(messages[int(error.errors()[0]["loc"][0])])
-        raise ValueError(f"{shown} is no message with a role, and with text or parts as its content") from error
+        raise ValueError(
+            f"{shown} is no message with a role, and with text or parts as its content"
+        ) from error
 
 
 def as_part(part: Any) -> Any:
     """Return text as a part of type `text`, and other parts unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if isinstance(part, Mapping) and part.get("type") in (None, "input_text", "output_text") and "text" in part:
+    if (
+        isinstance(part, Mapping)
+        and part.get("type") in (None, "input_text", "output_text")
+        and "text" in part
+    ):
         return {"type": "text", "text": part["text"]}
     return part
 
 
 def joined_text(parts: Sequence[Any]) -> str:
-    """Return the texts of a message's parts, joined as by servers; raise ValueError for another part."""
+    """Return the texts of a message's parts, joined as by servers; raise ValueError for another
+    part."""
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -222,7 +250,8 @@ def joined_text(parts: Sequence[Any]) -> str:
 
 
 def with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have arguments in JSON text, which servers and some templates require."""
+    """Return a message whose tool calls have arguments in JSON text, which servers and some
+    templates require."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []
@@ -275,13 +304,24 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
             parts.add(role)
     takes_bare = PROBE in rendered(USER, tools=[TOOL])
     takes_wrapped = PROBE in rendered(USER, tools=[{"type": "function", "function": TOOL}])
-    return ChatForm(frozenset(strings), frozenset(parts), json_arguments, silence, takes_wrapped and not takes_bare)
+    return ChatForm(
+        frozenset(strings),
+        frozenset(parts),
+        json_arguments,
+        silence,
+        takes_wrapped and not takes_bare,
+    )
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Any], tools: Any = None, **options: Any) -> str:
-    """Return the text of a conversation, rendered by the chat template; it may raise any exception."""
+    """Return the text of a conversation, rendered by the chat template; it may raise any
+    exception."""
     form = chat_form(tokenizer, str(tokenizer.chat_template))
     adapted = [form.message(message) for message in messages]
     templates = templates_of(tokenizer)
-    options |= dated_template(templates, "tool_use" if tools and "tool_use" in templates else "default")
-    return str(tokenizer.apply_chat_template(adapted, tokenize=False, tools=form.tools(tools), **options))
+    options |= dated_template(
+        templates, "tool_use" if tools and "tool_use" in templates else "default"
+    )
+    return str(
+        tokenizer.apply_chat_template(adapted, tokenize=False, tools=form.tools(tools), **options)
+    )

@@ -26,22 +26,29 @@ from compressor.progress import quiet_transformers
 from compressor.records import read_object
 
 GENERATION = "generation_config.json"
-LOADERS = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor")
+LOADERS = (
+    "AutoTokenizer",
+    "AutoProcessor",
+    "AutoImageProcessor",
+    "AutoVideoProcessor",
+    "AutoFeatureExtractor",
+)
 
 
 def check_carried(folder: Path, original: Path | None = None) -> None:
-    """Refuse a folder whose generation config does not load, or whose tokenizer or processor needs its own code.
+    """Refuse a folder whose generation config does not load, or whose tokenizer or processor needs
+    its own code.
 
-    A tokenizer that does not load for another reason, such as a package that is not installed, is refused where the
-    `original` folder's loads.
-    """
+    A tokenizer that does not load for another reason, such as a package that is not installed, is
+    refused where the `original` folder's loads."""
     if (folder / GENERATION).is_file():
         try:
             with quiet_transformers():
                 GenerationConfig.from_pretrained(str(folder))
         except Exception as error:  # its fields may raise anything
             raise CompressionError(
-                f"transformers cannot load {folder / GENERATION} ({reason_of(error)}); mend it, or remove it from the "
+                f"transformers cannot load {folder / GENERATION} ({reason_of(error)}); mend it, "
+                "or remove it from the "
                 "folder"
             ) from error
     for path in naming_code(folder):
@@ -50,22 +57,27 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
             cause = _loading_error(kind, folder)
             if cause is not None and not isinstance(cause, ImportError):
                 raise CompressionError(
-                    f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} ({code}), which is "
-                    f"neither run nor carried, and stock transformers loads none without it ({reason_of(cause)}); save "
-                    "it there in a stock form, such as a tokenizer.json, or move its files away and to the output"
+                    f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} "
+                    f"({code}), which is "
+                    "neither run nor carried, and stock transformers loads none without it "
+                    f"({reason_of(cause)}); save "
+                    "it there in a stock form, such as a tokenizer.json, or move its files away "
+                    "and to the output"
                 )
     if original is None:
         return
     cause = _loading_error(LOADERS[0], folder)
     if cause is not None and _loading_error(LOADERS[0], original) is None:
         raise CompressionError(
-            f"the written tokenizer does not load, though the source's does ({reason_of(cause)}); please report this "
+            f"the written tokenizer does not load, though the source's does ({reason_of(cause)}); "
+            "please report this "
             "model"
         )
 
 
 def _loading_error(kind: str, folder: Path) -> BaseException | None:
-    """Return the error of loading a folder's tokenizer or processor without its own code; None if it loads."""
+    """Return the error of loading a folder's tokenizer or processor without its own code; None if
+    it loads."""
     try:
         if kind == LOADERS[0]:
             load_tokenizer(folder)
@@ -79,52 +91,67 @@ def _loading_error(kind: str, folder: Path) -> BaseException | None:
 
 
 def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str]) -> Checkpoint:
-    """Check every file and tensor of a checkpoint against the stock model, whose layers must have so many `experts`.
+    """Check every file and tensor of a checkpoint against the stock model, whose layers must have
+    so many `experts`.
 
-    Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises `CompressionError` naming the file,
-    tensor or field that is wrong.
-    """
+    Tensors `known` not to belong to it are ignored. Returns the checkpoint; raises
+    `CompressionError` naming the file, tensor or field that is wrong."""
     checkpoint = Checkpoint(folder)
     config = load_config(folder)
     model = build_meta(config)
     for name, count in expert_counts(model).items():
         if experts not in (None, count):
-            raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
+            raise CompressionError(
+                f"the written config builds {name} with {count} experts instead of {experts}"
+            )
     if checkpoint.quantization:
         source = ModelSource(str(folder), None, folder)
-        verify_quantized(OpenModel.of(source, checkpoint, config, torch.bfloat16, torch.device("cpu")), known)
+        verify_quantized(
+            OpenModel.of(source, checkpoint, config, torch.bfloat16, torch.device("cpu")), known
+        )
     else:
         verify_plain(checkpoint, model, known)
     return checkpoint
 
 
 def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()) -> None:
-    """Check plain tensors by loading meta tensors of the same names, shapes and dtypes with the stock loader.
+    """Check plain tensors by loading meta tensors of the same names, shapes and dtypes with the
+    stock loader.
 
     Tensors `known` not to belong to the stock model are ignored.
     """
     for name, info in checkpoint.tensors.items():
         if info.dtype not in TORCH_DTYPES and name not in known:
-            raise CompressionError(f"the written tensor {name!r} is {info.dtype}, which stock loaders do not read")
+            raise CompressionError(
+                f"the written tensor {name!r} is {info.dtype}, which stock loaders do not read"
+            )
     wanted = {key: value.dtype for key, value in model.state_dict().items()}
     report = _load_on_meta(model, checkpoint, known)
     for key, stored, expected in sorted(report.mismatched_keys):
         raise CompressionError(
-            f"the written tensor {key!r} has shape {list(stored)}, the new config asks for {list(expected)}"
+            f"the written tensor {key!r} has shape {list(stored)}, the new config asks for "
+            f"{list(expected)}"
         )
     loaded = wanted.keys() - report.missing_keys
     missing = report.missing_keys - tied_weights(model, loaded, lambda *_: True).keys()
     wrong = missing or report.unexpected_keys or set(report.conversion_errors)
     if wrong:
         how = "missing" if missing else "not understood"
-        raise CompressionError(f"the written tensors do not fit the new config: {min(wrong)!r} is {how}")
+        raise CompressionError(
+            f"the written tensors do not fit the new config: {min(wrong)!r} is {how}"
+        )
     for key, value in model.state_dict().items():
         if value.is_floating_point() != wanted[key].is_floating_point:
-            raise CompressionError(f"the written tensor {key!r} is {value.dtype}, the model has {wanted[key]}")
+            raise CompressionError(
+                f"the written tensor {key!r} is {value.dtype}, the model has {wanted[key]}"
+            )
 
 
-def _load_on_meta(model: Any, checkpoint: Checkpoint, known: Collection[str], quantizer: Any = None) -> Any:
-    """Load meta tensors of the names, shapes and dtypes of all stored ones that are not `known`; return the report."""
+def _load_on_meta(
+    model: Any, checkpoint: Checkpoint, known: Collection[str], quantizer: Any = None
+) -> Any:
+    """Load meta tensors of the names, shapes and dtypes of all stored ones that are not `known`;
+    return the report."""
     state = {}
     for name, info in checkpoint.tensors.items():
         if name not in known:
@@ -137,7 +164,8 @@ def _load_on_meta(model: Any, checkpoint: Checkpoint, known: Collection[str], qu
 
 
 def stock_report(model: OpenModel) -> str | None:
-    """Return a sentence on tensors of a compressed-tensors checkpoint that the stock loader reports; None without any.
+    """Return a sentence on tensors of a compressed-tensors checkpoint that the stock loader
+    reports; None without any.
 
     It is given names, shapes and dtypes alone. Tensors that are not the stock model's don't count.
     """
@@ -156,10 +184,12 @@ def stock_report(model: OpenModel) -> str | None:
         return f"{stock} does not load it: {reason_of(error)}"
     finally:
         loguru.enable("compressed_tensors")
-    # widths of packed weights, whose stored shapes it does not see, may be inexact: mismatches don't count
+    # widths of packed weights, whose stored shapes it does not see, may be inexact: mismatches
+    # don't count
     found = {
         "can't convert": report.conversion_errors.keys(),
-        "finds nothing stored for, and draws at random,": report.missing_keys - built.all_tied_weights_keys.keys(),
+        "finds nothing stored for, and draws at random,": report.missing_keys
+        - built.all_tied_weights_keys.keys(),
         "has no place for": report.unexpected_keys,
     }
     for what, names in found.items():
@@ -169,7 +199,8 @@ def stock_report(model: OpenModel) -> str | None:
 
 
 def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
-    """Check quantised tensors: each has a role and the model's number of experts, and none is missing.
+    """Check quantised tensors: each has a role and the model's number of experts, and none is
+    missing.
 
     Tensors `known` not to belong to the stock model are ignored.
     """
@@ -177,12 +208,15 @@ def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
     experts = {layer.name: layer.experts for layer in model.architecture.layers}
     unknown = sorted(set(model.layout.left_out) - set(known))
     if unknown:
-        raise CompressionError(f"the written tensor {unknown[0]!r} does not belong to the new model")
+        raise CompressionError(
+            f"the written tensor {unknown[0]!r} does not belong to the new model"
+        )
     for name, role in model.layout.roles.items():
         shape = model.checkpoint.tensors[name].shape
         if role.kind == "fused" and shape[role.dim] != experts[role.layer] + role.extra:
             raise CompressionError(
-                f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "
+                f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} "
+                "should be "
                 f"{experts[role.layer] + role.extra}"
             )
     for key in partial.missing:

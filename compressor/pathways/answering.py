@@ -1,4 +1,5 @@
-"""C3PO (arXiv:2504.07964): each question is answered once more on an optimised pathway, found by its neighbours.
+"""C3PO (arXiv:2504.07964): each question is answered once more on an optimised pathway, found by
+its neighbours.
 
 L MoE layers whose routers are moved, E experts (and any rows beyond them).
 """
@@ -17,7 +18,13 @@ from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, PlainForward
-from compressor.pathways.optimisers import Neighbour, core_coverage, kernel_weights, optimised, pathway_logits
+from compressor.pathways.optimisers import (
+    Neighbour,
+    core_coverage,
+    kernel_weights,
+    optimised,
+    pathway_logits,
+)
 from compressor.pathways.options import OWN, PathwayOptions, selected
 from compressor.pathways.reference import Embedder, ReferenceSet, embedder, read_reference
 
@@ -26,7 +33,8 @@ ORACLE = "recipes/c3po/oracle.sh asks it items whose answers are known"
 
 @dataclass(slots=True)
 class PathwayAnswerer:
-    """A loaded model that answers by its reference set; `plain_work` is the cost of plain forwards alone."""
+    """A loaded model that answers by its reference set; `plain_work` is the cost of plain forwards
+    alone."""
 
     model: PathwayModel
     tokenizer: Any
@@ -39,21 +47,30 @@ class PathwayAnswerer:
 
     @property
     def cost(self) -> float:
-        """Computed decoder layers times tokens, as a multiple of plain forwards of the questions."""
+        """Computed decoder layers times tokens, as a multiple of plain forwards of the
+        questions."""
         return self.model.work / self.plain_work if self.plain_work else 1.0
 
     @property
     def coverage(self) -> tuple[float, ...]:
-        """Mean of `core_coverage` over the questions whose pathway was optimised; nothing if there are none."""
-        return tuple((self.covered / self.questions).tolist()) if isinstance(self.covered, Tensor) else ()
+        """Mean of `core_coverage` over the questions whose pathway was optimised; nothing if there
+        are none."""
+        return (
+            tuple((self.covered / self.questions).tolist())
+            if isinstance(self.covered, Tensor)
+            else ()
+        )
 
     def run(self, item: Item) -> PlainForward:
         """Run a plain forward of an item's prompt with each of its continuations."""
         opened = self.model.opened
-        return self.model.run(rows_of(item, self.tokenizer, opened.vocabulary, positions(opened.config)))
+        return self.model.run(
+            rows_of(item, self.tokenizer, opened.vocabulary, positions(opened.config))
+        )
 
     def answer(self, prompt: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
-        """Return the log likelihood in nats of each continuation on the optimised pathway, and True if it is greedy.
+        """Return the log likelihood in nats of each continuation on the optimised pathway, and True
+        if it is greedy.
 
         Raises `CompressionError` for the oracle, which would have to know the right one.
         """
@@ -62,10 +79,11 @@ class PathwayAnswerer:
         return self.answers(Item(prompt, continuations[0], tuple(continuations)))
 
     def grade(self, item: Item) -> tuple[bool, float]:
-        """Return True if the right choice is the most likely one, without choices if it is greedy; and its likelihood.
+        """Return True if the right choice is the most likely one, without choices if it is greedy;
+        and its likelihood.
 
-        Contexts of their own have pathways of their own, save for the oracle, which optimises the right one's alone.
-        """
+        Contexts of their own have pathways of their own, save for the oracle, which optimises the
+        right one's alone."""
         if item.contexts and self.options.optimizer != "oracle":
             pairs = zip(item.contexts, item.continuations, strict=True)
             answers = [self.answer(context, [continuation])[0] for context, continuation in pairs]
@@ -78,8 +96,8 @@ class PathwayAnswerer:
     def answers(self, item: Item) -> list[tuple[float, bool]]:
         """Return `answer` for an item's continuations.
 
-        An item so long that its rows are cut differently has no one prompt; its answers are those of the plain model.
-        """
+        An item so long that its rows are cut differently has no one prompt; its answers are those
+        of the plain model."""
         plain = self.run(item)
         self.plain_work += plain.work
         logits = plain.logits
@@ -90,7 +108,8 @@ class PathwayAnswerer:
         return list(zip(likelihoods(logits, plain.rows).tolist(), greedy, strict=True))
 
     def shift(self, item: Item, plain: PlainForward) -> Tensor:
-        """Return the shift of the moved routers' logits [L, E] of an item that has passed the plain model."""
+        """Return the shift of the moved routers' logits [L, E] of an item that has passed the plain
+        model."""
         model = self.model
         options = self.options
         if options.optimizer == "oracle":
@@ -109,7 +128,9 @@ class PathwayAnswerer:
         options = self.options
         reference = self.reference
         embedding = self.embed(item, plain.rows[0])
-        nearest, query, points = reference.neighbours(embedding, options.neighbours, options.radius, but=item.prompt)
+        nearest, query, points = reference.neighbours(
+            embedding, options.neighbours, options.radius, but=item.prompt
+        )
         if not nearest:
             return torch.zeros_like(pathway)
         has_line_search = options.optimizer == "kernel" and options.share is None
@@ -117,7 +138,9 @@ class PathwayAnswerer:
         neighbours = list[Neighbour]()
         for index in nearest:
             forward = self.run(reference.items[index].alone) if needs_loss else None
-            neighbours.append(Neighbour(reference.pathways[index, [*self.model.layer_numbers]], forward))
+            neighbours.append(
+                Neighbour(reference.pathways[index, [*self.model.layer_numbers]], forward)
+            )
         weights = kernel_weights(options.kernel, query, points, options.bandwidth)
         return optimised(self.model, pathway, neighbours, weights, options)
 
@@ -133,18 +156,21 @@ def open_answering(
     dtype: str = "auto",
     revision: str | None = None,
 ) -> PathwayAnswerer:
-    """Load a model and its reference set; the code of the embedding model's repository is run if that is trusted.
+    """Load a model and its reference set; the code of the embedding model's repository is run if
+    that is trusted.
 
-    Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
-    another model than `embedding`.
-    """
+    Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts
+    are embedded by another model than `embedding`."""
     reference_set = read_reference(Path(reference), embedding)
     opened = open_model(locate(model, revision), dtype, device)
     return load_answering(opened, reference_set, options, trust_remote_code)
 
 
 def load_answering(
-    opened: OpenModel, reference: ReferenceSet, options: PathwayOptions, trust_remote_code: bool = False
+    opened: OpenModel,
+    reference: ReferenceSet,
+    options: PathwayOptions,
+    trust_remote_code: bool = False,
 ) -> PathwayAnswerer:
     """Read the weights of a model; refused unless `reference` is of it and its tokenizer."""
     tokenizer = load_tokenizer(opened.source.folder)

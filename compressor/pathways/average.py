@@ -1,4 +1,5 @@
-"""The average optimised pathway: the literal reading of C3PO for a stock checkpoint, whose routers take it as a bias.
+"""The average optimised pathway: the literal reading of C3PO for a stock checkpoint, whose routers
+take it as a bias.
 
 L MoE layers whose routers are moved, E experts (and any rows beyond them).
 """
@@ -26,13 +27,15 @@ from compressor.pathways.reference import ReferenceSet, build_reference, read_re
 from compressor.progress import Progress
 from compressor.steps.routers.weights import RouterShift
 
-OWN_ANSWER = "own"  # items of known answers, each moved down the gradient of its own loss, need no neighbours
+# items of known answers, each moved down the gradient of its own loss, need no neighbours
+OWN_ANSWER = "own"
 MOST = 64  # items that are averaged over
 PROMPT = 64  # tokens of a prompt that is taken from text
 
 
 class AveragePathway:
-    """The step `routers` takes it from here: `reference` is the folder of a set, by default one is made of text.
+    """The step `routers` takes it from here: `reference` is the folder of a set, by default one is
+    made of text.
 
     Raises `CompressionError` for the set of another model.
     """
@@ -45,20 +48,26 @@ class AveragePathway:
             self.reference = read_reference(Path(reference))
             self.reference.check(model, load_tokenizer(model.source.folder))
 
-    def measure(self, text: Sequence[tuple[Tensor, Distributions]], progress: Progress) -> RouterShift:
-        """Optimise the pathways of up to 64 items: by neighbours, never by itself, or `own`: by its known answer.
+    def measure(
+        self, text: Sequence[tuple[Tensor, Distributions]], progress: Progress
+    ) -> RouterShift:
+        """Optimise the pathways of up to 64 items: by neighbours, never by itself, or `own`: by its
+        known answer.
 
-        The model is loaded whole, and released. Raises `CompressionError` for an architecture whose late layers cannot
-        be run again by themselves.
-        """
+        The model is loaded whole, and released. Raises `CompressionError` for an architecture whose
+        late layers cannot be run again by themselves."""
         try:
-            return self._average(self.reference or text_reference(self.model, text, progress), progress)
+            return self._average(
+                self.reference or text_reference(self.model, text, progress), progress
+            )
         finally:
             self.model.partial.release("")
 
     def _average(self, reference: ReferenceSet, progress: Progress) -> RouterShift:
         optimizer = "oracle" if self.optimizer == OWN_ANSWER else self.optimizer
-        answering = load_answering(self.model, reference, PathwayOptions(cast(Optimizer, optimizer)))
+        answering = load_answering(
+            self.model, reference, PathwayOptions(cast(Optimizer, optimizer))
+        )
         engine = answering.model
         items = reference.items
         if len(items) > MOST:
@@ -80,15 +89,19 @@ class AveragePathway:
         mean = changes.mean(0)
         size = float(changes.square().mean().sqrt())
         agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
-        return RouterShift(mean, as_float64(torch.stack(score_changes)).mean(0), len(items), agreement)
+        return RouterShift(
+            mean, as_float64(torch.stack(score_changes)).mean(0), len(items), agreement
+        )
 
 
-def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]], progress: Progress) -> ReferenceSet:
-    """Return a reference set with one position of each sequence of a text, and the base's distribution there.
+def text_reference(
+    model: OpenModel, text: Sequence[tuple[Tensor, Distributions]], progress: Progress
+) -> ReferenceSet:
+    """Return a reference set with one position of each sequence of a text, and the base's
+    distribution there.
 
-    The answer there is the base's greedy token; positions where the text goes on with it are preferred. Raises
-    `CompressionError` where nothing can be written as text.
-    """
+    The answer there is the base's greedy token; positions where the text goes on with it are
+    preferred. Raises `CompressionError` where nothing can be written as text."""
     tokenizer = load_tokenizer(model.source.folder)
     draw = random.Random(0)
     items = list[Item]()
@@ -102,10 +115,13 @@ def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]
             answer = whole[len(prompt) :]
             if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
                 continue
-            with suppress(CompressionError):  # read as text, prompt and answer must have tokens of their own
+            # read as text, prompt and answer must have tokens of their own
+            with suppress(CompressionError):
                 item = Item(prompt, answer)
                 rows_of(item, tokenizer, model.vocabulary, positions(model.config))
                 items.append(item)
     if not items:
-        raise CompressionError("nothing that the base expects can be written as text; give --reference items")
+        raise CompressionError(
+            "nothing that the base expects can be written as text; give --reference items"
+        )
     return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]

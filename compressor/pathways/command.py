@@ -1,4 +1,5 @@
-"""The command `reference`, which is announced by an entry point and loads torch only when it runs."""
+"""The command `reference`, which is announced by an entry point and loads torch only when it
+runs."""
 
 from typing import Annotated
 
@@ -16,13 +17,17 @@ def reference(
     running: Reading,
     items: Items,
     embedding: Annotated[
-        str, flag("How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
+        str,
+        flag(
+            "How prompts are compared: own (the model's embeddings), or a sentence-transformers id."
+        ),
     ] = "own",
     trust_remote_code: Annotated[
         bool, flag("Run the code of the --embedding model's repository, which must be trusted.")
     ] = False,
 ) -> None:
-    """Ask a model items and keep those that it answers right, each with the experts it is routed to."""
+    """Ask a model items and keep those that it answers right, each with the experts it is routed
+    to."""
     items.check_packages()
     from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
@@ -40,5 +45,8 @@ def reference(
     print_report(
         running.as_json,
         plain_json(reference_set),
-        (*reference_blocks(reference_set.facts, reference_set.asked), *written_line(reference_set.files)),
+        (
+            *reference_blocks(reference_set.facts, reference_set.asked),
+            *written_line(reference_set.files),
+        ),
     )

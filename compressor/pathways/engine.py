@@ -1,8 +1,8 @@
-"""A stock model in memory, with routers whose logits are moved: a plain forward, then its late layers alone once more.
+"""A stock model in memory, with routers whose logits are moved: a plain forward, then its late
+layers alone once more.
 
-Late are decoder layers from the first one on whose router is moved. B rows, S tokens, M positions that may be moved,
-L MoE layers whose routers are moved, E experts.
-"""
+Late are decoder layers from the first one on whose router is moved. B rows, S tokens, M positions
+that may be moved, L MoE layers whose routers are moved, E experts."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,8 +24,12 @@ from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, Score, find_score, watched, weights_of
 from compressor.pathways.options import SCORED, Span, selected
 
-AGREE = 0.02  # of the largest logit, by which recomputed logits may differ on a machine that adds in any order
-REMEDIES = ("take shorter items, or --device cpu", "see whether stock transformers alone can run it")
+# of the largest logit, by which recomputed logits may differ on a machine that adds in any order
+AGREE = 0.02
+REMEDIES = (
+    "take shorter items, or --device cpu",
+    "see whether stock transformers alone can run it",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,16 @@ class PlainForward:
     early_outputs: Mapping[str, Any]  # by early decoder layer
     moved: Tensor  # [M] positions among all B * S
     router_logits: tuple[Tensor, ...]  # of each moved layer at the moved positions, [M, E]
-    pathway: Tensor  # [all MoE layers, E] of the last prompt token of the first row, float32 on the CPU
+    # [all MoE layers, E] of the last prompt token of the first row, float32 on the CPU
+    pathway: Tensor
     logits: Tensor  # [B, S, V]
     work: int  # decoder layers times tokens
 
 
 @dataclass(slots=True)
 class PathwayModel:
-    """A model that can be run again with other router logits in some MoE layers; `load` reads its weights.
+    """A model that can be run again with other router logits in some MoE layers; `load` reads its
+    weights.
 
     `work` counts decoder layers times tokens, twice as much for a backward pass.
     """
@@ -52,7 +58,8 @@ class PathwayModel:
     opened: OpenModel
     layer_numbers: tuple[int, ...]  # of the MoE layers whose routers are moved
     tokens: Span = "last"
-    scores: tuple[Score, ...] = ()  # how each MoE layer's router makes weights of logits; found on the first rows
+    # how each MoE layer's router makes weights of logits; found on the first rows
+    scores: tuple[Score, ...] = ()
     work: int = 0
     _checked: bool = field(default=False, repr=False)
 
@@ -81,16 +88,19 @@ class PathwayModel:
     def load(self) -> None:
         """Read all weights; raises `CompressionError` for a model without a language-model head."""
         if head_of(self.model) is None:
-            raise CompressionError(f"{type(self.model).__name__} has no language-model head, so it answers no item")
+            raise CompressionError(
+                f"{type(self.model).__name__} has no language-model head, so it answers no item"
+            )
         with wrap_faults(f"{self.opened.source.label} cannot be loaded", *REMEDIES):
             self.opened.partial.load(self.opened.partial.keys_under(""))
 
     @torch.no_grad()
     def run(self, rows: Sequence[TokenRow]) -> PlainForward:
-        """Run the stock model on rows of one prompt, padded on the right, which no token before looks at.
+        """Run the stock model on rows of one prompt, padded on the right, which no token before
+        looks at.
 
-        Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
-        """
+        Raises `CompressionError` for an architecture whose late layers cannot be run again by
+        themselves."""
         tokens = pad_sequence([torch.tensor(row.tokens[:-1]) for row in rows], batch_first=True)
         logits, router_logits, early_outputs = self._observe(tokens)
         work = len(self.opened.architecture.decoder_layers) * tokens.numel()
@@ -124,7 +134,8 @@ class PathwayModel:
         return plain
 
     def _observe(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        """Run tokens [B, S]: logits [B, S, V], router logits [B * S, E] by MoE layer, early decoder layers' outputs."""
+        """Run tokens [B, S]: logits [B, S, V], router logits [B * S, E] by MoE layer, early decoder
+        layers' outputs."""
         calls = {layer.name: list[Tensor]() for layer in self.layers}
         choices: dict[str, tuple[Tensor, Tensor]] = {}
         early_outputs: dict[str, Any] = {}
@@ -136,13 +147,16 @@ class PathwayModel:
             choices[layer] = experts.clone(), weights.clone()
 
         def keep_output(decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
-            early_outputs[decoder_layer] = tree_map(_copy, output)  # a later layer may write into it
+            # a later layer may write into it
+            early_outputs[decoder_layer] = tree_map(_copy, output)
 
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(watched(self.model, layer, partial(keep_logits, layer.name)))
                 if not self.scores:
-                    stack.enter_context(moe_hooks(self.model, layer, on_experts=partial(keep_choice, layer.name)))
+                    stack.enter_context(
+                        moe_hooks(self.model, layer, on_experts=partial(keep_choice, layer.name))
+                    )
             for decoder_layer in self.early_layers:
                 hook = self.model.get_submodule(decoder_layer).register_forward_hook(
                     partial(keep_output, decoder_layer)
@@ -151,36 +165,43 @@ class PathwayModel:
             logits = self._forward(tokens)
         if not bool(logits.isfinite().all()):
             raise CompressionError(
-                f"{self.opened.source.label} gives logits that are not finite, so its answers mean nothing; check its "
+                f"{self.opened.source.label} gives logits that are not finite, so its answers "
+                "mean nothing; check its "
                 "weights, or pass --dtype float32 if they are sound"
             )
         for layer in self.layers:
             if [len(call) for call in calls[layer.name]] != [tokens.numel()]:
                 raise CompressionError(
-                    f"{layer.router} does not see every token once, so its tokens have no pathway; pathways of this "
+                    f"{layer.router} does not see every token once, so its tokens have no "
+                    "pathway; pathways of this "
                     "architecture cannot be optimised"
                 )
         router_logits = {name: call for name, (call,) in calls.items()}
         if not self.scores:
-            self.scores = tuple(find_score(router_logits[x.name], *choices[x.name]) for x in self.layers)
+            self.scores = tuple(
+                find_score(router_logits[x.name], *choices[x.name]) for x in self.layers
+            )
         return logits, router_logits, early_outputs
 
     def again(self, plain: PlainForward, shift: Tensor) -> Tensor:
-        """Return logits [B, S, V] with `shift` [L, E] added to the moved routers' logits at the moved positions.
+        """Return logits [B, S, V] with `shift` [L, E] added to the moved routers' logits at the
+        moved positions.
 
-        The routers are set to that whatever the layers before now output. Gradients go back to a `shift` that requires
-        them. A shift of zeros gives the plain logits bit for bit.
-        """
+        The routers are set to that whatever the layers before now output. Gradients go back to a
+        `shift` that requires them. A shift of zeros gives the plain logits bit for bit."""
 
         def set_rows(target: Tensor, product: Product) -> Tensor:
             flat = product.logits.reshape(-1, product.logits.shape[-1])
             return flat.index_copy(0, plain.moved, target.to(flat)).reshape(product.logits.shape)
 
         with ExitStack() as stack:
-            for layer, logits, added in zip(self.moved_layers, plain.router_logits, shift, strict=True):
+            for layer, logits, added in zip(
+                self.moved_layers, plain.router_logits, shift, strict=True
+            ):
                 target = logits + added.to(logits)
                 stack.enter_context(watched(self.model, layer, partial(set_rows, target)))
-            for decoder_layer, output in plain.early_outputs.items():  # early layers return what they returned before
+            # early layers return what they returned before
+            for decoder_layer, output in plain.early_outputs.items():
                 module = self.model.get_submodule(decoder_layer)
                 module.forward = lambda *args, output=output, **kwargs: tree_map(_copy, output)
                 stack.callback(module.__dict__.pop, "forward", None)
@@ -191,7 +212,9 @@ class PathwayModel:
 
     def _forward(self, tokens: Tensor) -> Tensor:
         with wrap_faults(f"{self.opened.source.label} cannot be run on an item", *REMEDIES):
-            logits: Tensor = self.model(input_ids=tokens.to(self.opened.partial.device), use_cache=False).logits
+            logits: Tensor = self.model(
+                input_ids=tokens.to(self.opened.partial.device), use_cache=False
+            ).logits
         return logits
 
     def _check(self, plain: PlainForward) -> None:
@@ -205,7 +228,8 @@ class PathwayModel:
             agree = False
         if not agree:
             raise CompressionError(
-                f"the late layers of {type(self.model).__name__} cannot be run again without the earlier ones; "
+                f"the late layers of {type(self.model).__name__} cannot be run again without the "
+                "earlier ones; "
                 "pathways of this architecture cannot be optimised"
             )
         self._checked = True

@@ -3,9 +3,8 @@
     python -m compressor.pathways.lm_eval_model --model moe-c3po \
         --model_args pretrained=FOLDER,reference=reference,optimizer=ngd --tasks boolq
 
-lm-eval finds models by no entry point, so this registers the model and goes on as lm-eval's own command line.
-Importing this module imports lm-eval.
-"""
+lm-eval finds models by no entry point, so this registers the model and goes on as lm-eval's own
+command line. Importing this module imports lm-eval. """
 
 import logging
 import sys
@@ -23,12 +22,16 @@ from compressor.records import read_as
 
 logger = logging.getLogger(__name__)
 
-ONLY = "moe-c3po answers multiple choice alone, items of another kind have no prompt to optimise; ask the plain model"
+ONLY = (
+    "moe-c3po answers multiple choice alone, items of another kind have no prompt to optimise; "
+    "ask the plain model"
+)
 
 
 @register_model("moe-c3po")
 class PathwayLM(LM):
-    """Answers requests of one prompt together; a prompt of its own for each choice is a pathway for each choice."""
+    """Answers requests of one prompt together; a prompt of its own for each choice is a pathway for
+    each choice."""
 
     def __init__(
         self,
@@ -58,10 +61,14 @@ class PathwayLM(LM):
             revision=revision,
         )
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """Log likelihood in nats of each continuation, and True if it is greedy."""
         results = list[tuple[float, bool]]()
-        for prompt, pairs in groupby((request.args for request in requests), key=lambda pair: pair[0]):
+        for prompt, pairs in groupby(
+            (request.args for request in requests), key=lambda pair: pair[0]
+        ):
             continuations = [continuation for _, continuation in pairs]
             answers = self.answering.answer(prompt, continuations)
             for continuation, answer in zip(continuations, answers, strict=True):
@@ -70,7 +77,9 @@ class PathwayLM(LM):
         logger.warning("moe-c3po has cost %.2f plain forwards of these items", self.answering.cost)
         return results
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         raise CompressionError(ONLY)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -78,7 +87,8 @@ class PathwayLM(LM):
 
 
 def main() -> None:
-    """Run lm-eval's command line; faults that a user can mend are one sentence and exit status 2."""
+    """Run lm-eval's command line; faults that a user can mend are one sentence and exit status
+    2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -1,8 +1,9 @@
-"""C3PO at test time (arXiv 2504.07964): other router logits for an item, from the pathways of neighbours of it.
+"""C3PO at test time (arXiv 2504.07964): other router logits for an item, from the pathways of
+neighbours of it.
 
-Of the methods of the paper, mode finding and kernel regression mix the neighbours' pathways, neighbourhood gradient
-descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights over all experts of L MoE layers.
-"""
+Of the methods of the paper, mode finding and kernel regression mix the neighbours' pathways,
+neighbourhood gradient descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights
+over all experts of L MoE layers."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +25,15 @@ DEGREE = 2  # of the polynomial kernel, (1 + x.y)^2
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way to the neighbours, that the line search tries
 
 
-def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | None = None) -> Tensor:
+def kernel_weights(
+    kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | None = None
+) -> Tensor:
     """Return kernel weights [n] of the `points` [n, ...] around the `query` [...]; they sum to 1.
 
-    Gaussian: exp(-d^2 / 2b^2). Matern (3/2): (1 + sqrt(3) d/b) exp(-sqrt(3) d/b). Linear: x.y, or none where that is
-    negative. Polynomial: (1 + x.y)^2. Without a `bandwidth` b it is the points' mean distance d. If no point has any
-    weight, such as those too far for a `bandwidth`, the nearest share it alike.
-    """
+    Gaussian: exp(-d^2 / 2b^2). Matern (3/2): (1 + sqrt(3) d/b) exp(-sqrt(3) d/b). Linear: x.y, or
+    none where that is negative. Polynomial: (1 + x.y)^2. Without a `bandwidth` b it is the points'
+    mean distance d. If no point has any weight, such as those too far for a `bandwidth`, the
+    nearest share it alike."""
     place = as_float64(query.reshape(1, -1)).cpu().numpy()
     rows = as_float64(points.flatten(1)).cpu().numpy()
     distances = np.linalg.norm(rows - place, axis=1)
@@ -60,19 +63,28 @@ def towards(pathway: Tensor, points: Tensor, weights: Tensor, share: float = 1.0
 
 
 def mean_shift(
-    pathway: Tensor, points: Tensor, kernel: Kernel, bandwidth: float | None, share: float, steps: int
+    pathway: Tensor,
+    points: Tensor,
+    kernel: Kernel,
+    bandwidth: float | None,
+    share: float,
+    steps: int,
 ) -> Tensor:
-    """Move a pathway [L, E] repeatedly by `share` of the way to the points' mean, weighted from where it is."""
+    """Move a pathway [L, E] repeatedly by `share` of the way to the points' mean, weighted from
+    where it is."""
     for _ in range(steps):
-        pathway = towards(pathway, points, kernel_weights(kernel, pathway, points, bandwidth), share)
+        pathway = towards(
+            pathway, points, kernel_weights(kernel, pathway, points, bandwidth), share
+        )
     return pathway
 
 
 def core_coverage(pathway: Tensor, shift: Tensor, logits: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the share of the experts of largest weight after a shift that are among the n largest before it.
+    """Return the share of the experts of largest weight after a shift that are among the n largest
+    before it.
 
-    Pathway, shift and its logits are [L, E], `counts` the experts that each layer chooses; returned for n of 1 to E.
-    """
+    Pathway, shift and its logits are [L, E], `counts` the experts that each layer chooses; returned
+    for n of 1 to E."""
     covered = torch.zeros(pathway.shape[-1])
     for before, after, count in zip(pathway, logits + shift, counts, strict=True):
         ranks = before.argsort(descending=True, stable=True).argsort()
@@ -88,9 +100,14 @@ def core(pathway: Tensor, count: int) -> Tensor:
 
 
 def descend(
-    gradient: Callable[[Tensor], Tensor], start: Tensor, steps: int, rate: float, schedule: Schedule = "cosine"
+    gradient: Callable[[Tensor], Tensor],
+    start: Tensor,
+    steps: int,
+    rate: float,
+    schedule: Schedule = "cosine",
 ) -> Tensor:
-    """Step against the gradient from `start`; the rate stays, or falls to nothing along half a cosine."""
+    """Step against the gradient from `start`; the rate stays, or falls to nothing along half a
+    cosine."""
     position = start
     for step in range(steps):
         decay = (1 + math.cos(math.pi * step / steps)) / 2 if schedule == "cosine" else 1.0
@@ -100,45 +117,62 @@ def descend(
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """An item of the reference set: its pathway [L, E] in the moved layers, and a plain forward with its answer."""
+    """An item of the reference set: its pathway [L, E] in the moved layers, and a plain forward
+    with its answer."""
 
     pathway: Tensor
-    plain: PlainForward | None = None  # not needed by mode finding, nor by kernel regression with a given share
+    # not needed by mode finding, nor by kernel regression with a given share
+    plain: PlainForward | None = None
 
 
 def optimised(
-    model: PathwayModel, pathway: Tensor, neighbours: Sequence[Neighbour], weights: Tensor, options: PathwayOptions
+    model: PathwayModel,
+    pathway: Tensor,
+    neighbours: Sequence[Neighbour],
+    weights: Tensor,
+    options: PathwayOptions,
 ) -> Tensor:
-    """Return the shift [L, E] of the moved layers' router logits of an item with this `pathway` [L, E].
+    """Return the shift [L, E] of the moved layers' router logits of an item with this `pathway` [L,
+    E].
 
-    `weights` [n] are the neighbours'. Ones whose pathways are the item's own change nothing, except by ngd, which
-    looks at their loss. The oracle is ngd with the item as its only neighbour.
-    """
+    `weights` [n] are the neighbours'. Ones whose pathways are the item's own change nothing, except
+    by ngd, which looks at their loss. The oracle is ngd with the item as its only neighbour."""
     movable = core(pathway, options.experts)
     if options.optimizer in ("ngd", "oracle"):
 
         def gradient(shift: Tensor) -> Tensor:
             return neighbours_gradient(model, pathway, shift, neighbours, weights) * movable
 
-        return descend(gradient, torch.zeros_like(pathway), options.steps, options.rate, options.schedule)
+        return descend(
+            gradient, torch.zeros_like(pathway), options.steps, options.rate, options.schedule
+        )
     points = torch.stack([neighbour.pathway for neighbour in neighbours])
 
     def shift_to(target: Tensor) -> Tensor:
-        """Return another pathway's logits of the movable experts less this one's; exact zeros where both agree."""
+        """Return another pathway's logits of the movable experts less this one's; exact zeros where
+        both agree."""
         return (pathway_logits(model, target) - pathway_logits(model, pathway)) * movable
 
     if options.optimizer == "mode":
         share = 0.5 if options.share is None else options.share
-        return shift_to(mean_shift(pathway, points, options.kernel, options.bandwidth, share, options.steps))
+        return shift_to(
+            mean_shift(pathway, points, options.kernel, options.bandwidth, share, options.steps)
+        )
     if options.share is not None:
         return shift_to(towards(pathway, points, weights, options.share))
     shifts = [shift_to(towards(pathway, points, weights, share)) for share in SHARES]
-    return min(shifts, key=lambda shift: neighbours_loss(model, pathway, shift, neighbours, weights))
+    return min(
+        shifts, key=lambda shift: neighbours_loss(model, pathway, shift, neighbours, weights)
+    )
 
 
 @torch.enable_grad()
 def neighbours_gradient(
-    model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
+    model: PathwayModel,
+    pathway: Tensor,
+    shift: Tensor,
+    neighbours: Sequence[Neighbour],
+    weights: Tensor,
 ) -> Tensor:
     """Return the gradient [L, E] of `neighbours_loss` with respect to the shift."""
     variable = shift.detach().clone().requires_grad_()
@@ -151,15 +185,23 @@ def neighbours_gradient(
 
 @torch.no_grad()
 def neighbours_loss(
-    model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
+    model: PathwayModel,
+    pathway: Tensor,
+    shift: Tensor,
+    neighbours: Sequence[Neighbour],
+    weights: Tensor,
 ) -> float:
-    """Return the weighted loss of the neighbours, -log p(answer | prompt), on the `pathway` moved by `shift` [L, E]."""
+    """Return the weighted loss of the neighbours, -log p(answer | prompt), on the `pathway` moved
+    by `shift` [L, E]."""
     losses = torch.stack(list(_losses(model, pathway, shift, neighbours)))
     return float((weights.to(losses) * losses).sum())
 
 
-def _losses(model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour]) -> Iterator[Tensor]:
-    """Return each neighbour's loss on another item's pathway: its routers get that item's logits, moved by `shift`."""
+def _losses(
+    model: PathwayModel, pathway: Tensor, shift: Tensor, neighbours: Sequence[Neighbour]
+) -> Iterator[Tensor]:
+    """Return each neighbour's loss on another item's pathway: its routers get that item's logits,
+    moved by `shift`."""
     for neighbour in neighbours:
         assert neighbour.plain is not None
         added = pathway_logits(model, pathway) - pathway_logits(model, neighbour.pathway) + shift

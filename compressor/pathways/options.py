@@ -1,4 +1,5 @@
-"""Options of C3PO (arXiv 2504.07964): how pathways are optimised, and on what. Importing this loads no torch."""
+"""Options of C3PO (arXiv 2504.07964): how pathways are optimised, and on what. Importing this loads
+no torch."""
 
 import re
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from compressor.records import check_fields
 Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
 Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
 Schedule = Literal["cosine", "constant"]
-Span = str | int  # of layers or tokens: 5 or last:5, first:5, middle:5, all, or several, such as first:5+last:5
-SCORED = "scored"  # all tokens that the answer's likelihood depends on, in place of a span of the prompt's
+# of layers or tokens: 5 or last:5, first:5, middle:5, all, or several, such as first:5+last:5
+Span = str | int
+# all tokens that the answer's likelihood depends on, in place of a span of the prompt's
+SCORED = "scored"
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 OWN = "own"  # prompts are embedded by the mean of the model's own token embeddings
 
@@ -24,7 +27,9 @@ def selected(span: Span, count: int) -> tuple[int, ...]:
     for part in str(span).split("+"):
         match = re.fullmatch(r"all|(?:(first|middle|last):)?([1-9][0-9]*)|last", part)
         if match is None:
-            raise CompressionError(f"{span!r} names no layers or tokens; write 5, last:5, first:5, middle:5 or all")
+            raise CompressionError(
+                f"{span!r} names no layers or tokens; write 5, last:5, first:5, middle:5 or all"
+            )
         wanted = count if part == "all" else int(match[2] or 1)
         length = min(wanted, count)
         starts = {"first": 0, "middle": (count - length) // 2}
@@ -39,13 +44,15 @@ class PathwayOptions:
 
     optimizer: Optimizer = "ngd"  # oracle: by the item's own answer, an upper bound
     neighbours: PositiveInt = 3  # nearest items of the reference set
-    radius: Positive | None = None  # instead: all items within this distance of their embeddings, from 0 to 2
+    # instead: all items within this distance of their embeddings, from 0 to 2
+    radius: Positive | None = None
     layers: Span = 5  # MoE layers
     experts: PositiveInt = 20  # of each layer, those of largest weight, which alone are moved
     tokens: Span = "last"  # of the prompt
     kernel: Kernel = "gaussian"
     bandwidth: Positive | None = None  # of the kernel; None: the neighbours' mean distance
-    share: Annotated[float, Field(ge=0, le=1)] | None = None  # of the way to the neighbours; None: searched, or a half
+    # of the way to the neighbours; None: searched, or a half
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
     steps: PositiveInt = 10  # of mode and ngd
     rate: Positive = 1.0  # size of the first step of ngd, in logits per nat
     schedule: Schedule = "cosine"  # of that rate

@@ -1,7 +1,8 @@
-"""A reference set: items that a model answers right, each with its embedding and its pathway; built, and as a folder.
+"""A reference set: items that a model answers right, each with its embedding and its pathway;
+built, and as a folder.
 
-n items, D numbers of an embedding, L MoE layers, E experts (and any rows beyond them that a router scores).
-"""
+n items, D numbers of an embedding, L MoE layers, E experts (and any rows beyond them that a router
+scores)."""
 
 import hashlib
 import json
@@ -43,7 +44,8 @@ from compressor.records import plain_json, read_as, read_json
 
 NAMES = ("reference.json", "reference.safetensors", "items.jsonl")
 COLUMNS = ("task", "items", "right", "share")
-PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tÉß 漢字 {}"  # tokenised, it distinguishes tokenizers
+# tokenised, it distinguishes tokenizers
+PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tÉß 漢字 {}"
 REMEDY = "name a folder that `moe-compress reference` has written"
 
 
@@ -74,14 +76,16 @@ class ReferenceSet:
     def neighbours(
         self, embedding: Tensor, count: int, radius: float | None = None, but: str | None = None
     ) -> tuple[list[int], Tensor, Tensor]:
-        """Return the indices of the nearest items, nearest first, and the embeddings of query [D] and items [k, D].
+        """Return the indices of the nearest items, nearest first, and the embeddings of query [D]
+        and items [k, D].
 
-        Embeddings are brought to length one, so that distances go from 0 to 2. With a `radius` all items within it
-        are neighbours, which may be none. Items whose prompt is `but` are left out: they would give an answer away.
-        """
+        Embeddings are brought to length one, so that distances go from 0 to 2. With a `radius` all
+        items within it are neighbours, which may be none. Items whose prompt is `but` are left out:
+        they would give an answer away."""
         query = normalize(embedding, dim=0)
         distances, places = self._search.kneighbors(query[None].double().numpy(), len(self.items))
-        by_distance = sorted(zip(distances[0].tolist(), places[0].tolist(), strict=True))  # ties: the lower index first
+        # ties: the lower index first
+        by_distance = sorted(zip(distances[0].tolist(), places[0].tolist(), strict=True))
         nearest = list[int]()
         for distance, index in by_distance:
             is_near = len(nearest) < count if radius is None else distance <= radius
@@ -91,15 +95,22 @@ class ReferenceSet:
 
     @cached_property
     def _search(self) -> NearestNeighbors:
-        """The index of the items' embeddings, by trees, whose distances are exact where embeddings are equal."""
-        return NearestNeighbors(algorithm="kd_tree").fit(normalize(self.embeddings).double().numpy())
+        """The index of the items' embeddings, by trees, whose distances are exact where embeddings
+        are equal."""
+        return NearestNeighbors(algorithm="kd_tree").fit(
+            normalize(self.embeddings).double().numpy()
+        )
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse another model than this set's, or another tokenizer."""
         label = model.source.label
-        if (self.facts.fingerprint, self.facts.tokenizer) != (model.fingerprint, tokenizer_digest(tokenizer)):
+        if (self.facts.fingerprint, self.facts.tokenizer) != (
+            model.fingerprint,
+            tokenizer_digest(tokenizer),
+        ):
             raise CompressionError(
-                f"the reference set is of another model ({self.facts.model}) or tokenizer than {label}; make one with "
+                f"the reference set is of another model ({self.facts.model}) or tokenizer than "
+                f"{label}; make one with "
                 f"`moe-compress reference {label}`"
             )
 
@@ -115,14 +126,18 @@ def write_reference(reference: ReferenceSet, folder: Path, overwrite: bool) -> l
     with whole_folder(folder, NAMES, overwrite) as scratch:
         content = json.dumps(plain_json(reference.facts), indent=2)
         (scratch / NAMES[0]).write_text(content + "\n", encoding="utf-8")
-        tensors = {"embeddings": reference.embeddings.contiguous(), "pathways": reference.pathways.contiguous()}
+        tensors = {
+            "embeddings": reference.embeddings.contiguous(),
+            "pathways": reference.pathways.contiguous(),
+        }
         save_file(tensors, scratch / NAMES[1])
         (scratch / NAMES[2]).write_text(item_lines(reference.items), encoding="utf-8")
     return [folder / name for name in NAMES]
 
 
 def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
-    """Read a reference set; raises `CompressionError` for one that is broken, or embedded by another model.
+    """Read a reference set; raises `CompressionError` for one that is broken, or embedded by
+    another model.
 
     A file shall not choose what is downloaded, so the `embedding` is named by whoever reads it.
     """
@@ -130,8 +145,10 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
     facts = read_as(ReferenceFacts, read_json(path, REMEDY, REMEDY), f"{path}: ")
     if facts.embedding != embedding:
         raise CompressionError(
-            f"the prompts of the reference set are embedded by {facts.embedding!r}, not {embedding!r}; pass "
-            f"{facts.embedding} as the embedding if you trust that model, or make the reference set again"
+            f"the prompts of the reference set are embedded by {facts.embedding!r}, not "
+            f"{embedding!r}; pass "
+            f"{facts.embedding} as the embedding if you trust that model, or make the reference "
+            "set again"
         )
     items = tuple(read_items(folder / NAMES[2], strict=True))
     tensors = load_file(folder / NAMES[1])
@@ -139,7 +156,9 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
     pathways = tensors["pathways"]
     fits = len(embeddings) == len(items) and pathways.shape[:2] == (len(items), len(facts.scores))
     if not fits or not bool(embeddings.isfinite().all()):
-        raise CompressionError(f"{folder / NAMES[1]} does not fit the files beside it; make the reference set again")
+        raise CompressionError(
+            f"{folder / NAMES[1]} does not fit the files beside it; make the reference set again"
+        )
     return ReferenceSet(facts, items, embeddings, pathways)
 
 
@@ -147,17 +166,22 @@ Embedder = Callable[[Item, TokenRow], Tensor]  # an item and its tokens -> [D], 
 
 
 def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) -> Embedder:
-    """Embed prompts by the loaded model's own embeddings (their mean [H]), or by a model of sentence-transformers.
+    """Embed prompts by the loaded model's own embeddings (their mean [H]), or by a model of
+    sentence-transformers.
 
-    The code of that model's repository is run if it is trusted. Raises `CompressionError` where that is not installed
-    or knows no such model.
-    """
+    The code of that model's repository is run if it is trusted. Raises `CompressionError` where
+    that is not installed or knows no such model."""
     if name == OWN:
 
         @torch.no_grad()
         def mean(item: Item, row: TokenRow) -> Tensor:
             weight: Tensor = model.model.get_input_embeddings().weight
-            return weight[torch.tensor(row.tokens[: row.start], device=weight.device)].float().mean(0).cpu()
+            return (
+                weight[torch.tensor(row.tokens[: row.start], device=weight.device)]
+                .float()
+                .mean(0)
+                .cpu()
+            )
 
         return mean
     try:
@@ -166,11 +190,15 @@ def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) ->
         sentences: Any = SentenceTransformer(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # its loaders raise what they like
         raise CompressionError(
-            f"--embedding {name} cannot be loaded ({reason_of(error)}); install sentence-transformers with "
-            "`pip install sentence-transformers` and name one of its models, or leave --embedding out; if it brings "
+            f"--embedding {name} cannot be loaded ({reason_of(error)}); install "
+            "sentence-transformers with "
+            "`pip install sentence-transformers` and name one of its models, or leave --embedding "
+            "out; if it brings "
             "code that you trust, add --trust-remote-code"
         ) from error
-    return lambda item, row: torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
+    return lambda item, row: (
+        torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +221,8 @@ class ReferenceSummary:
 
 
 def answers_right(item: Item, plain: PlainForward) -> bool:
-    """Return True if the right answer is the most probable choice; without choices, if it is greedy."""
+    """Return True if the right answer is the most probable choice; without choices, if it is
+    greedy."""
     if not item.choices:
         return is_greedy(plain.logits, plain.rows[0])
     return int(likelihoods(plain.logits, plain.rows).argmax()) == item.right
@@ -208,10 +237,11 @@ def build_reference(
     strict: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[ReferenceSet, tuple[TaskAccuracy, ...]]:
-    """Keep the items that the model answers right, or those to `keep`, and count those of each task.
+    """Keep the items that the model answers right, or those to `keep`, and count those of each
+    task.
 
-    Items without tokens are left out, or refused if `strict`. Raises `CompressionError` where no item is kept.
-    """
+    Items without tokens are left out, or refused if `strict`. Raises `CompressionError` where no
+    item is kept."""
     tokenizer = load_tokenizer(opened.source.folder)
     questions = tokenised(items, tokenizer, opened.vocabulary, positions(opened.config), strict)
     model = PathwayModel(opened, selected(1, len(opened.architecture.layers)))
@@ -237,7 +267,8 @@ def build_reference(
         progress.advance(item.task)
     if not right_items:
         raise CompressionError(
-            f"{opened.source.label} answers none of {len(questions)} items right, so there is nothing to learn from; "
+            f"{opened.source.label} answers none of {len(questions)} items right, so there is "
+            "nothing to learn from; "
             "give it easier items, or more of them"
         )
     facts = ReferenceFacts(
@@ -250,8 +281,12 @@ def build_reference(
         embedding=embedding,
         asked=len(questions),
     )
-    reference = ReferenceSet(facts, tuple(right_items), torch.stack(embeddings), torch.stack(pathways))
-    return reference, tuple(TaskAccuracy(task, len(right), sum(right)) for task, right in results.items())
+    reference = ReferenceSet(
+        facts, tuple(right_items), torch.stack(embeddings), torch.stack(pathways)
+    )
+    return reference, tuple(
+        TaskAccuracy(task, len(right), sum(right)) for task, right in results.items()
+    )
 
 
 def reference(
@@ -271,36 +306,49 @@ def reference(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ReferenceSummary:
-    """Write the items that a model answers right, with embeddings and pathways, into the folder `output`.
+    """Write the items that a model answers right, with embeddings and pathways, into the folder
+    `output`.
 
-    Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
-    `calibration` with `prompt`, `answer` and, of multiple choice, `choices`. Those that can't be asked are left out, or
-    refused if `strict`. Code of the `embedding` model's repository is run if `trust_remote_code`. The whole model is
-    read into memory. Raises `CompressionError` where no item is answered right, or the model's late layers cannot be
-    run by themselves.
-    """
+    Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of
+    the JSONL file `calibration` with `prompt`, `answer` and, of multiple choice, `choices`. Those
+    that can't be asked are left out, or refused if `strict`. Code of the `embedding` model's
+    repository is run if `trust_remote_code`. The whole model is read into memory. Raises
+    `CompressionError` where no item is answered right, or the model's late layers cannot be run by
+    themselves."""
     folder = Path(output)
     check_folder(folder, NAMES, overwrite)
     with lock_output(folder):
         items = items_of(tasks, calibration, limit, include_path, strict)
         opened = open_model(locate(model, revision, progress), dtype, device)
         reference_set, asked = build_reference(
-            opened, items, embedding, progress or Silent(), strict=strict, trust_remote_code=trust_remote_code
+            opened,
+            items,
+            embedding,
+            progress or Silent(),
+            strict=strict,
+            trust_remote_code=trust_remote_code,
         )
         files = write_reference(reference_set, folder, overwrite)
     return ReferenceSummary(reference_set.facts, len(reference_set.items), asked, tuple(files))
 
 
 def reference_blocks(facts: ReferenceFacts, asked: Sequence[TaskAccuracy]) -> tuple[Block, ...]:
-    """Return a table of the items of each task and of those answered right, and how they are kept."""
+    """Return a table of the items of each task and of those answered right, and how they are
+    kept."""
     rows = tuple(
-        (task.task or "-", f"{task.items:,}", f"{task.right:,}", share(task.right, task.items)) for task in asked
+        (task.task or "-", f"{task.items:,}", f"{task.right:,}", share(task.right, task.items))
+        for task in asked
     )
-    how = "the mean of the model's own token embeddings" if facts.embedding == OWN else facts.embedding
+    how = (
+        "the mean of the model's own token embeddings"
+        if facts.embedding == OWN
+        else facts.embedding
+    )
     return (
         Table(f"Items that {facts.model} answers right", COLUMNS, rows),
         Text(
-            f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of {facts.experts} "
+            f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of "
+            f"{facts.experts} "
             f"experts, and embedded by {how}."
         ),
     )

@@ -1,9 +1,9 @@
 """A whole recipe: steps, formats and gate, and the search for the smallest model that passes it.
 
-The search bisects the number of experts. Each trial, the gate's result for one number of experts, is stored in the
-user's cache at once, so that a killed search repeats none. Its key covers everything that decides it: the request, the
-source's files, the tasks with their versions, margin, confidence, and the versions of the packages that compute.
-"""
+The search bisects the number of experts. Each trial, the gate's result for one number of experts,
+is stored in the user's cache at once, so that a killed search repeats none. Its key covers
+everything that decides it: the request, the source's files, the tasks with their versions, margin,
+confidence, and the versions of the packages that compute."""
 
 import logging
 import math
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 def largest_tried(recipe: Recipe, request: GateRequest) -> tuple[Recipe, GateRequest]:
-    """Return the recipe of the largest model that a search may try, and its gate; only headers are read."""
+    """Return the recipe of the largest model that a search may try, and its gate; only headers are
+    read."""
     check_search(recipe)
     source, checkpoint = read_headers(str(recipe.model), recipe.revision)
     counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
@@ -51,7 +52,9 @@ def check_search(recipe: Recipe) -> None:
         raise CompressionError("--search keeps what passes; leave out --keep-failed")
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or prune.is_sized:
-        raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
+        raise CompressionError(
+            "--search finds the number of experts; leave out --experts and --ratio"
+        )
 
 
 def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
@@ -66,20 +69,31 @@ def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
     parts = layers[0].parts
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]
     if not counts:
-        raise CompressionError(f"no number of experts below {layers[0].experts // parts} works; nothing to search")
+        raise CompressionError(
+            f"no number of experts below {layers[0].experts // parts} works; nothing to search"
+        )
     return counts
 
 
 def search_facts(model: OpenModel, recipe: Recipe) -> list[Any]:
-    """Return everything that decides the models of a search, apart from the gate and the number of experts."""
+    """Return everything that decides the models of a search, apart from the gate and the number of
+    experts."""
     options = recipe.model_dump(mode="json", exclude={"steps", "model", "gate"})
     texts = [content_of(entry.source) for entry in sources_of(recipe.calibration)]
     steps = [[step.name, step.to_dict()] for step in recipe.steps]
-    return [model.fingerprint, model.checkpoint.stamp(), str(model.partial.device), options, texts, steps]
+    return [
+        model.fingerprint,
+        model.checkpoint.stamp(),
+        str(model.partial.device),
+        options,
+        texts,
+        steps,
+    ]
 
 
 def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
-    """Return the gate for each model of a search, at a confidence that holds for all trials together (Bonferroni)."""
+    """Return the gate for each model of a search, at a confidence that holds for all trials
+    together (Bonferroni)."""
     tries = math.ceil(math.log2(len(counts) + 1))
     confidence = 1 - (1 - request.options.confidence) / tries
     return replace(request, options=request.options.model_copy(update={"confidence": confidence}))
@@ -88,20 +102,29 @@ def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
 def with_experts(recipe: Recipe, count: int) -> Recipe:
     """Return the recipe with this number of experts."""
     changes = {"experts": count}
-    steps = (step.model_copy(update=changes) if isinstance(step, Prune) else step for step in recipe.steps)
+    steps = (
+        step.model_copy(update=changes) if isinstance(step, Prune) else step
+        for step in recipe.steps
+    )
     return recipe.model_copy(update={"steps": tuple(steps)})
 
 
 def next_count(counts: Sequence[int], attempts: Sequence[Attempt]) -> int | None:
-    """Return the number of experts to try next, if any; larger models are assumed to pass if a smaller one does."""
+    """Return the number of experts to try next, if any; larger models are assumed to pass if a
+    smaller one does."""
     failed = max((attempt.experts for attempt in attempts if not attempt.accepted), default=0)
-    passed = min((attempt.experts for attempt in attempts if attempt.accepted), default=counts[-1] + 1)
+    passed = min(
+        (attempt.experts for attempt in attempts if attempt.accepted), default=counts[-1] + 1
+    )
     untried = [count for count in counts if failed < count < passed]
     return untried[len(untried) // 2] if untried else None
 
 
-def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[Attempt, Outcome | None]:
-    """Carry out a recipe under a gate; return the attempt, and the outcome if the output was put in place."""
+def try_recipe(
+    recipe: Recipe, delivery: Delivery, gate: PreparedGate
+) -> tuple[Attempt, Outcome | None]:
+    """Carry out a recipe under a gate; return the attempt, and the outcome if the output was put in
+    place."""
     try:
         outcome = run(recipe, replace(delivery, gate=gate))
     except GateFailedError as error:
@@ -111,15 +134,22 @@ def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[
 
 
 def search_smallest(
-    recipe: Recipe, delivery: Delivery, gate: PreparedGate, counts: Sequence[int], facts: Sequence[Any]
+    recipe: Recipe,
+    delivery: Delivery,
+    gate: PreparedGate,
+    counts: Sequence[int],
+    facts: Sequence[Any],
 ) -> tuple[list[Attempt], Outcome | None]:
-    """Search for the smallest model that passes, and leave it in place; return all attempts and its outcome.
+    """Search for the smallest model that passes, and leave it in place; return all attempts and its
+    outcome.
 
-    `counts` are the numbers of experts to search, ascending; `facts` are everything else that decides a model.
-    """
+    `counts` are the numbers of experts to search, ascending; `facts` are everything else that
+    decides a model."""
     formats = formats_of(recipe)
-    key = request_key(facts, gate.key, formats)  # outputs that answer the request may replace each other
-    is_ours = ranks().broadcast(lambda: answers(delivery.out, key))  # the output in place is from this search
+    # outputs that answer the request may replace each other
+    key = request_key(facts, gate.key, formats)
+    # the output in place is from this search
+    is_ours = ranks().broadcast(lambda: answers(delivery.out, key))
 
     def trial_key(count: int) -> str:
         """Return the SHA-256 of everything that decides the result of one number of experts."""
@@ -131,7 +161,9 @@ def search_smallest(
         is_this = is_ours and ranks().broadcast(lambda: answers(delivery.out, trial))
         overwrite = delivery.overwrite or (is_ours and not is_this)
         changed = replace(delivery, overwrite=overwrite, requests=(key, trial))
-        attempt, outcome = try_recipe(with_experts(recipe, count), changed, replace(gate, trial=_trial_file(trial)))
+        attempt, outcome = try_recipe(
+            with_experts(recipe, count), changed, replace(gate, trial=_trial_file(trial))
+        )
         return replace(attempt, experts=count), outcome
 
     attempts = list[Attempt]()
@@ -165,7 +197,8 @@ def _trial_file(key: str) -> Path:
 
 
 def _cached_trial(key: str) -> GateResult | None:
-    """Return the result in the cache, read by the first rank for all; None if there is none that can be read."""
+    """Return the result in the cache, read by the first rank for all; None if there is none that
+    can be read."""
     content = ranks().broadcast(lambda: read_cached(_trial_file(key)))
     try:
         return None if content is None else gate_from_content(content)
@@ -174,12 +207,14 @@ def _cached_trial(key: str) -> GateResult | None:
         return None
 
 
-def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnalysis], None] | None = None) -> Outcome:
+def carry_out(
+    recipe: Recipe, delivery: Delivery, announce: Callable[[PowerAnalysis], None] | None = None
+) -> Outcome:
     """Carry out a recipe; with a gate, put the output in place only if it passes.
 
-    `gate.search` bisects the number of experts for the smallest model that passes. Reports of the gate go to OUT.gate.
-    `announce` gets the gate's power analysis before any work. Raises `GateFailedError` if the gate is not passed.
-    """
+    `gate.search` bisects the number of experts for the smallest model that passes. Reports of the
+    gate go to OUT.gate. `announce` gets the gate's power analysis before any work. Raises
+    `GateFailedError` if the gate is not passed."""
     options = recipe.gate
     if options is None:
         return run(recipe, delivery)

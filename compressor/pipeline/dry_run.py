@@ -1,4 +1,5 @@
-"""Dry runs of recipes, from configs and headers alone: nothing is written, and no weight or text is read."""
+"""Dry runs of recipes, from configs and headers alone: nothing is written, and no weight or text is
+read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +30,8 @@ EVALUATION = "to compare output and base on, a pass of each"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of a model's config and files; `layer_` ones count a layer's routed experts and router."""
+    """The numbers of a model's config and files; `layer_` ones count a layer's routed experts and
+    router."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -42,18 +44,22 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class TextNeed:
-    """A text that is read: sequences to fit on, with a held-out share, and sequences that single steps train on."""
+    """A text that is read: sequences to fit on, with a held-out share, and sequences that single
+    steps train on."""
 
     sources: tuple[str, ...]
     samples: int
     sequence_length: int
     heldout: float
-    parts: tuple[tuple[str, int, int], ...]  # of steps, and what is held out: sequences, and tokens of each
+    # of steps, and what is held out: sequences, and tokens of each
+    parts: tuple[tuple[str, int, int], ...]
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences."""
-        return self.samples * self.sequence_length + sum(count * length for _, count, length in self.parts)
+        return self.samples * self.sequence_length + sum(
+            count * length for _, count, length in self.parts
+        )
 
     @classmethod
     def of(cls, spec: TextSpec, steps: Mapping[str, str]) -> Self:
@@ -73,7 +79,8 @@ class DryRun:
     revision: str | None
     family: str
     moe_layers: int
-    steps: tuple[Mapping[str, Any], ...]  # name, options, stage, and passes of its text through a model
+    # name, options, stage, and passes of its text through a model
+    steps: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
     before: Shape
     after: Shape
@@ -89,7 +96,9 @@ class DryRun:
     @property
     def memory(self) -> int:
         """Bytes in memory, by the rule of docs/how-to/large-models.md."""
-        streamed = self.layers_memory + min(self.activations, DEFAULT_ACTIVATION_BUDGET) + self.samples
+        streamed = (
+            self.layers_memory + min(self.activations, DEFAULT_ACTIVATION_BUDGET) + self.samples
+        )
         return max(streamed, self.whole_memory)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +110,8 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe) -> DryRun:
-    """Return what a recipe will do; raises every `CompressionError` that a run raises before it reads text."""
+    """Return what a recipe will do; raises every `CompressionError` that a run raises before it
+    reads text."""
     recipe.check_installed()
     formats_of(recipe)
     shown = None
@@ -112,17 +122,24 @@ def dry_run(recipe: Recipe) -> DryRun:
         _, power = read_tasks(request)
         shown = passable(power)
     if not isinstance(recipe.model, str):
-        raise CompressionError("a dry run reads the headers of a checkpoint; name the model's folder or Hub id")
+        raise CompressionError(
+            "a dry run reads the headers of a checkpoint; name the model's folder or Hub id"
+        )
     source, checkpoint = read_headers(recipe.model, recipe.revision)
     model = base = open_checkpoint(source, checkpoint, recipe.dtype, "cpu")
-    if recipe.base is not None and source.revision is None:  # of the Hub, headers come without tokenizers to compare
+    # of the Hub, headers come without tokenizers to compare
+    if recipe.base is not None and source.revision is None:
         of_base, headers = read_headers(recipe.base, recipe.base_revision)
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     resolved = prepare(recipe, model, base, earlier_plan(model))
     experts = resolved.counts[-1]
     changed = any(WEIGHTS in step.changes for step in resolved.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
-    after = _shape(resolved.view, experts, lambda count: resolved.output_size(resolved.steps, count, changed).size)
+    after = _shape(
+        resolved.view,
+        experts,
+        lambda count: resolved.output_size(resolved.steps, count, changed).size,
+    )
     names = {part_name(number): step.name for number, step in enumerate(resolved.steps)}
     texts = tuple(
         TextNeed.of(spec, names if number is None else {OWN: resolved.steps[number].name})
@@ -130,7 +147,10 @@ def dry_run(recipe: Recipe) -> DryRun:
     )
     hidden = int(model.config.get_text_config().hidden_size) * model.partial.dtype.itemsize
     read = max((text.samples * text.sequence_length for text in texts), default=0)
-    sampled = [needed.sample_bytes * min(needed.sample_tokens or read, read) for needed in resolved.requirements]
+    sampled = [
+        needed.sample_bytes * min(needed.sample_tokens or read, read)
+        for needed in resolved.requirements
+    ]
     copies = max(needed.hidden_copies for needed in resolved.requirements)
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
@@ -138,7 +158,9 @@ def dry_run(recipe: Recipe) -> DryRun:
     stages = stage_numbers(resolved.options)
     for step, stage, need in zip(resolved.options, stages, resolved.requirements, strict=True):
         passes = need.passes if texts else 0
-        steps.append({"name": step.name, "options": step.to_dict(), "stage": stage, "passes": passes})
+        steps.append(
+            {"name": step.name, "options": step.to_dict(), "stage": stage, "passes": passes}
+        )
     return DryRun(
         model=source.label,
         revision=source.revision,
@@ -161,7 +183,9 @@ def dry_run(recipe: Recipe) -> DryRun:
 
 def servers_after(resolved: ResolvedRecipe) -> Advice:
     """Return advice on which servers load the final model."""
-    return advice_on(served_model(resolved.view), resolved.view.architecture.layers, resolved.counts[-1])
+    return advice_on(
+        served_model(resolved.view), resolved.view.architecture.layers, resolved.counts[-1]
+    )
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:
@@ -171,7 +195,9 @@ def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shap
     """
     layers = model.architecture.layers
     served = served_model(model)
-    difference = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
+    difference = (
+        -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
+    )
     size = sized(experts)
     other = sized(experts + difference)
 

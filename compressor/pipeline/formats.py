@@ -1,4 +1,5 @@
-"""Formats beside safetensors: exporters that are installed, the built-in ONNX one and those of third parties alike."""
+"""Formats beside safetensors: exporters that are installed, the built-in ONNX one and those of
+third parties alike."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,25 @@ from compressor.progress import Progress
 from compressor.recipe.recipe import MONE, SAFETENSORS, Recipe
 from compressor.recipe.registry import exporter_options, load_exporter
 from compressor.recipe.step import CONSTANTS
-from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
+from compressor.run_record import (
+    PACKAGES,
+    answers,
+    record_request,
+    report_in_place,
+    request_key,
+    stamp,
+    versions,
+)
 from compressor.steps.workdir import check_target
 
 
 def find_exporter(name: str) -> Any:
-    """Return the installed exporter of that name; raise `CompressionError` if there is none or it lacks a package."""
+    """Return the installed exporter of that name; raise `CompressionError` if there is none or it
+    lacks a package."""
     if name == SAFETENSORS:
-        raise CompressionError(f"--format {SAFETENSORS} is what compress writes and export reads; name another format")
+        raise CompressionError(
+            f"--format {SAFETENSORS} is what compress writes and export reads; name another format"
+        )
     module = load_exporter(name)
     require_packages = getattr(module, "require_packages", None)
     if require_packages is not None:
@@ -28,7 +40,12 @@ def find_exporter(name: str) -> Any:
 
 
 def export_checkpoint(
-    name: str, checkpoint: Path, output: Path, settings: Mapping[str, Any], overwrite: bool, progress: Progress
+    name: str,
+    checkpoint: Path,
+    output: Path,
+    settings: Mapping[str, Any],
+    overwrite: bool,
+    progress: Progress,
 ) -> Any:
     """Run an exporter and return its summary; `output` is complete or absent.
 
@@ -37,7 +54,9 @@ def export_checkpoint(
     module = find_exporter(name)
     options = exporter_options(name, settings)
     packages = getattr(module, "PACKAGES", PACKAGES)
-    key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
+    key = request_key(
+        name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages)
+    )
     read_summary = getattr(module, "read_summary", None)
     with lock_output(output):
         if not overwrite and answers(output, key):
@@ -53,34 +72,43 @@ def export_checkpoint(
                 message = f"{type(error).__name__}: {reason_of(error)}"
                 raise CompressionError(f"exporter {name!r} failed: {message}") from error
             if not fresh.is_dir():
-                raise CompressionError(f"exporter {name!r} wrote no folder; it should make the one that it is given")
+                raise CompressionError(
+                    f"exporter {name!r} wrote no folder; it should make the one that it is given"
+                )
             record_request(fresh, key)
     return summary if read_summary is None else read_summary(output)
 
 
 def formats_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return the formats that a recipe writes, without duplicates; refuses those that cannot be written together."""
+    """Return the formats that a recipe writes, without duplicates; refuses those that cannot be
+    written together."""
     formats = tuple(dict.fromkeys(recipe.output.formats))
     if any(CONSTANTS in step.changes for step in recipe.steps):
         if formats not in ((SAFETENSORS,), (MONE,)):
-            raise CompressionError(f"--format {','.join(formats)}: {MONE} is written alone; name one format")
+            raise CompressionError(
+                f"--format {','.join(formats)}: {MONE} is written alone; name one format"
+            )
         return (SAFETENSORS,)
     if MONE in formats:
-        raise CompressionError(f"--format {MONE} writes what the step constants has made, which the recipe lacks")
+        raise CompressionError(
+            f"--format {MONE} writes what the step constants has made, which the recipe lacks"
+        )
     for name in formats:
         if name != SAFETENSORS:
             find_exporter(name)
     if SAFETENSORS not in formats and len(formats) > 1:
         names = ",".join(formats)
-        raise CompressionError(f"--format {names} writes two formats to one folder; add {SAFETENSORS} or name one")
+        raise CompressionError(
+            f"--format {names} writes two formats to one folder; add {SAFETENSORS} or name one"
+        )
     return formats
 
 
 def write_formats(folder: Path, formats: Sequence[str], progress: Progress) -> None:
     """Export an output that is about to be put in place.
 
-    With safetensors among the formats, exports lie in subfolders; otherwise the export replaces its input.
-    """
+    With safetensors among the formats, exports lie in subfolders; otherwise the export replaces its
+    input."""
     if SAFETENSORS in formats:
         for name in formats:
             if name != SAFETENSORS:

@@ -44,22 +44,32 @@ class PreparedGate:
 
     @property
     def key(self) -> str:
-        """SHA-256 of everything, apart from the models, that decides if an output is put in place."""
+        """SHA-256 of everything, apart from the models, that decides if an output is put in
+        place."""
         options = self.request.options
-        return request_key(self.facts, self.task_versions, options.inconclusive, options.keep_failed)
+        return request_key(
+            self.facts, self.task_versions, options.inconclusive, options.keep_failed
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Everything that decides a verdict, apart from models and tasks; streaming and output folders do not count."""
+        """Everything that decides a verdict, apart from models and tasks; streaming and output
+        folders do not count."""
         options = self.request.options
         prompts = self.request.prompts
         return {
-            "options": options.model_dump(mode="json", exclude={"stream", "inconclusive", "keep_failed"}),
+            "options": options.model_dump(
+                mode="json", exclude={"stream", "inconclusive", "keep_failed"}
+            ),
             "device": self.request.device,
             "dtype": self.request.dtype,
-            "prompts": [] if prompts is None else [(prompt.id, prompt.domain) for prompt in prompts.prompts],
+            "prompts": []
+            if prompts is None
+            else [(prompt.id, prompt.domain) for prompt in prompts.prompts],
             "baseline": None if options.baseline is None else file_digest(options.baseline),
-            "read": [content_of(domain_of(source)[0]) for source in (*options.text, *options.answers)],
+            "read": [
+                content_of(domain_of(source)[0]) for source in (*options.text, *options.answers)
+            ],
         }
 
     @property
@@ -73,15 +83,22 @@ class PreparedGate:
 
 
 def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
-    """Return the request of a recipe's gate; raise `CompressionError` for an output that no gate can load."""
+    """Return the request of a recipe's gate; raise `CompressionError` for an output that no gate
+    can load."""
     gate = recipe.gate
     assert gate is not None
     if not isinstance(recipe.model, str):
-        raise CompressionError("a gate loads the base from its files; name the model's folder or Hub id")
+        raise CompressionError(
+            "a gate loads the base from its files; name the model's folder or Hub id"
+        )
     if any(CONSTANTS in step.changes for step in recipe.steps):
-        raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
+        raise CompressionError(
+            "--gate loads the output by stock transformers, which cannot load --format mone"
+        )
     if SAFETENSORS not in formats_of(recipe):
-        raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
+        raise CompressionError(
+            "--gate judges a safetensors output; pass --format safetensors,onnx with it"
+        )
     strict = gate.strict or recipe.calibration.strict
     return GateRequest.read(gate.model_copy(update={"strict": strict}), device)
 
@@ -89,8 +106,8 @@ def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
 def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     """Read a gate's tasks, its text and the stored results of the base.
 
-    Raises `CompressionError` for a gate that even an identical model would fail, and for tasks that the base cannot do.
-    """
+    Raises `CompressionError` for a gate that even an identical model would fail, and for tasks that
+    the base cannot do."""
     tasks, power = read_tasks(request)
     passable(power)
     if request.baseline is None:
@@ -102,11 +119,14 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
-    """Gate the output in a folder, reported under the name `label`, and write the result beside its weights."""
+    """Gate the output in a folder, reported under the name `label`, and write the result beside its
+    weights."""
     output = ModelSource(str(folder), None, folder)
     with dated(gate.request.date):
         asked = asked_forms(gate.source, output, gate.tasks, gate.request)
-        result = run_gate(gate.source, output, gate.tasks, gate.request, asked, progress, label=label)
+        result = run_gate(
+            gate.source, output, gate.tasks, gate.request, asked, progress, label=label
+        )
     if ranks().is_first:
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if gate.trial is not None:  # without the cache, a killed search only repeats the trial

@@ -37,7 +37,8 @@ class Attempt:
     accepted: bool
 
 
-Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
+# of kept multi-token-prediction heads, before and after
+Acceptance = Mapping[str, Mapping[str, Any]]
 
 
 class SizeRow(NamedTuple):
@@ -74,7 +75,14 @@ def size_table(title: str, rows: Sequence[SizeRow], exactly: bool = False) -> Ta
         columns += ["before, exactly", "after, exactly"]
     for row in rows:
         left = "" if row is rows[0] and not exactly else row.left
-        line = (row.name, row.shown_before, row.shown_after, left, f"{row.before:,}", f"{row.after:,}")
+        line = (
+            row.name,
+            row.shown_before,
+            row.shown_after,
+            left,
+            f"{row.before:,}",
+            f"{row.after:,}",
+        )
         lines.append(line[: len(columns)])
     return Table(title, tuple(columns), tuple(lines))
 
@@ -101,11 +109,13 @@ class Outcome:
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
-    attempts: tuple[Attempt, ...] = field(default=(), repr=False)  # all models that went through the recipe's gate
+    # all models that went through the recipe's gate
+    attempts: tuple[Attempt, ...] = field(default=(), repr=False)
     reports: tuple[Path, ...] = ()  # files of the gate's reports
     pushed: Any = None  # summary of publishing on the Hub, if the recipe asks for that
     recorded_digest: str = ""  # of the plan, as a folder has it
-    config_fields: Mapping[str, Any] = field(default_factory=dict)  # that have another value than in the source
+    # that have another value than in the source
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def expert_plan(self) -> ExpertPlan:
@@ -134,14 +144,17 @@ class Outcome:
 
     @property
     def quantized(self) -> dict[str, Any] | None:
-        """The entry of the step that quantised the weights; None if none did, or later ones changed them."""
+        """The entry of the step that quantised the weights; None if none did, or later ones changed
+        them."""
         entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.decision is not None]
         return entries[-1] if entries and self.packed else None
 
     @property
     def needs_loop(self) -> bool:
         """True if stock transformers runs the experts only in its plain loop."""
-        return self.servers is not None and any(breach.server == TRANSFORMERS for breach in self.servers.breaches)
+        return self.servers is not None and any(
+            breach.server == TRANSFORMERS for breach in self.servers.breaches
+        )
 
     def sizes(self) -> list[SizeRow]:
         """Return sizes before and after."""
@@ -176,7 +189,8 @@ class Outcome:
             "servers": None if self.servers is None else asdict(self.servers),
             "loader_fault": self.loader_fault,
             "steps": [
-                {"name": step["name"], "options": step["options"], "result": step["result"]} for step in self.steps
+                {"name": step["name"], "options": step["options"], "result": step["result"]}
+                for step in self.steps
             ],
         }
         if self.acceptance:
@@ -191,10 +205,11 @@ class Outcome:
 
 
 class GateFailedError(CompressionError):
-    """The gate rejected a compressed model, or could not decide and an undecided gate does not count as passed.
+    """The gate rejected a compressed model, or could not decide and an undecided gate does not
+    count as passed.
 
-    Nothing was put in place, unless the recipe's gate has `keep_failed`; then `outcome` is that of the output.
-    """
+    Nothing was put in place, unless the recipe's gate has `keep_failed`; then `outcome` is that of
+    the output."""
 
     def __init__(
         self,
@@ -214,7 +229,8 @@ class GateFailedError(CompressionError):
 
 
 def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
-    """compression.json: how the output was made. No timings and no folders, so that equal runs give equal bytes."""
+    """compression.json: how the output was made. No timings and no folders, so that equal runs give
+    equal bytes."""
     content = outcome.plan.to_dict()
     content["source"]["model"] = label
     if outcome.plan.base is not None:
@@ -225,7 +241,10 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
         if step.get("text") is not None:
             step["text"] = without_folders(step["text"])
         if (step.get("plan") or {}).get("calibration") is not None:
-            step["plan"] = {**step["plan"], "calibration": without_folders(step["plan"]["calibration"])}
+            step["plan"] = {
+                **step["plan"],
+                "calibration": without_folders(step["plan"]["calibration"]),
+            }
     return readable_json(
         {
             "tool": TOOL,
@@ -244,7 +263,8 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
 
 
 def servers_of(model: OpenModel, plan: ExpertPlan) -> Advice | None:
-    """Return advice on servers for a planned model; None with constants, which vLLM alone serves."""
+    """Return advice on servers for a planned model; None with constants, which vLLM alone
+    serves."""
     if plan.has_constants:
         return None
     layers = model.architecture.layers
@@ -258,7 +278,8 @@ def is_packed(folder: Path) -> bool:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Return the fault of stock transformers in loading quantised experts; None if none is known."""
+    """Return the fault of stock transformers in loading quantised experts; None if none is
+    known."""
     if is_packed(folder):
         with suppress(CompressionError):  # as for constants
             return stock_fault(open_model(ModelSource(str(folder), None, folder), device="cpu"))
@@ -286,9 +307,8 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
 def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome:
     """Read the outcome that an output folder records, with this machine's record of the run.
 
-    `gate` is by default the result beside the weights; one about other files is refused. Raises `CompressionError`
-    where the folder has no record or a damaged one.
-    """
+    `gate` is by default the result beside the weights; one about other files is refused. Raises
+    `CompressionError` where the folder has no record or a damaged one."""
     content, plan = _recorded(folder)
     run = read_record(folder)
     if isinstance(gate, Path):
@@ -312,11 +332,15 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             packed=is_packed(folder),
             loader_fault=fault_of(folder),
             acceptance=run.acceptance if run else {},
-            heldout=read_as(DomainDivergence, content["heldout"]) if content.get("heldout") else None,
+            heldout=read_as(DomainDivergence, content["heldout"])
+            if content.get("heldout")
+            else None,
             versions=dict(content["versions"]),
             command=run.command if run else None,
             gate=gate_of(folder, gate),
             recorded_digest=str(content["plan_digest"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
+        raise CompressionError(
+            f"{folder / COMPRESSION} is damaged ({error!r}); compress again"
+        ) from error

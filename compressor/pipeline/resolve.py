@@ -26,7 +26,13 @@ from compressor.data.batches import (
     repeat_text,
 )
 from compressor.data.emphasis import PLAIN, Emphasis, MarkedTokens
-from compressor.data.sources import DEFAULT_SOURCE, SourceSpec, WeightedSource, local_name, parse_sources
+from compressor.data.sources import (
+    DEFAULT_SOURCE,
+    SourceSpec,
+    WeightedSource,
+    local_name,
+    parse_sources,
+)
 from compressor.distributed import launched, ranks
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError
@@ -48,7 +54,8 @@ from compressor.steps.workdir import Workdir
 
 logger = logging.getLogger(__name__)
 
-# The `order` of layerwise steps that only change tensors. Any number of them may end a stage; a later step has its own.
+# The `order` of layerwise steps that only change tensors. Any number of them may end a stage; a
+# later step has its own.
 LAST = 3
 HELDOUT = 0.125  # share of the calibration sequences that are evaluated on and never fitted to
 
@@ -85,19 +92,22 @@ def open_run(
 ) -> Iterator[Session]:
     """Locate or download a model and open it lazily; peak memory is sampled until the block ends.
 
-    `resident` says if layers stay on the device once they are read: "yes", "no", or "auto" (if the model fits).
-    `deterministic` makes torch use deterministic operations, and warn where it has none.
-    """
+    `resident` says if layers stay on the device once they are read: "yes", "no", or "auto" (if the
+    model fits). `deterministic` makes torch use deterministic operations, and warn where it has
+    none."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     clock = Clock()
     try:
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA's matrix products may differ without it
+            # CUDA's matrix products may differ without it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
         with ExitStack() as stack, PeakMemory() as peak:
             with clock.phase("open"):
-                opened_model = stack.enter_context(opened(model, revision, dtype, device, progress, resident))
+                opened_model = stack.enter_context(
+                    opened(model, revision, dtype, device, progress, resident)
+                )
             yield Session(opened_model, progress or Silent(), clock, peak)
     finally:
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
@@ -118,7 +128,8 @@ class ResolvedRecipe:
 
     @property
     def counts(self) -> list[int]:
-        """Experts of a layer after each step that decides on their number; the model's number if no step does."""
+        """Experts of a layer after each step that decides on their number; the model's number if no
+        step does."""
         layers = self.view.architecture.layers
         parts = layers[0].parts
         counts = []
@@ -133,11 +144,13 @@ class ResolvedRecipe:
     def options(self) -> tuple[StepOptions, ...]:
         return tuple(step.options for step in self.steps)
 
-    def output_size(self, steps: Sequence[Step[Any]], experts: int, changed: bool = False) -> OutputSize:
+    def output_size(
+        self, steps: Sequence[Step[Any]], experts: int, changed: bool = False
+    ) -> OutputSize:
         """Return the size of the output of these steps with this number of experts in each layer.
 
-        The last step that has a storage format of its own decides. `changed`: steps write experts anew.
-        """
+        The last step that has a storage format of its own decides. `changed`: steps write experts
+        anew."""
         for step in reversed(steps):
             size: OutputSize | None = step.output_size(self.view, experts, changed)
             if size is not None:
@@ -148,8 +161,8 @@ class ResolvedRecipe:
     def space(self) -> int:
         """Bytes on disk that the run takes, as far as sizes are known before anything is decided.
 
-        A stage writes its checkpoint beside the previous one; a step on the whole model changes files in place.
-        """
+        A stage writes its checkpoint beside the previous one; a step on the whole model changes
+        files in place."""
         most = 0
         previous = 0
         positions_by_stage = dict[int, list[int]]()
@@ -165,9 +178,15 @@ class ResolvedRecipe:
         return most
 
     def key(self) -> str:
-        """Return the SHA-256 of everything that decides the output, including the content of texts."""
-        content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
-        texts = [self.recipe.calibration, *(step.calibration for step in self.options if step.calibration is not None)]
+        """Return the SHA-256 of everything that decides the output, including the content of
+        texts."""
+        content = self.recipe.model_dump(
+            mode="json", exclude={"model", "revision", "steps", "gate", "output"}
+        )
+        texts = [
+            self.recipe.calibration,
+            *(step.calibration for step in self.options if step.calibration is not None),
+        ]
         return request_key(
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
@@ -187,7 +206,8 @@ def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
 
 
 def content_of(source: str) -> list[str]:
-    """Return a source with the SHA-256 of its file, or of every file of its folder; alone if it is neither."""
+    """Return a source with the SHA-256 of its file, or of every file of its folder; alone if it is
+    neither."""
     name = SourceSpec.parse(source).name
     files = sorted(Path(name).rglob("*")) if os.path.isdir(name) else [Path(name)]
     return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
@@ -196,15 +216,19 @@ def content_of(source: str) -> list[str]:
 def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
     """Return the stage number of each step, counted from `first`.
 
-    Layerwise steps of ascending `order` share a stage. A step on the whole model is a stage of its own, and so is one
-    that stores tensors in another format.
-    """
+    Layerwise steps of ascending `order` share a stage. A step on the whole model is a stage of its
+    own, and so is one that stores tensors in another format."""
     numbers = []
     stage = first - 1
     previous = -1
     for step in steps:
         order = None if step.order is None or step.order > LAST else step.order
-        if order is None or previous < 0 or order < previous or (order == previous and order < LAST):
+        if (
+            order is None
+            or previous < 0
+            or order < previous
+            or (order == previous and order < LAST)
+        ):
             stage += 1
         numbers.append(stage)
         previous = -1 if order is None else order
@@ -213,7 +237,9 @@ def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
 
 def of_stage(steps: Sequence[StepOptions], stage: int) -> list[StepOptions]:
     """Return the steps of a run that belong to a stage."""
-    return [step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage]
+    return [
+        step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage
+    ]
 
 
 def check_order(steps: Sequence[StepOptions]) -> None:
@@ -221,23 +247,38 @@ def check_order(steps: Sequence[StepOptions]) -> None:
     stages = stage_numbers(steps)
     for position, step in enumerate(steps):
         for earlier in steps[:position]:
-            reasons = [step.cannot_follow[key] for key in (earlier.name, *earlier.changes) if key in step.cannot_follow]
+            reasons = [
+                step.cannot_follow[key]
+                for key in (earlier.name, *earlier.changes)
+                if key in step.cannot_follow
+            ]
             if reasons:
                 message = f"{step.name} cannot stand after {earlier.name}: {reasons[0]}"
-                raise CompressionError(f"steps[{position}]: {message}; put it before, or leave one of them out")
-        changed = {change for other in of_stage(steps, stages[position]) for change in other.changes}
+                raise CompressionError(
+                    f"steps[{position}]: {message}; put it before, or leave one of them out"
+                )
+        changed = {
+            change for other in of_stage(steps, stages[position]) for change in other.changes
+        }
         if step.only_after and not changed & step.only_after.keys():
             makers = list(step.only_after.values())
             message = f"{step.name} works on what {' or '.join(makers)} leaves"
             raise CompressionError(f"steps[{position}]: {message}; put {makers[0]} right before it")
         if not step.processes and not launched().is_alone:
-            raise CompressionError(f"the step {step.name} is done by one process; start the command without torchrun")
+            raise CompressionError(
+                f"the step {step.name} is done by one process; start the command without torchrun"
+            )
 
 
 def prepare(
-    recipe: Recipe, model: OpenModel, base: OpenModel, earlier: Plan | None, plan: Plan | None = None
+    recipe: Recipe,
+    model: OpenModel,
+    base: OpenModel,
+    earlier: Plan | None,
+    plan: Plan | None = None,
 ) -> ResolvedRecipe:
-    """Resolve the steps on a model, and refuse everything that can be refused without text and weights."""
+    """Resolve the steps on a model, and refuse everything that can be refused without text and
+    weights."""
     if plan is not None:
         check_source(plan.source, model.fingerprint)
     if base is not model:
@@ -245,17 +286,24 @@ def prepare(
     if plan is not None and plan.base is not None and plan.base.fingerprint != base.fingerprint:
         bases = f"the base {plan.base.label}, whose fingerprint is not that of {base.source.label}"
         raise CompressionError(f"the plan was made toward {bases}; run on that base, or plan again")
-    steps = _resolved(recipe, model) if plan is None else [options.step() for options in recipe.steps]
+    steps = (
+        _resolved(recipe, model) if plan is None else [options.step() for options in recipe.steps]
+    )
     if not steps:
-        raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
+        raise CompressionError(
+            "the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}"
+        )
     check_order([step.options for step in steps])
     requirements, view = _requirements(steps, model, plan)
     if earlier is not None and earlier.calibration is not None:
-        # the plan's own text is that of the earlier runs, so each step that reads text records the recipe's as its own
+        # the plan's own text is that of the earlier runs, so each step that reads text records the
+        # recipe's as its own
         for position, needed in enumerate(requirements):
             if needed.reads and steps[position].options.calibration is None:
                 steps[position] = steps[position].with_options(calibration=recipe.calibration)
-    return ResolvedRecipe(recipe, model, base, tuple(steps), tuple(requirements), view, earlier, plan)
+    return ResolvedRecipe(
+        recipe, model, base, tuple(steps), tuple(requirements), view, earlier, plan
+    )
 
 
 def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
@@ -274,11 +322,13 @@ def _requirements(
 ) -> tuple[list[Requirements], OpenModel]:
     """Return the requirements of each step, and the model as the first layerwise stage sees it.
 
-    Steps of later layerwise stages are checked when their stage begins, on the model that exists then.
-    """
+    Steps of later layerwise stages are checked when their stage begins, on the model that exists
+    then."""
     options = [step.options for step in steps]
     stages = stage_numbers(options)
-    layerwise = [stage for stage, step in zip(stages, options, strict=True) if step.order is not None]
+    layerwise = [
+        stage for stage, step in zip(stages, options, strict=True) if step.order is not None
+    ]
     view = model
     requirements = []
     for position, step in enumerate(steps):
@@ -299,7 +349,8 @@ def _requirements(
 
 
 def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
-    """Return the emphasised tokens of the model; refuses a kind of token that the model does not have."""
+    """Return the emphasised tokens of the model; refuses a kind of token that the model does not
+    have."""
     weights = {} if options.emphasis is None else options.emphasis.model_dump(exclude_none=True)
     if not weights:
         return PLAIN
@@ -309,28 +360,40 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
     thinking = thinking_end(tokenizer)
     tokens = {
         "end": tuple((end,) for end in sorted(ends) if end < model.vocabulary),
-        "think_end": () if thinking is None else (tuple(tokenizer(thinking, add_special_tokens=False)["input_ids"]),),
+        "think_end": ()
+        if thinking is None
+        else (tuple(tokenizer(thinking, add_special_tokens=False)["input_ids"]),),
     }
     missing = {
-        "end": "no end token: neither its generation_config.json and config.json nor its tokenizer name one",
-        "think_end": "no token that ends thinking, as </think> does: its chat template and vocabulary show none",
+        "end": "no end token: neither its generation_config.json and config.json nor its "
+        "tokenizer name one",
+        "think_end": "no token that ends thinking, as </think> does: its chat template and "
+        "vocabulary show none",
     }
     for name in weights:
         if not tokens[name]:
             message = f"{model.source.label} has {missing[name]}"
-            raise CompressionError(f"emphasis.{name}: {message}; leave it out, or mend the model's files")
+            raise CompressionError(
+                f"emphasis.{name}: {message}; leave it out, or mend the model's files"
+            )
     return Emphasis({name: MarkedTokens(weight, tokens[name]) for name, weight in weights.items()})
 
 
 def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:
-    """Yield the run's text (None), then the texts that steps have of their own (by number), as far as any is read.
+    """Yield the run's text (None), then the texts that steps have of their own (by number), as far
+    as any is read.
 
     The output is evaluated on the first of them.
     """
     evaluation = EVALUATED if resolved.recipe.output.evaluate else 0
-    shared = dict[str, Requirements]()  # needs of the steps that read the run's text, by the name of their part
-    texts: list[tuple[int | None, TextOptions, dict[str, Requirements]]] = [(None, resolved.recipe.calibration, shared)]
-    for position, (step, needed) in enumerate(zip(resolved.options, resolved.requirements, strict=True)):
+    # needs of the steps that read the run's text, by the name of their part
+    shared = dict[str, Requirements]()
+    texts: list[tuple[int | None, TextOptions, dict[str, Requirements]]] = [
+        (None, resolved.recipe.calibration, shared)
+    ]
+    for position, (step, needed) in enumerate(
+        zip(resolved.options, resolved.requirements, strict=True)
+    ):
         if step.calibration is None:
             shared[part_name(position)] = needed
         else:
@@ -348,7 +411,9 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
                 sequence_length=options.sequence_length,
                 seed=resolved.recipe.seed,
                 heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
-                parts={name: needed.part for name, needed in needs.items() if needed.part is not None},
+                parts={
+                    name: needed.part for name, needed in needs.items() if needed.part is not None
+                },
                 strict=options.strict,
                 emphasis=emphasis_of(options, resolved.model),
                 evaluation=evaluation,
@@ -369,7 +434,8 @@ def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None
     logger.info("%s", how_resident(resolved.model))
     roles = resolved.model.layout.roles.items()
     outside = [name for name, role in roles if not role.decoder_layer]
-    resolved.model.cached["outside"] = resolved.model.checkpoint.read_all(outside)  # in use from the first pass on
+    # in use from the first pass on
+    resolved.model.cached["outside"] = resolved.model.checkpoint.read_all(outside)
     return State(
         resolved.model,
         resolved.base,
@@ -386,7 +452,8 @@ def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None
 
 
 def read_texts(resolved: ResolvedRecipe) -> Texts:
-    """Return the run's text with a part for each step that needs one, and the texts of single steps.
+    """Return the run's text with a part for each step that needs one, and the texts of single
+    steps.
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
@@ -395,9 +462,13 @@ def read_texts(resolved: ResolvedRecipe) -> Texts:
         tokenizer = load_tokenizer(resolved.model.source.folder)
         identity = None
         if resolved.plan is not None:
-            identity = resolved.plan.calibration if number is None else resolved.plan.steps[number].text
+            identity = (
+                resolved.plan.calibration if number is None else resolved.plan.steps[number].text
+            )
         if identity is not None:
-            text = repeat_text(identity, tokenizer, resolved.model.vocabulary, evaluation=spec.evaluation)
+            text = repeat_text(
+                identity, tokenizer, resolved.model.vocabulary, evaluation=spec.evaluation
+            )
         else:
             text = read_text(spec, tokenizer, resolved.model.vocabulary)
         ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
@@ -406,7 +477,8 @@ def read_texts(resolved: ResolvedRecipe) -> Texts:
 
 
 def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> TextBatches | None:
-    """Return the text that the output is evaluated on: the first one read, or else the first one that a plan names."""
+    """Return the text that the output is evaluated on: the first one read, or else the first one
+    that a plan names."""
     if texts:
         return next(iter(texts.values()))
     plan = resolved.plan
@@ -415,22 +487,30 @@ def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> TextBatches | Non
     if identity is None:
         return None
     model = resolved.model
-    return repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary, evaluation=EVALUATED)
+    return repeat_text(
+        identity, load_tokenizer(model.source.folder), model.vocabulary, evaluation=EVALUATED
+    )
 
 
 def first_plan(resolved: ResolvedRecipe, text: TextBatches | None) -> Plan:
-    """Return the plan before the first step: the decisions of earlier runs, then all steps, still undecided."""
+    """Return the plan before the first step: the decisions of earlier runs, then all steps, still
+    undecided."""
     model = resolved.model
     if resolved.plan is not None:
         plan = replace(resolved.plan, source=Source.of(model), dtype=model.dtype_name)
         steps = [replace(entry, result=None) for entry in plan.steps]
     else:
-        plan = resolved.earlier or Plan(Source.of(model), (), None, resolved.recipe.seed, model.dtype_name)
+        plan = resolved.earlier or Plan(
+            Source.of(model), (), None, resolved.recipe.seed, model.dtype_name
+        )
         steps = list(plan.steps)
         first_stage = max((entry.stage for entry in steps), default=-1) + 1
-        for step, stage in zip(resolved.options, stage_numbers(resolved.options, first_stage), strict=True):
+        for step, stage in zip(
+            resolved.options, stage_numbers(resolved.options, first_stage), strict=True
+        ):
             options = step.to_dict()
-            if step.calibration is not None and step.calibration.data is not None:  # files without their folders
+            # files without their folders
+            if step.calibration is not None and step.calibration.data is not None:
                 names = [local_name(str(source)) for source in step.calibration.data]
                 options["calibration"] = {**options["calibration"], "data": names}
             steps.append(PlannedStep(step.name, options, stage=stage))
@@ -447,7 +527,8 @@ def first_plan(resolved: ResolvedRecipe, text: TextBatches | None) -> Plan:
 def read_calibration(
     session: Session, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
 ) -> Calibration:
-    """Return calibration text, the same on all ranks, with a share held out and this many sequences reserved."""
+    """Return calibration text, the same on all ranks, with a share held out and this many sequences
+    reserved."""
     model = session.model
     spec = TextSpec(
         sources_of(options),

@@ -1,4 +1,5 @@
-"""The one runner: it carries out a recipe stage by stage, and keeps each stage as soon as it is done.
+"""The one runner: it carries out a recipe stage by stage, and keeps each stage as soon as it is
+done.
 
 resolve and check the steps ─► is the output in place? ─► lock the work folder ─► read the text once
 ─► each stage: decide (plan), refit in order, write layer files ─► or change the whole model
@@ -42,7 +43,13 @@ from compressor.pipeline.outcome import (
     record_of,
     servers_of,
 )
-from compressor.pipeline.resolve import ResolvedRecipe, evaluation_text, first_state, open_run, prepare
+from compressor.pipeline.resolve import (
+    ResolvedRecipe,
+    evaluation_text,
+    first_state,
+    open_run,
+    prepare,
+)
 from compressor.progress import Progress
 from compressor.prompt_date import dated
 from compressor.quality_gate.domain_divergence import DomainDivergence
@@ -111,7 +118,8 @@ class WorkingCheckpoint:
     plan: ExpertPlan
     heads: tuple[Head, ...]  # multi-token-prediction heads that are kept
     model: OpenModel | None = None
-    previous: "WorkingCheckpoint | None" = None  # the checkpoint it was made of; None for the run's input
+    # the checkpoint it was made of; None for the run's input
+    previous: "WorkingCheckpoint | None" = None
 
     @property
     def first(self) -> "WorkingCheckpoint":
@@ -128,9 +136,9 @@ class WorkingCheckpoint:
 def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome:
     """Carry out a recipe's steps, or the `plan` with their decisions, under the delivery's gate.
 
-    An interrupted run resumes when it is called again. If the output of this very request is in place already, nothing
-    is written. Raises `CompressionError` for everything that a user can mend, and `GateFailedError` for an output that
-    does not pass; neither leaves anything behind.
+    An interrupted run resumes when it is called again. If the output of this very request is in
+    place already, nothing is written. Raises `CompressionError` for everything that a user can
+    mend, and `GateFailedError` for an output that does not pass; neither leaves anything behind.
     """
     formats = formats_of(recipe)
     assert recipe.model is not None
@@ -141,12 +149,19 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
         with session.clock.phase("open"):
             base = model
             if recipe.base is not None:
-                base = open_alike(find_model(recipe.base, recipe.base_revision, delivery.progress), model)
+                base = open_alike(
+                    find_model(recipe.base, recipe.base_revision, delivery.progress), model
+                )
             earlier = earlier_plan(model) if plan is None else None
             resolved = prepare(recipe, model, base, earlier, plan)
-            if recipe.base is not None and earlier is not None and earlier.source.fingerprint != base.fingerprint:
+            if (
+                recipe.base is not None
+                and earlier is not None
+                and earlier.source.fingerprint != base.fingerprint
+            ):
                 logger.warning(
-                    "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model",
+                    "%s was made of %s, whose fingerprint is not that of %s: it is compared with "
+                    "another model",
                     model.source.label,
                     earlier.source.label,
                     base.source.label,
@@ -172,7 +187,8 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
                 state = first_state(resolved, session, work)
                 if resolved.recipe.output.evaluate and state.texts:
                     text = next(iter(state.texts.values()))
-                    with suppress(CompressionError):  # without a head, of which a warning is due in the end
+                    # without a head, of which a warning is due in the end
+                    with suppress(CompressionError):
                         state.evaluator = Evaluator(base, text.evaluation, waits=True)
                 checkpoint = run_stages(state)
                 ranks().barrier()
@@ -199,11 +215,16 @@ def refuse_output(delivery: Delivery, models: Sequence[OpenModel]) -> None:
         if target == folder or folder in target.parents:
             raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {hint}")
         if target in folder.parents and (delivery.overwrite or not target.is_dir()):
-            raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {hint}")
+            raise CompressionError(
+                f"{delivery.out} holds the source checkpoint, which it would replace; {hint}"
+            )
 
 
-def _in_place(delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: PeakMemory) -> Outcome | None:
-    """Return the outcome of an output that is in place and answers the request; None if there is none."""
+def _in_place(
+    delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: PeakMemory
+) -> Outcome | None:
+    """Return the outcome of an output that is in place and answers the request; None if there is
+    none."""
     if delivery.overwrite:
         return None
 
@@ -212,7 +233,8 @@ def _in_place(delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: 
             check_target(delivery.out, False)  # this also tidies up after a killed run
         is_answer = answers(delivery.out, request)
         with suppress(CompressionError):
-            if is_answer and work_folder(delivery.out).exists():  # left by a run that was killed after its last rename
+            # left by a run that was killed after its last rename
+            if is_answer and work_folder(delivery.out).exists():
                 with lock_output(delivery.out) as folder:
                     clear(folder)
         return is_answer
@@ -225,7 +247,14 @@ def _in_place(delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: 
         outcome = replace(outcome, gate=read_gate(delivery.out / REPORT))
     servers = servers_of(resolved.view, outcome.expert_plan)
     # times, memory and command are those of this run, which did nothing
-    return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
+    return replace(
+        outcome,
+        servers=servers,
+        peak_memory=peak.anonymous,
+        seconds={},
+        command=None,
+        acceptance={},
+    )
 
 
 def _finish(
@@ -236,7 +265,8 @@ def _finish(
     peak: PeakMemory,
     request: str,
 ) -> Outcome:
-    """Assemble the output, verify, evaluate and gate it, export its formats, and record the run; return its outcome."""
+    """Assemble the output, verify, evaluate and gate it, export its formats, and record the run;
+    return its outcome."""
     work = state.work
     assert work is not None
     model = resolved.model
@@ -244,10 +274,14 @@ def _finish(
     experts = state.plan.expert_plan
     label = model.source.label
     before = (experts.layers or model.architecture.layers)[0].experts
-    if resolved.earlier is not None:  # the plan is of the first run's input, sizes are of what was read
+    # the plan is of the first run's input, sizes are of what was read
+    if resolved.earlier is not None:
         label = resolved.earlier.source.label
         before = model.architecture.experts
-    left_out = {*left_out_of(first.source, first.plan), *left_out_of(checkpoint.source, checkpoint.plan)}
+    left_out = {
+        *left_out_of(first.source, first.plan),
+        *left_out_of(checkpoint.source, checkpoint.plan),
+    }
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
@@ -259,7 +293,9 @@ def _finish(
         peak_memory=0,
         left_out=tuple(sorted(left_out)),
         zeroed_fields=tuple(checkpoint.job.zeroed),
-        config_fields=changed_fields(model.checkpoint.raw_config, read_object(checkpoint.folder / CONFIG)),
+        config_fields=changed_fields(
+            model.checkpoint.raw_config, read_object(checkpoint.folder / CONFIG)
+        ),
         servers=servers_of(resolved.view, experts),
     )
     files = [name for name in checkpoint.job.files if name != "config.json"]
@@ -268,7 +304,8 @@ def _finish(
         changes = {"model": label, "gate": resolved.recipe.gate, "output": resolved.recipe.output}
         if state.plan.base is not None:
             changes["base"] = state.plan.base.label
-        recipe = recipe_of_plan(state.plan).model_copy(update=changes)  # with the steps of earlier runs
+        # with the steps of earlier runs
+        recipe = recipe_of_plan(state.plan).model_copy(update=changes)
         assemble(checkpoint.folder, work.output, resolved.recipe.output.max_shard_bytes)
         write_file(work.output / RECIPE, recipe_yaml(recipe))
         checkpoint.job.verify(work.output)
@@ -276,20 +313,28 @@ def _finish(
     with state.clock.phase("write"):
         ranks().broadcast(assemble_output)
     outcome = replace(outcome, heldout=_heldout_divergence(resolved, state, work.output))
-    ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
+    ranks().broadcast(
+        lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label))
+    )
     calibration = None if state.text is None else state.text.fit
     is_changed = checkpoint is not first or any(step.order is None for step in resolved.options)
     heads = first.heads if checkpoint.heads else ()
-    acceptance = acceptance_of(first.plan, heads, work.output, first.source, calibration, is_changed)
+    acceptance = acceptance_of(
+        first.plan, heads, work.output, first.source, calibration, is_changed
+    )
     formats = formats_of(resolved.recipe)
     if delivery.gate is not None or formats != (SAFETENSORS,):
-        for opened in (model, state.base, state.model):  # a gate or an exporter may load whole models
+        # a gate or an exporter may load whole models
+        for opened in (model, state.base, state.model):
             opened.partial.stream()
     if delivery.gate is not None:
-        outcome = replace(outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress))
+        outcome = replace(
+            outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress)
+        )
     golden = ranks().broadcast(lambda: _golden_answers(resolved, state, work.output))
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
-    is_model = (work.output / CONFIG).is_file()  # not what an exporter of another kind has made of it
+    # not what an exporter of another kind has made of it
+    is_model = (work.output / CONFIG).is_file()
     if golden is not None and is_model and ranks().is_first:
         (work.output / GOLDEN).write_text(golden_json(golden), encoding="utf-8")
     if is_model:
@@ -321,7 +366,8 @@ def _finish(
 
 
 def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progress) -> GateResult:
-    """Return the gate's result on a finished output; raise `GateFailedError` if it must not be put in place."""
+    """Return the gate's result on a finished output; raise `GateFailedError` if it must not be put
+    in place."""
     out = Path(outcome.out)
     result = judge(gate, folder, out.name, progress)
     # all ranks have finished with the folder once this returns: the first one to raise clears it
@@ -332,7 +378,8 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
 
 
 def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> GoldenAnswers | None:
-    """Return the output's golden answers; None where they are not wanted, or cannot be had, which ends no run."""
+    """Return the output's golden answers; None where they are not wanted, or cannot be had, which
+    ends no run."""
     if not resolved.recipe.output.golden_answers:
         return None
     source = ModelSource(str(folder), None, folder)
@@ -344,8 +391,11 @@ def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> Gol
         return None
 
 
-def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) -> DomainDivergence | None:
-    """Return the output's divergence from the base on held-out text; None without text or evaluation.
+def _heldout_divergence(
+    resolved: ResolvedRecipe, state: State, folder: Path
+) -> DomainDivergence | None:
+    """Return the output's divergence from the base on held-out text; None without text or
+    evaluation.
 
     A failed comparison does not end the run: a warning says why it failed.
     """
@@ -358,8 +408,13 @@ def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) ->
             return None
         evaluator = state.evaluator or Evaluator(state.base, text.evaluation)
         if evaluator.sequences < FEWEST:
-            message = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
-            raise CompressionError(f"{message}; give more text, or lower --samples or --sequence-length")
+            message = (
+                f"the text leaves {evaluator.sequences} sequences to compare on, fewer than "
+                f"{FEWEST}"
+            )
+            raise CompressionError(
+                f"{message}; give more text, or lower --samples or --sequence-length"
+            )
         settings = state.base.dtype_name, str(state.base.partial.device)
         variant = AS_IT_IS
         if not state.plan.expert_plan.has_constants:
@@ -369,7 +424,9 @@ def _heldout_divergence(resolved: ResolvedRecipe, state: State, folder: Path) ->
             variant = Substitution(constants=constants)
         with state.clock.phase("evaluate"):
             (figures,) = evaluator.measure(output, [variant], progress=state.progress)
-        divergence = domain_divergence(figures, dict(enumerate(map(without_tokens, evaluator.names))))
+        divergence = domain_divergence(
+            figures, dict(enumerate(map(without_tokens, evaluator.names)))
+        )
     except CompressionError as error:
         logger.warning("output and base are not compared on held-out text: %s", error)
         return None
@@ -399,7 +456,8 @@ def run_stages(state: State) -> WorkingCheckpoint:
         if state.step_at(numbers[0]).options.order is not None:
             checkpoint = _layerwise_stage(state, numbers, checkpoint, work)
             continue
-        if checkpoint is None:  # the first step changes the whole model: it works on a copy of the input
+        # the first step changes the whole model: it works on a copy of the input
+        if checkpoint is None:
             checkpoint = _written(state, numbers, work)
         if state.plan.steps[numbers[0]].result is None:
             _whole_model_step(state, checkpoint, work)
@@ -410,9 +468,11 @@ def run_stages(state: State) -> WorkingCheckpoint:
 def _layerwise_stage(
     state: State, numbers: Sequence[int], previous: WorkingCheckpoint | None, work: Workdir
 ) -> WorkingCheckpoint:
-    """Decide, refit and write a stage of layerwise steps, on the checkpoint of the previous stage."""
+    """Decide, refit and write a stage of layerwise steps, on the checkpoint of the previous
+    stage."""
     if previous is not None:
-        if previous.previous is not None:  # a resumed run still needs the previous stage, but none before it
+        # a resumed run still needs the previous stage, but none before it
+        if previous.previous is not None:
             work.drop(previous.previous.folder)
         state.model = previous.opened(state.base)
         previous.model = None
@@ -435,14 +495,16 @@ def _layerwise_stage(
 
 
 def _record(state: State, work: Workdir | None, number: int, **changes: Any) -> None:
-    """Put a step's decision or result into the plan, and keep it for a run that resumes this one."""
+    """Put a step's decision or result into the plan, and keep it for a run that resumes this
+    one."""
     state.plan = state.plan.with_entry(number, **changes)
     if work is not None:
         work.record(number, state.plan.steps[number].to_dict())
 
 
 def decide(state: State, numbers: Sequence[int]) -> None:
-    """Take and apply the decisions of these steps of a stage, in order; known decisions are only applied."""
+    """Take and apply the decisions of these steps of a stage, in order; known decisions are only
+    applied."""
     for number in state.stage:
         state.model = state.step_at(number).model_view(state.model)
     for number in numbers:
@@ -458,15 +520,21 @@ def decide(state: State, numbers: Sequence[int]) -> None:
             step.apply_decision(decision, state)
 
 
-def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()) -> WorkingCheckpoint:
-    """Write the checkpoint of a stage, layer by layer; without `steps`, a copy of the model as it is."""
+def _written(
+    state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()
+) -> WorkingCheckpoint:
+    """Write the checkpoint of a stage, layer by layer; without `steps`, a copy of the model as it
+    is."""
     folder = work.stage(numbers[0])
     plan = state.expert_plan()
     heads = check_plan(plan, state.model)
     position = numbers[0] - state.first
     packed = [step.name for step in state.steps[:position] if FORMAT in step.options.changes]
     if packed and through_model(state.model.layout, plan, state.refits):
-        message = f"{packed[0]} has packed experts that can only be merged, or dropped, once they are dequantised"
+        message = (
+            f"{packed[0]} has packed experts that can only be merged, or dropped, once they "
+            "are dequantised"
+        )
         raise CompressionError(f"steps[{position}]: {message}; put {packed[0]} after it")
     job = None
     for number, step in zip(numbers, steps, strict=False):

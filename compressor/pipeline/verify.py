@@ -1,9 +1,8 @@
 """Comparison of an output with its base, tensor by tensor, as its record says it was made.
 
-The writing job is made once more from the base and the recorded plan. A tensor has to hold the bytes that the job
-yields, unless a step changes tensors of its kind. Of a model without a record, each layer's experts are found by the
-rows of its router.
-"""
+The writing job is made once more from the base and the recorded plan. A tensor has to hold the
+bytes that the job yields, unless a step changes tensors of its kind. Of a model without a record,
+each layer's experts are found by the rows of its router."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,8 +39,16 @@ from compressor.steps.tensors import OutputJob, Piece
 OTHERS = "others"  # tensors that are no experts' and no routers'
 CHUNK = 2**22  # numbers that are compared in float64 at once
 UNLIKE = 0.1  # difference of cosines that rounding or training of a router's rows stays below
-NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
-OF_FORMAT = {"quantization_config", "dtype", "torch_dtype"}  # fields of config.json that a new format sets
+NOT_COMPARED = {
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+}
+# fields of config.json that a new format sets
+OF_FORMAT = {"quantization_config", "dtype", "torch_dtype"}
 SHOWN = 20  # faults, and changed tensors, on the terminal
 
 
@@ -55,8 +62,10 @@ class OutputVerification:
     unlisted: tuple[str, ...] = ()  # files of which no digest is recorded
     base: str | None = None
     same: int = 0  # tensors that hold the expected bytes
-    changed: Mapping[str, float | None] = field(default_factory=dict)  # ||output - base|| / ||base|| by tensor
-    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the base, by layer, if none are recorded
+    # ||output - base|| / ||base|| by tensor
+    changed: Mapping[str, float | None] = field(default_factory=dict)
+    # of the base, by layer, if none are recorded
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -69,7 +78,10 @@ class OutputVerification:
     def blocks(self) -> list[Block]:
         """Return faults, counts and the largest changes."""
         blocks: list[Block] = [Text(Toned(fault, "bad", "! ")) for fault in self.faults[:SHOWN]]
-        facts = {"digests": "compared" if self.digests else "none are recorded", "faults": str(len(self.faults))}
+        facts = {
+            "digests": "compared" if self.digests else "none are recorded",
+            "faults": str(len(self.faults)),
+        }
         if self.unlisted:
             facts["files without a digest"] = first_of(self.unlisted)
         if self.base is not None:
@@ -92,8 +104,11 @@ def verify_digests(folder: Path) -> OutputVerification:
     return OutputVerification(str(folder), compared is not None, tuple(faults), tuple(unlisted))
 
 
-def verify_against_base(folder: Path, base: str, digests: OutputVerification | None = None) -> OutputVerification:
-    """Compare a folder with its digests, unless it has been, and then with the model it was made from.
+def verify_against_base(
+    folder: Path, base: str, digests: OutputVerification | None = None
+) -> OutputVerification:
+    """Compare a folder with its digests, unless it has been, and then with the model it was made
+    from.
 
     Raises `CompressionError` for a base that it was not made from.
     """
@@ -118,23 +133,39 @@ def verify_against_base(folder: Path, base: str, digests: OutputVerification | N
         experts = _found(model, output)
         found = {layer.module: tuple(layer.slots()) for layer in experts.layers}
     fused = {name for name, role in model.layout.roles.items() if role.kind == "fused"}
-    is_renamed = not fused <= output.checkpoint.tensors.keys() and FORMAT not in comparison.may_change
+    is_renamed = (
+        not fused <= output.checkpoint.tensors.keys() and FORMAT not in comparison.may_change
+    )
     is_plain = model.layout.quantized and not output.layout.quantized
     through = stored_partial(model) if is_plain or is_renamed else None
-    job = kept_job(model, experts) if experts.has_constants else make_job(model, experts, through=through)
+    job = (
+        kept_job(model, experts)
+        if experts.has_constants
+        else make_job(model, experts, through=through)
+    )
     comparison.compare(job)
     comparison.compare_dequantized(model, experts)
     comparison.compare_files(job, is_recorded)
     faults = tuple(comparison.faults)
-    return replace(result, faults=faults, base=base, same=comparison.same, changed=comparison.changed, experts=found)
+    return replace(
+        result,
+        faults=faults,
+        base=base,
+        same=comparison.same,
+        changed=comparison.changed,
+        experts=found,
+    )
 
 
 def _other_model(folder: Path, base: str, reason: str) -> CompressionError:
-    return CompressionError(f"{folder} was not made from {base}: {reason}; name its base with --base")
+    return CompressionError(
+        f"{folder} was not made from {base}: {reason}; name its base with --base"
+    )
 
 
 def _as_planned(model: OpenModel, plan: Plan) -> tuple[OpenModel, ExpertPlan]:
-    """Return the base as the plan's steps saw it, split or with another top-k, and what became of its experts."""
+    """Return the base as the plan's steps saw it, split or with another top-k, and what became of
+    its experts."""
     steps = tuple(options.step() for options in recipe_of_plan(plan).steps)
     state = State(model, model, model, steps, plan, Silent(), Clock(), {})
     for numbers in plan.stages:
@@ -146,7 +177,8 @@ def _as_planned(model: OpenModel, plan: Plan) -> tuple[OpenModel, ExpertPlan]:
 
 
 def _changed_kinds(plan: Plan) -> set[str]:
-    """Return what the steps of a plan may change: WEIGHTS of experts, ROUTERS, OTHERS and the FORMAT."""
+    """Return what the steps of a plan may change: WEIGHTS of experts, ROUTERS, OTHERS and the
+    FORMAT."""
     kinds = set[str]() if plan.expert_plan.is_drop else {WEIGHTS}
     for options in recipe_of_plan(plan).steps:
         kinds |= options.changes
@@ -157,7 +189,8 @@ def _changed_kinds(plan: Plan) -> set[str]:
 
 
 def _found(model: OpenModel, output: OpenModel) -> ExpertPlan:
-    """Return the plan by which an output without a record was pruned, found by the rows of its routers."""
+    """Return the plan by which an output without a record was pruned, found by the rows of its
+    routers."""
     layers = []
     for layer in model.architecture.layers:
         cosines, nearest = _likeness(model, output, layer.name).max(1)
@@ -175,7 +208,11 @@ def _likeness(model: OpenModel, output: OpenModel, layer: str) -> Tensor:
     """Return the cosines of an output's router rows and the base's: [N, E]."""
     sides = []
     for side in (output, model):
-        routers = {name: role for name, role in side.layout.roles.items() if role.is_router and role.layer == layer}
+        routers = {
+            name: role
+            for name, role in side.layout.roles.items()
+            if role.is_router and role.layer == layer
+        }
         name = max(routers, key=lambda name: side.checkpoint.tensors[name].nbytes, default=None)
         if name is None:
             raise _other_model(output.source.folder, model.source.name, f"{layer} is not in both")
@@ -202,7 +239,8 @@ class _Comparison:
         self.unmatched = dict[str, None]()  # decoder layers with tensors in another format
 
     def check_routers(self, model: OpenModel, experts: ExpertPlan) -> None:
-        """Refuse routers of which a row is like another expert's, and less like that of its own expert."""
+        """Refuse routers of which a row is like another expert's, and less like that of its own
+        expert."""
         if model.is_split or experts.has_constants:
             return
         modules = experts.by_module
@@ -223,18 +261,25 @@ class _Comparison:
                 wanted = expected[name]
                 if info is not None and (info.dtype, info.shape) == (wanted.dtype, wanted.shape):
                     self.compared.add(name)
-                    self._record(name, relative_change(pieces, self.output.checkpoint.read(name)), self._kind(name))
+                    self._record(
+                        name,
+                        relative_change(pieces, self.output.checkpoint.read(name)),
+                        self._kind(name),
+                    )
                 elif is_other_format and not (info is not None and info.is_plain):
                     self.unmatched[decoder_layer] = None
                 else:
                     what = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
-                    self.faults.append(f"{name} {what}, the base gives {wanted.dtype} {list(wanted.shape)}")
+                    self.faults.append(
+                        f"{name} {what}, the base gives {wanted.dtype} {list(wanted.shape)}"
+                    )
         for name in () if is_other_format else sorted(self.stored.keys() - expected.keys()):
             if not name.endswith(SUFFIX):
                 self.faults.append(f"{self._place(name)} is not made of any tensor of the base")
 
     def compare_dequantized(self, model: OpenModel, experts: ExpertPlan) -> None:
-        """Compare what is stored in another format once both sides are dequantised, a decoder layer at a time."""
+        """Compare what is stored in another format once both sides are dequantised, a decoder layer
+        at a time."""
         if not self.unmatched:
             return
         plain = stored_partial(model)
@@ -250,7 +295,9 @@ class _Comparison:
                     values[name] = _joined(pieces, dtypes[name])
             for name, pieces in job.produce(decoder_layer):
                 if name in values:
-                    self._record(name, relative_change(pieces, values[name].to(wanted[name])), FORMAT)
+                    self._record(
+                        name, relative_change(pieces, values[name].to(wanted[name])), FORMAT
+                    )
 
     def _record(self, name: str, change: float | None, kind: str) -> None:
         if change == 0:
@@ -258,7 +305,10 @@ class _Comparison:
         elif kind in self.may_change:
             self.changed[name] = change
         else:
-            self.faults.append(f"{self._place(name)} differs from the base, and no step changes it ({short(change)})")
+            self.faults.append(
+                f"{self._place(name)} differs from the base, and no step changes it "
+                f"({short(change)})"
+            )
 
     def _place(self, name: str) -> str:
         return f"{self.stored[name].file}: tensor {name}"
@@ -280,15 +330,25 @@ class _Comparison:
             path = folder / name
             expected = content if isinstance(content, bytes) else content.read_bytes()
             if name == CONFIG:
-                differing = {*_differences(json.loads(expected), read_object(path), is_recorded)} - ignored
-                self.faults += [f"{name}: {entry} is not what base and plan give" for entry in sorted(differing)]
+                differing = {
+                    *_differences(json.loads(expected), read_object(path), is_recorded)
+                } - ignored
+                self.faults += [
+                    f"{name}: {entry} is not what base and plan give" for entry in sorted(differing)
+                ]
             elif is_recorded and not (path.is_file() and path.read_bytes() == expected):
                 self.faults.append(f"{name} is not the base's")
 
 
-def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], is_recorded: bool) -> Iterator[str]:
+def _differences(
+    expected: Mapping[str, Any], actual: Mapping[str, Any], is_recorded: bool
+) -> Iterator[str]:
     """Yield the dotted names of fields that differ; without a record, of those that both have."""
-    names = expected.keys() | actual.keys() if is_recorded else (expected.keys() & actual.keys()) - NOT_COMPARED
+    names = (
+        expected.keys() | actual.keys()
+        if is_recorded
+        else (expected.keys() & actual.keys()) - NOT_COMPARED
+    )
     for name in names:
         ours = expected.get(name)
         theirs = actual.get(name)
@@ -299,7 +359,8 @@ def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any], is_reco
 
 
 def relative_change(pieces: Iterable[Piece], value: Tensor) -> float | None:
-    """Return ||value - expected|| / ||expected|| over the bytes of the expected tensor, in order; 0 if all are equal.
+    """Return ||value - expected|| / ||expected|| over the bytes of the expected tensor, in order; 0
+    if all are equal.
 
     None if they differ in no number, as -0 and 0 do, or the expected ones are all 0.
     """

@@ -32,7 +32,8 @@ class Baseline:
 
     base: str
     identity: Mapping[str, Any]  # of the model's files
-    settings: Mapping[str, Any]  # options of tasks, which are the defaults of a gate with this baseline
+    # options of tasks, which are the defaults of a gate with this baseline
+    settings: Mapping[str, Any]
     facts: Mapping[str, Any]  # that decide results
     versions: Mapping[str, str]  # of packages
     tasks: tuple[ItemScores, ...]
@@ -50,14 +51,18 @@ class Baseline:
         for task in value_as(content.get("tasks"), tuple[Mapping[str, Any], ...], where):
             columns = value_as(task.get("items"), Mapping[str, tuple[Any, ...]], f"{where}: items")
             if len({*map(len, columns.values())}) != 1:
-                raise CompressionError(f"{where}: the columns of items should be equally long; {remedy}")
+                raise CompressionError(
+                    f"{where}: the columns of items should be equally long; {remedy}"
+                )
             rows = zip(*columns.values(), strict=True)
             tasks.append({**task, "items": [dict(zip(columns, row, strict=True)) for row in rows]})
         baseline = read_as(cls, {**content, "tasks": tasks}, f"{path}: ", closed=True)
         asked_by(AskedOptions, baseline.settings, str(path))
         names = [scores.task for scores in baseline.tasks]
         if {*names} != baseline.asked.keys() or len(names) != len(baseline.asked):
-            raise CompressionError(f"{path} should say once how each of its tasks was asked; {remedy}")
+            raise CompressionError(
+                f"{path} should say once how each of its tasks was asked; {remedy}"
+            )
         for scores in baseline.tasks:
             if len({item.id for item in scores.items}) != len(scores.items):
                 raise CompressionError(f"{path} has an item of {scores.task} twice; {remedy}")
@@ -80,19 +85,24 @@ class Baseline:
         given = {name: getattr(options, name) for name in options.model_fields_set}
         return validated(GateOptions, {**self.settings, **given}, "the baseline")
 
-    def check_request(self, facts: Mapping[str, Any], tasks: Sequence[str], path: Path | None) -> None:
+    def check_request(
+        self, facts: Mapping[str, Any], tasks: Sequence[str], path: Path | None
+    ) -> None:
         """Refuse other settings, and names of tasks that have no answers here."""
         for name, value in plain_json(facts).items():
             if name not in COMPUTING and value != self.facts.get(name):
                 raise CompressionError(
-                    f"{path} was made with {name} {self.facts.get(name)}, and this gate is to use {value}; leave out "
+                    f"{path} was made with {name} {self.facts.get(name)}, and this gate is to use "
+                    f"{value}; leave out "
                     f"--{name.replace('_', '-')}, {ANEW}"
                 )
         known = [*self.settings.get("tasks", ()), *(scores.task for scores in self.tasks)]
         for task in tasks:
             if task not in known:
                 names = joined(list(dict.fromkeys(known)))
-                raise CompressionError(f"{path} has no answers to {task}, only to {names}; name these, {ANEW}")
+                raise CompressionError(
+                    f"{path} has no answers to {task}, only to {names}; name these, {ANEW}"
+                )
 
     def answers_to(self, tasks: Sequence[EvaluationTask], path: Path | None) -> list[ItemScores]:
         """Return the base's scores on these tasks; refuse those that have changed."""
@@ -101,16 +111,22 @@ class Baseline:
             version = by_name[task.name].version if task.name in by_name else "none"
             if version != task.version:
                 raise CompressionError(
-                    f"{path} has answers to version {version} of {task.name}, which is version {task.version} here; "
+                    f"{path} has answers to version {version} of {task.name}, which is version "
+                    f"{task.version} here; "
                     f"take the task's files and lm-eval from then, {ANEW}"
                 )
         return [by_name[task.name] for task in tasks]
 
 
 def check_path(path: Path, overwrite: bool) -> None:
-    """Refuse a file for a baseline that cannot be written, or is there already and not to be replaced."""
+    """Refuse a file for a baseline that cannot be written, or is there already and not to be
+    replaced."""
     if not path.name.endswith(SUFFIXES):
-        raise CompressionError(f"{path} should end in {joined(SUFFIXES, 'or')}; name another file for the baseline")
+        raise CompressionError(
+            f"{path} should end in {joined(SUFFIXES, 'or')}; name another file for the baseline"
+        )
     check_parent(path, "file for the baseline")
     if path.exists() and not overwrite:
-        raise CompressionError(f"{path} exists already; name another file for the baseline or pass --overwrite")
+        raise CompressionError(
+            f"{path} exists already; name another file for the baseline or pass --overwrite"
+        )

@@ -1,7 +1,8 @@
-"""Behaviour of a smaller model beside its base: answers to the same prompts, and divergence on text and answers.
+"""Behaviour of a smaller model beside its base: answers to the same prompts, and divergence on text
+and answers.
 
-`Behaviour` is the record of which commands, reports and the gate's conditions are made; its parts are optional.
-"""
+`Behaviour` is the record of which commands, reports and the gate's conditions are made; its parts
+are optional."""
 
 import logging
 import math
@@ -30,9 +31,24 @@ from compressor.model.tokenizer import templates_of
 from compressor.progress import Progress
 from compressor.prompt_date import date_facts
 from compressor.quality_gate.domain_divergence import DomainDivergence
-from compressor.quality_gate.endings import Ending, Rate, endings_of, pair_endings, pair_lengths, rates
+from compressor.quality_gate.endings import (
+    Ending,
+    Rate,
+    endings_of,
+    pair_endings,
+    pair_lengths,
+    rates,
+)
 from compressor.quality_gate.options import LENGTH, BehaviourOptions, Limits
-from compressor.quality_gate.statistics import POWER, advise, holm, measure, measure_change, shown_by, verdict
+from compressor.quality_gate.statistics import (
+    POWER,
+    advise,
+    holm,
+    measure,
+    measure_change,
+    shown_by,
+    verdict,
+)
 from compressor.quality_gate.teacher_forced import (
     AnswerDivergence,
     TeacherForcedDivergence,
@@ -111,8 +127,10 @@ def shown_sentence(answers: int, confidence: float) -> str:
     alpha = 1 - confidence
     least, some = (shown_by(answers, flips, alpha) for flips in (0.0, 0.02))
     return (
-        f"{counted(answers, 'answer')} of each model can show, with confidence {100 * confidence:g}%, that loops or "
-        f"missed ends rise by no more than {least:.2g} where no answer changes in that, and than {some:.2g} with "
+        f"{counted(answers, 'answer')} of each model can show, with confidence "
+        f"{100 * confidence:g}%, that loops or "
+        f"missed ends rise by no more than {least:.2g} where no answer changes in that, and than "
+        f"{some:.2g} with "
         f"probability {POWER:g} where 2% do."
     )
 
@@ -147,18 +165,24 @@ def compare_answers(
 
 
 def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
-    """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none can be missed."""
+    """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none
+    can be missed."""
     missed = sum(answer.ended != "end" for answer in answers)
     message = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
     hint = "raise --max-new-tokens, or ask as the model was taught (--chat)"
     if judged and missed == len(answers):
-        raise CompressionError(f"{message}, so no end can be missed; {hint}, or judge loops alone: --max-missed-rise 1")
+        raise CompressionError(
+            f"{message}, so no end can be missed; {hint}, or judge loops alone: --max-missed-rise 1"
+        )
     if 2 * missed > len(answers):
         logger.warning("%s, so little can be said of ends; %s", message, hint)
 
 
-def written_conditions(written: Written, limits: Limits, confidence: float) -> tuple[GateCondition, ...]:
-    """Return the conditions on written answers, each of which has to pass; failures are corrected by Holm."""
+def written_conditions(
+    written: Written, limits: Limits, confidence: float
+) -> tuple[GateCondition, ...]:
+    """Return the conditions on written answers, each of which has to pass; failures are corrected
+    by Holm."""
     alpha = 1 - confidence
     base = [pair.base_ending for pair in written.pairs]
     smaller = [pair.smaller_ending for pair in written.pairs]
@@ -181,7 +205,10 @@ def written_conditions(written: Written, limits: Limits, confidence: float) -> t
             name = "relative change of length"
             scale = fmean(max(ending.tokens, 1) for ending in base)
             undecided = replace(task, max_drop=math.copysign(task.max_drop, task.drop))
-        advice = f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample more --seeds"
+        advice = (
+            f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample "
+            "more --seeds"
+        )
         conditions.append(
             GateCondition(
                 name=name,
@@ -214,11 +241,10 @@ def evaluate_behaviour(
 ) -> Behaviour:
     """Compare two models; answers of earlier runs are in the folder `cache`.
 
-    `announce` gets the prompts that both models take, before either is loaded. With `reads_written` both models, if
-    both are checkpoints, also read the base's written answers; a smaller model that does not fit into memory does
-    nothing else. Raises `CompressionError` where no prompt is left, a model cannot write, or ends are judged and the
-    base ends none of its answers.
-    """
+    `announce` gets the prompts that both models take, before either is loaded. With `reads_written`
+    both models, if both are checkpoints, also read the base's written answers; a smaller model that
+    does not fit into memory does nothing else. Raises `CompressionError` where no prompt is left, a
+    model cannot write, or ends are judged and the base ends none of its answers."""
     stock = stock_pair(base, smaller, options)
     if stock is not None:
         model, texts, given_answers = read_all(stock[0], options)
@@ -230,7 +256,10 @@ def evaluate_behaviour(
         if reads_written and stock is not None and not forced:
             forced = not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)
             if forced:
-                logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
+                logger.warning(
+                    "%s does not fit into memory, so it only reads the base's answers",
+                    smaller.label,
+                )
         opened = [base.opened()] if forced else [base.opened(), smaller.opened()]
         prompts, generation = prompts.fitted(opened)
         if announce is not None and not forced:
@@ -239,10 +268,14 @@ def evaluate_behaviour(
         base_answers = answer_all(base, requests, generation, cache, progress)
         if not forced:
             limits = options.answer_limits
-            _check_ends(base_answers, base.label, generation.max_new_tokens, "missed ends" in limits)
+            _check_ends(
+                base_answers, base.label, generation.max_new_tokens, "missed ends" in limits
+            )
             smaller_answers = answer_all(smaller, requests, generation, cache, progress)
             tokenizers = [tokenizer for tokenizer, _ in opened]
-            written = compare_answers(prompts, generation, tokenizers, base_answers, smaller_answers, confidence)
+            written = compare_answers(
+                prompts, generation, tokenizers, base_answers, smaller_answers, confidence
+            )
             conditions = written_conditions(written, limits, confidence)
         if stock is not None and (forced or reads_written):
             tokenizer, _ = opened[0]
@@ -255,7 +288,9 @@ def evaluate_behaviour(
             tokenizer, facts = base.opened()
             stop_tokens = stop_tokens_of(tokenizer, facts.stops)
         compressed = open_model(stock[1].source, stock[1].dtype, stock[1].device)
-        divergence = measure_divergence(model, compressed, texts, answers, stop_tokens, confidence, progress)
+        divergence = measure_divergence(
+            model, compressed, texts, answers, stop_tokens, confidence, progress
+        )
     conditions += divergence_conditions(divergence, options.divergence_limits, confidence)
     return Behaviour(
         base.label,
@@ -272,12 +307,14 @@ def evaluate_behaviour(
 def stock_pair(
     base: TextGenerator, smaller: TextGenerator, options: BehaviourOptions
 ) -> tuple[StockGenerator, StockGenerator] | None:
-    """Return both models if both are checkpoints; refuse a server if text or answers are to be read."""
+    """Return both models if both are checkpoints; refuse a server if text or answers are to be
+    read."""
     if isinstance(base, StockGenerator) and isinstance(smaller, StockGenerator):
         return base, smaller
     if options.reads:
         raise CompressionError(
-            "a server does not show what reading takes, the probabilities of all tokens; name two checkpoints, or "
+            "a server does not show what reading takes, the probabilities of all tokens; name two "
+            "checkpoints, or "
             "leave out --text, --answers and --teacher-forced"
         )
     return None

@@ -12,8 +12,10 @@ LEAST = 1e-3  # nats per token, below which none does
 TOGETHER = "all together"
 MEASURES: Mapping[str, str] = {"loss": "loss", "kl": "KL from the base"}
 LEGEND = (
-    "Loss and KL (of the base's next-token distribution to the smaller model's) are in nats per token; flips is the "
-    "share of positions whose greedy token is not the base's. In brackets: one-sided bounds of the difference from the "
+    "Loss and KL (of the base's next-token distribution to the smaller model's) are in nats per "
+    "token; flips is the "
+    "share of positions whose greedy token is not the base's. In brackets: one-sided bounds of "
+    "the difference from the "
     "base, paired by sequence, each with confidence {confidence:g}%."
 )
 END_COLUMNS = (
@@ -27,14 +29,16 @@ END_COLUMNS = (
     "change elsewhere",
 )
 LEGEND_OF_ENDS = (
-    " Both models read the base's own answers. At the end: the mean probability of the token that ends an answer, or "
+    " Both models read the base's own answers. At the end: the mean probability of the token that "
+    "ends an answer, or "
     "its thinking, where the base's answer has it; elsewhere: at all other tokens of the answers."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """A figure of both models on the same sequences; the change is the smaller model's figure less the base's."""
+    """A figure of both models on the same sequences; the change is the smaller model's figure less
+    the base's."""
 
     base: float
     compressed: float
@@ -46,7 +50,8 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class StopTokenFigures:
-    """The probability of a set of stop tokens where one is due, and elsewhere; None without such positions."""
+    """The probability of a set of stop tokens where one is due, and elsewhere; None without such
+    positions."""
 
     name: str
     count: int  # positions where a stop token is the next token
@@ -56,7 +61,8 @@ class StopTokenFigures:
 
 @dataclass(frozen=True, slots=True)
 class DomainFigures:
-    """Figures of one domain, or of all together: loss and KL in nats per token, flips as a share of positions."""
+    """Figures of one domain, or of all together: loss and KL in nats per token, flips as a share of
+    positions."""
 
     domain: str
     sequences: int
@@ -69,7 +75,8 @@ class DomainFigures:
 
 @dataclass(frozen=True, slots=True)
 class DegradedDomain:
-    """A domain whose figure rises by more than `TIMES` the mean of the others, beyond the error of both."""
+    """A domain whose figure rises by more than `TIMES` the mean of the others, beyond the error of
+    both."""
 
     domain: str
     measure: str  # a key of `MEASURES`
@@ -80,7 +87,8 @@ class DegradedDomain:
     def sentence(self) -> str:
         verb = "rises by" if self.measure == "loss" else "is"
         return (
-            f"The domain {self.domain} is degraded: its {MEASURES[self.measure]} {verb} {self.change:.3g} nats per "
+            f"The domain {self.domain} is degraded: its {MEASURES[self.measure]} {verb} "
+            f"{self.change:.3g} nats per "
             f"token, more than {TIMES:g} times the mean of the other domains, {self.others:.3g}."
         )
 
@@ -111,8 +119,10 @@ def heldout_blocks(divergence: DomainDivergence) -> list[Block]:
     loss, rise, kl, flips = overall_words(divergence.overall)
     blocks: list[Block] = [
         Text(
-            f"Held-out text ({divergence.overall.sequences:,} sequences): loss of the base and of the output {loss} "
-            f"({rise}) nats per token, KL from the base {kl}, another greedy token at {flips} of positions "
+            f"Held-out text ({divergence.overall.sequences:,} sequences): loss of the base and of "
+            f"the output {loss} "
+            f"({rise}) nats per token, KL from the base {kl}, another greedy token at {flips} of "
+            "positions "
             "(±: 95% interval)"
         )
     ]
@@ -124,7 +134,8 @@ def heldout_blocks(divergence: DomainDivergence) -> list[Block]:
 
 
 def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
-    """Return both losses, their difference, KL and flips, with 95% intervals by Student's t over sequences."""
+    """Return both losses, their difference, KL and flips, with 95% intervals by Student's t over
+    sequences."""
     import scipy  # which loads NumPy, and every command's help comes past here
 
     width = -float(scipy.special.stdtrit(row.sequences - 1, 0.025))
@@ -138,7 +149,8 @@ def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
 
 
 def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
-    """Return the degraded domains, a table of all domains, and a table for each set of stop tokens."""
+    """Return the degraded domains, a table of all domains, and a table for each set of stop
+    tokens."""
     degraded = {domain.domain for domain in divergence.degraded}
     rows = []
     for row in divergence.rows:
@@ -166,7 +178,9 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
         ends = []
         for row in divergence.rows:
             figures = row.stop_tokens[index]
-            ends.append((row.domain, f"{figures.count:,}", *_both(figures.here), *_both(figures.elsewhere)))
+            ends.append(
+                (row.domain, f"{figures.count:,}", *_both(figures.here), *_both(figures.elsewhere))
+            )
         caption = f"Probability of the token that ends {stop_tokens.name}"
         blocks.append(Table(caption, END_COLUMNS, ends, {"domain"}, ("ends",), ruled))
     return [*blocks, Text(legend)]

@@ -1,12 +1,13 @@
-"""How answers end: by themselves or not, in a loop, with thinking or a tool call left open; and how they repeat.
+"""How answers end: by themselves or not, in a loop, with thinking or a tool call left open; and how
+they repeat.
 
-Loop: an answer loops if its last tokens are one sequence of at most `PERIOD` tokens, at least `TIMES` times over and
-`LEAST` tokens in all; or if of the 4-grams of its last `WINDOW` tokens less than `DISTINCT` are different ones, where
-there are at least `LEAST_WINDOW`. The first is how Holtzman et al. (ICLR 2020, arXiv:1904.09751) recognise a text that
-is stuck: it ends in a phrase that is repeated. The second is seq-rep-4 of Welleck et al. (ICLR 2020, arXiv:1908.04319)
-above 1 - `DISTINCT`, which finds loops that count or vary; they report 0.006 for people's text and up to 0.44 for
-greedy text of GPT-2. The end token is no part of an answer here.
-"""
+Loop: an answer loops if its last tokens are one sequence of at most `PERIOD` tokens, at least
+`TIMES` times over and `LEAST` tokens in all; or if of the 4-grams of its last `WINDOW` tokens less
+than `DISTINCT` are different ones, where there are at least `LEAST_WINDOW`. The first is how
+Holtzman et al. (ICLR 2020, arXiv:1904.09751) recognise a text that is stuck: it ends in a phrase
+that is repeated. The second is seq-rep-4 of Welleck et al. (ICLR 2020, arXiv:1908.04319) above 1 -
+`DISTINCT`, which finds loops that count or vary; they report 0.006 for people's text and up to 0.44
+for greedy text of GPT-2. The end token is no part of an answer here."""
 
 import json
 import re
@@ -32,7 +33,8 @@ FENCE = re.compile(r"^```json\s*\n(.*?)(^```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
-    """Return the index of the token at which an answer's final loop begins; None without one. [S] -> index."""
+    """Return the index of the token at which an answer's final loop begins; None without one. [S]
+    -> index."""
     count = len(tokens)
     for period in range(1, min(PERIOD, count // TIMES) + 1):
         alike = period
@@ -44,7 +46,8 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
-    """Return the share of 4-grams that occurred before: 1 - different / all, 0 for fewer than two (seq-rep-4)."""
+    """Return the share of 4-grams that occurred before: 1 - different / all, 0 for fewer than two
+    (seq-rep-4)."""
     grams = list(zip(*(tokens[begin:] for begin in range(GRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -87,14 +90,18 @@ class Ending:
 
     ended: bool
     looped: bool
-    loop_start: int | None  # place in the answer's text at which the loop begins, where it is an exact one
+    # place in the answer's text at which the loop begins, where it is an exact one
+    loop_start: int | None
     tokens: int
     repeated: float  # share of its 4-grams that were there before
     open_thinking: bool | None = None  # None where the template knows no thinking
-    broken_calls: bool | None = None  # a tool call or JSON that is not closed or no JSON; None without a template
+    # a tool call or JSON that is not closed or no JSON; None without a template
+    broken_calls: bool | None = None
 
 
-def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = "") -> Ending:
+def ending_of(
+    answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = ""
+) -> Ending:
     """Measure an answer; `before` is its prompt's text, which may open the thinking.
 
     A server's answer without tokens is tokenised anew.
@@ -110,7 +117,9 @@ def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, 
     last = tokens[-WINDOW:]
     varied = len(last) >= LEAST_WINDOW and repeated_share(last) > 1 - DISTINCT
     whole = before + answer.text
-    thinking = any(whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking)
+    thinking = any(
+        whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking
+    )
     return Ending(
         ended=answer.ended == "end",
         looped=start is not None or varied,
@@ -118,7 +127,9 @@ def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, 
         tokens=len(tokens),
         repeated=repeated_share(tokens),
         open_thinking=thinking if markers.thinking else None,
-        broken_calls=broken(answer.text, markers, prompt.tools) if markers.calls or markers.has_tools else None,
+        broken_calls=broken(answer.text, markers, prompt.tools)
+        if markers.calls or markers.has_tools
+        else None,
     )
 
 
@@ -129,13 +140,16 @@ def endings_of(
     markers = Markers.of(tokenizer)
     endings = []
     for (prompt, _), answer in zip(requests, answers, strict=True):
-        before = str(tokenizer.decode(tokens_of(prompt, tokenizer, chat))) if markers.thinking else ""
+        before = (
+            str(tokenizer.decode(tokens_of(prompt, tokenizer, chat))) if markers.thinking else ""
+        )
         endings.append(ending_of(answer, prompt, markers, tokenizer, before))
     return endings
 
 
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:
-    """Return True if a tool call is not closed, or it, or a block of JSON, begins like JSON and is none."""
+    """Return True if a tool call is not closed, or it, or a block of JSON, begins like JSON and is
+    none."""
     contents = []
     for opening, closing in markers.calls:
         for call in text.split(opening)[1:]:
@@ -173,7 +187,8 @@ NUMBERS = ("repeated 4-grams", "tokens")  # the measures that are no yes or no
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One measure of both models' answers; a rise is the smaller model's less the base's, worse is positive."""
+    """One measure of both models' answers; a rise is the smaller model's less the base's, worse is
+    positive."""
 
     measure: str
     domain: str  # or ALL
@@ -188,8 +203,11 @@ class Rate:
     mcnemar: float | None  # exact two-sided p; None of measures that are no yes or no
 
 
-def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
-    """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's rise.
+def pair_endings(
+    name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL
+) -> PairedItems | None:
+    """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's
+    rise.
 
     None if an answer lacks it.
     """
@@ -209,7 +227,8 @@ def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], d
 
 
 def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedItems:
-    """Pair lengths by prompt and seed, in units of the base's mean: the drop is the relative rise of the mean length.
+    """Pair lengths by prompt and seed, in units of the base's mean: the drop is the relative rise
+    of the mean length.
 
     An answer without a token counts as one token.
     """

@@ -14,12 +14,16 @@ from compressor.formatting import joined
 from compressor.options import one_or_several, separated
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
-MAX_LENGTH_CHANGE = 0.1  # default where prompts are named, no other limit is larger, and none is given
+# default where prompts are named, no other limit is larger, and none is given
+MAX_LENGTH_CHANGE = 0.1
 LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
-DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
-DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
+# those of Zhang et al. 2024, arXiv:2407.09590
+DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")
+DEMO_TASKS = tuple(
+    f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts")
+)
 
 Limits = dict[str, tuple[str, float]]  # by measure: the option, and the rise that it allows
 
@@ -28,14 +32,15 @@ class BehaviourOptions(AnswerOptions):
     """Text, prompts and answers on which the behaviour of two models is compared."""
 
     text: tuple[str, ...] = ()
-    """Text that both models read, as SOURCE or SOURCE=DOMAIN. Loss, KL and flips of each domain. May be repeated."""
+    """Text that both models read, as SOURCE or SOURCE=DOMAIN. Loss, KL and flips of each domain.
+    May be repeated."""
     text_samples: int = Field(64, ge=1)
     """Sequences of each text, at most."""
     text_length: int = Field(512, ge=2)
     """Tokens of such a sequence."""
     answers: tuple[str, ...] = ()
-    """Answers of the base that both models read: JSONL with prompt and answer, or with messages, as FILE or
-    FILE=DOMAIN. May be repeated."""
+    """Answers of the base that both models read: JSONL with prompt and answer, or with messages, as
+    FILE or FILE=DOMAIN. May be repeated."""
     teacher_forced: bool = False
     """Only the base answers the prompts, and both models read its answers."""
 
@@ -64,7 +69,9 @@ class BehaviourOptions(AnswerOptions):
     def check(self) -> None:
         super().check()
         if self.teacher_forced and not self.prompts:
-            raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
+            raise CompressionError(
+                "--teacher-forced is of answers to prompts; name --prompts, or give --answers"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,8 @@ class Expectation:
         tolerance = tolerances[0] if tolerances else None
         if not (task.strip() and math.isfinite(value) and 0 <= (tolerance or 0) < math.inf):
             raise CompressionError(
-                f"--expect {text!r} should be task=score or task=score±tolerance, such as gsm8k=0.78±0.02"
+                f"--expect {text!r} should be task=score or task=score±tolerance, such as "
+                "gsm8k=0.78±0.02"
             )
         return cls(task.strip(), score.strip(), value, tolerance)
 
@@ -96,16 +104,18 @@ class GateOptions(BehaviourOptions, TaskOptions):
     """Conditions that an output has to meet before it is put in place."""
 
     baseline: Path | None = None
-    """Compare with the base's answers in this file of --save-baseline. Tasks and settings default to the file's."""
+    """Compare with the base's answers in this file of --save-baseline. Tasks and settings default
+    to the file's."""
     expect: tuple[str, ...] = ()
-    """Score that the base should have, such as gsm8k=0.78±0.02; another one is anomalous. May be repeated."""
+    """Score that the base should have, such as gsm8k=0.78±0.02; another one is anomalous. May be
+    repeated."""
     max_loop_rise: float | None = Field(None, ge=0, le=1)
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
     """The same of answers that do not end by themselves (default: as of loops)."""
     max_length_change: float | None = Field(None, gt=0)
-    """Relative change of the mean length of answers that passes, up or down (default with prompts: 0.1, or the largest
-    limit of loops and missed ends)."""
+    """Relative change of the mean length of answers that passes, up or down (default with prompts:
+    0.1, or the largest limit of loops and missed ends)."""
     max_flips: float | None = Field(None, gt=0, le=1)
     """Share of tokens with another argmax than the base's that passes, in each domain."""
     max_loss_rise: float | None = Field(None, gt=0)
@@ -131,7 +141,9 @@ class GateOptions(BehaviourOptions, TaskOptions):
         for task in self.expectations:
             if has_tasks and task not in self.tasks:
                 asked = f"asked are {joined(self.tasks)}" if self.tasks else "no task is asked"
-                raise CompressionError(f"--expect names the task {task!r}, which is not asked; {asked}")
+                raise CompressionError(
+                    f"--expect names the task {task!r}, which is not asked; {asked}"
+                )
         if not (self.tasks or self.prompts or self.text or self.answers or self.baseline):
             raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
         return self
@@ -179,7 +191,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
         super().check()
         if self.baseline is not None and (self.prompts or self.reads):
             raise CompressionError(
-                "--baseline has the base's answers to tasks alone; leave out --prompts, --text and --answers, or name "
+                "--baseline has the base's answers to tasks alone; leave out --prompts, --text "
+                "and --answers, or name "
                 "the base instead"
             )
         names = ("max_loop_rise", "max_missed_rise", "max_length_change")
@@ -189,7 +202,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
             raise CompressionError(f"{joined(given)} judge answers of both models; {remedy}")
         if bool(self.divergence_limits) != self.reads:
             raise CompressionError(
-                "--text and --answers are judged by --max-flips or --max-loss-rise; give one of each"
+                "--text and --answers are judged by --max-flips or --max-loss-rise; give one of "
+                "each"
             )
 
     def counted(self, verdict: str) -> str:

@@ -1,8 +1,9 @@
-"""Results that any tool has recorded of two models, paired by item and judged: no model is loaded, nor torch.
+"""Results that any tool has recorded of two models, paired by item and judged: no model is loaded,
+nor torch.
 
-Forms: lm-eval's samples, EvalPlus's results, inspect's logs, and CSV. Of several answers to an item the mean counts. An
-answer that one model lacks is the worst for the smaller model in a condition of its own.
-"""
+Forms: lm-eval's samples, EvalPlus's results, inspect's logs, and CSV. Of several answers to an item
+the mean counts. An answer that one model lacks is the worst for the smaller model in a condition of
+its own."""
 
 import csv
 import hashlib
@@ -36,22 +37,47 @@ MOST_UNPAIRED = 0.05  # share of all items that only one model may have answered
 MOST_BYTES = 2**32  # that the members of an archive may unpack to
 NAMED = 20  # items without an answer that a sentence names
 ZSTANDARD = 93  # zipfile's number of it, which Python reads from 3.14 on
-PATTERNS = ("samples_*.jsonl", "*.eval", "*eval_results.json", "*.csv", "*.json")  # of files in a folder
+# of files in a folder
+PATTERNS = ("samples_*.jsonl", "*.eval", "*eval_results.json", "*.csv", "*.json")
 KNOWN = (
-    "name lm-eval's samples_*.jsonl (of --log_samples), EvalPlus's *eval_results.json, inspect's .eval or JSON log, or "
+    "name lm-eval's samples_*.jsonl (of --log_samples), EvalPlus's *eval_results.json, inspect's "
+    ".eval or JSON log, or "
     "CSV with the columns item and score"
 )
-LIKELIHOODS = {"perplexity", "weighted_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"}
+LIKELIHOODS = {
+    "perplexity",
+    "weighted_perplexity",
+    "word_perplexity",
+    "byte_perplexity",
+    "bits_per_byte",
+}
 LOWER_IS_BETTER = ("brier_score", "ter")  # of lm-eval's metrics, where no results_*.json tells
 TASK_SETTINGS = ("generation_kwargs", "filter_list", "repeats", "target_delimiter", "doc_to_choice")
 RUN_SETTINGS = ("chat_template_sha", "system_instruction_sha", "fewshot_as_multiturn")
-SAMPLING = ("system_message", "temperature", "top_p", "top_k", "max_tokens", "stop_seqs", "reasoning_effort")
+SAMPLING = (
+    "system_message",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "stop_seqs",
+    "reasoning_effort",
+)
 LIMITS = ("epochs", "message_limit", "token_limit")
 CUT = ("max_tokens", "model_length")  # inspect's reasons to stop
 UNNAMED = "items"  # a task whose file does not name it
 NOT_HELD = "not held"  # among settings: what a file does not tell of how a model was asked
 UNANSWERED = "items without an answer"  # of which some have one of another epoch
-WORDS = {"c": 1.0, "p": 0.5, "i": 0.0, "n": 0.0, "pass": 1.0, "fail": 0.0, "timeout": 0.0, "error": 0.0}
+WORDS = {
+    "c": 1.0,
+    "p": 0.5,
+    "i": 0.0,
+    "n": 0.0,
+    "pass": 1.0,
+    "fail": 0.0,
+    "timeout": 0.0,
+    "error": 0.0,
+}
 WORDS |= {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
 
 Settings = dict[str, Any]  # under which a model was evaluated, as far as they are recorded
@@ -146,14 +172,18 @@ class EvalPlusSample:
 
 
 def gate_results(
-    base: Path, compressed: Path, options: GateOptions, tasks: Sequence[str] = (), metric: str | None = None
+    base: Path,
+    compressed: Path,
+    options: GateOptions,
+    tasks: Sequence[str] = (),
+    metric: str | None = None,
 ) -> GateResult:
     """Judge two models by results in files or folders: all, or those on some tasks.
 
     `metric` names another than the first, or a scorer.
 
-    Raises `CompressionError` for files of no known form, and where items, prompts or settings are not the same.
-    """
+    Raises `CompressionError` for files of no known form, and where items, prompts or settings are
+    not the same."""
     before, settings = read_results(base, tasks, metric)
     after, other_settings = read_results(compressed, tasks, metric)
     unheld = sorted(settings.pop(NOT_HELD) | other_settings.pop(NOT_HELD))
@@ -162,7 +192,8 @@ def gate_results(
         other = other_settings.get(name, value)
         if other != value:
             raise CompressionError(
-                f"{name} is {value} in {base} and {other} in {compressed}; evaluate both models alike"
+                f"{name} is {value} in {base} and {other} in {compressed}; evaluate both models "
+                "alike"
             )
     pairs = dict[Key, tuple[ItemScores, ItemScores]]()
     worst = dict[Key, tuple[ItemScores, ItemScores]]()
@@ -180,12 +211,16 @@ def gate_results(
     paired = sum(len(scores.items) for scores, _ in pairs.values())
     lacking = _find_unanswered([(base, before), (compressed, after)], paired)
     rows, pooled = _judge(pairs, options)
-    conditions = _worst_conditions(_judge(worst, options), rows, pooled, lacking) if any(lacking) else ()
+    conditions = (
+        _worst_conditions(_judge(worst, options), rows, pooled, lacking) if any(lacking) else ()
+    )
     anomalies = find_anomalies(rows, [first for first, _ in pairs.values()], {}, {})
     notes = [f"Not compared, since the files do not hold it: {joined(unheld)}."] if unheld else []
     if neither:
         more = f" and {len(neither) - NAMED:,} more" if len(neither) > NAMED else ""
-        notes.append(f"Left out, since neither model has an answer: {', '.join(neither[:NAMED])}{more}.")
+        notes.append(
+            f"Left out, since neither model has an answer: {', '.join(neither[:NAMED])}{more}."
+        )
     return GateResult(
         verdict=overall([*rows, *([] if pooled is None else [pooled])], conditions, anomalies),
         base=str(base),
@@ -195,7 +230,10 @@ def gate_results(
         confidence=options.confidence,
         pooled=pooled,
         tasks=rows,
-        options={"paired": paired, "unanswered": dict(zip(("base", "compressed"), lacking, strict=True))},
+        options={
+            "paired": paired,
+            "unanswered": dict(zip(("base", "compressed"), lacking, strict=True)),
+        },
         versions=versions(("moe-compressor",)),
         conditions=conditions,
         anomalies=anomalies,
@@ -204,7 +242,8 @@ def gate_results(
 
 
 def _judge(pairs: Pairs, options: GateOptions) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
-    """Judge tasks and their pool, in which a problem of EvalPlus counts once, by all of its tests."""
+    """Judge tasks and their pool, in which a problem of EvalPlus counts once, by all of its
+    tests."""
     margins = options.max_drop, options.task_drop, options.confidence
     pool = [pair for (task, *more), pair in pairs.items() if (f"{task}+", *more) not in pairs]
     base, compressed = zip(*pairs.values(), strict=True)
@@ -225,8 +264,11 @@ def _means(answers: Answers, ids: Iterable[str]) -> tuple[AnsweredItem, ...]:
     return tuple(items)
 
 
-def worst_case(base: Answers, compressed: Answers) -> tuple[tuple[AnsweredItem, ...], tuple[AnsweredItem, ...]]:
-    """Return all items of a task, with the best score where the base and the worst where the other lacks an answer.
+def worst_case(
+    base: Answers, compressed: Answers
+) -> tuple[tuple[AnsweredItem, ...], tuple[AnsweredItem, ...]]:
+    """Return all items of a task, with the best score where the base and the worst where the other
+    lacks an answer.
 
     Scores range from 0 to 1, or as far as the known ones do.
     """
@@ -251,8 +293,11 @@ def _worst_conditions(
     pooled: TaskGate | None,
     lacking: tuple[Sequence[str], Sequence[str]],
 ) -> tuple[GateCondition, ...]:
-    """Return the drops that decide with every missing answer at its worst; nothing is the worst of a likelihood."""
-    known = {(row.task, row.metric): (row.items, row.drop) for row in [*rows, *filter(None, [pooled])]}
+    """Return the drops that decide with every missing answer at its worst; nothing is the worst of
+    a likelihood."""
+    known = {
+        (row.task, row.metric): (row.items, row.drop) for row in [*rows, *filter(None, [pooled])]
+    }
     named = []
     for model, names in zip(("base", "compressed model"), lacking, strict=True):
         more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
@@ -286,13 +331,15 @@ def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
     contents = base.differing(compressed, "content")
     if contents:
         raise CompressionError(
-            f"{where}: {contents:,} items of the same name differ, so these are results of two benchmarks, or of two "
+            f"{where}: {contents:,} items of the same name differ, so these are results of two "
+            "benchmarks, or of two "
             "versions of one; evaluate both models on the same"
         )
     prompts = base.differing(compressed, "prompt")
     if prompts:
         raise CompressionError(
-            f"{where}: {prompts:,} items were asked by other prompts; evaluate both models with the same chat "
+            f"{where}: {prompts:,} items were asked by other prompts; evaluate both models with "
+            "the same chat "
             "template, few-shot examples and instructions"
         )
 
@@ -311,11 +358,16 @@ def _find_unanswered(
         parts.append(f"{total - paired:,} of {total:,} items of {path}, {tasks_named},")
         for key, answers in others.items():
             known = tasks.get(key, {})
-            names += [f"{key[0]} {name}" for name in answers if len(answers[name]) > len(known.get(name, ()))]
+            names += [
+                f"{key[0]} {name}"
+                for name in answers
+                if len(answers[name]) > len(known.get(name, ()))
+            ]
     message = f"{joined(parts)} have no partner in the other results"
     if lone > MOST_UNPAIRED * (lone + paired):
         raise CompressionError(
-            f"{message}, more than {MOST_UNPAIRED:.0%} of all; evaluate both models on the same items, or name the "
+            f"{message}, more than {MOST_UNPAIRED:.0%} of all; evaluate both models on the same "
+            "items, or name the "
             "tasks to compare as --tasks"
         )
     if lone:
@@ -323,8 +375,11 @@ def _find_unanswered(
     return lacking
 
 
-def read_results(path: Path, wanted: Sequence[str], metric: str | None) -> tuple[dict[Key, Answers], Settings]:
-    """Return the answers in a file or folder, to all tasks or those that are wanted, and the settings."""
+def read_results(
+    path: Path, wanted: Sequence[str], metric: str | None
+) -> tuple[dict[Key, Answers], Settings]:
+    """Return the answers in a file or folder, to all tasks or those that are wanted, and the
+    settings."""
     files = [path]
     if path.is_dir():
         files = next(filter(None, (sorted(path.rglob(pattern)) for pattern in PATTERNS)), [])
@@ -352,12 +407,17 @@ def read_results(path: Path, wanted: Sequence[str], metric: str | None) -> tuple
     for task in wanted or tasks[:1] or ["any task"]:
         if task not in tasks:
             raise CompressionError(
-                f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; evaluate it again"
+                f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; evaluate it "
+                "again"
             )
-    return {key: answers for key, answers in results.items() if key[0] in (wanted or tasks)}, settings
+    return {
+        key: answers for key, answers in results.items() if key[0] in (wanted or tasks)
+    }, settings
 
 
-def _answers(file: Path, wanted: Sequence[str], metric: str | None, settings: Settings) -> Iterable[Answer]:
+def _answers(
+    file: Path, wanted: Sequence[str], metric: str | None, settings: Settings
+) -> Iterable[Answer]:
     """Yield the answers in a file, and add its settings."""
     if file.suffix == ".jsonl":
         return _read_samples(file, wanted, metric, settings)
@@ -367,7 +427,9 @@ def _answers(file: Path, wanted: Sequence[str], metric: str | None, settings: Se
         return _read_inspect(_unpack(file), file, metric, settings)
     content = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(content, dict) and isinstance(content.get("samples"), list):
-        samples = ((f"samples[{number}]", sample) for number, sample in enumerate(content["samples"]))
+        samples = (
+            (f"samples[{number}]", sample) for number, sample in enumerate(content["samples"])
+        )
         return _read_inspect(iter([("log", content), *samples]), file, metric, settings)
     if isinstance(content, dict) and "eval" in content and "status" not in content:
         return _read_evalplus(content, file, settings)
@@ -380,15 +442,20 @@ def _unpack(file: Path) -> Iterator[tuple[str, Any]]:
     with zipfile.ZipFile(file) as archive:
         members = {member.filename: member for member in archive.infolist()}
     if "header.json" not in members:
-        raise CompressionError(f"{file} has no header.json, so its evaluation has not ended; try inspect eval-retry")
+        raise CompressionError(
+            f"{file} has no header.json, so its evaluation has not ended; try inspect eval-retry"
+        )
     names = ["header.json", *sorted(name for name in members if name.startswith("samples/"))]
     nbytes = sum(members[name].file_size for name in names)
     if nbytes > MOST_BYTES:
         raise CompressionError(
-            f"{file} unpacks to {human_bytes(nbytes)}, more than the {human_bytes(MOST_BYTES)} that are read; write "
+            f"{file} unpacks to {human_bytes(nbytes)}, more than the {human_bytes(MOST_BYTES)} "
+            "that are read; write "
             "its scores as CSV with the columns item and score"
         )
-    if sys.version_info < (3, 14) and any(members[name].compress_type == ZSTANDARD for name in names):
+    if sys.version_info < (3, 14) and any(
+        members[name].compress_type == ZSTANDARD for name in names
+    ):
         require("backports.zstd")
         from backports.zstd.zipfile import ZipFile
 
@@ -408,7 +475,8 @@ def _score(value: Any, where: str) -> float:
     """Return a number, or a word for right or wrong, as a score."""
     if isinstance(value, dict):
         raise CompressionError(
-            f"{where}: the score has the parts {joined(list(map(str, value)))}; name one as --metric SCORER.PART"
+            f"{where}: the score has the parts {joined(list(map(str, value)))}; name one as "
+            "--metric SCORER.PART"
         )
     text = str(value).strip()
     try:
@@ -419,14 +487,21 @@ def _score(value: Any, where: str) -> float:
             f"{where}: the score is {text[:80]!r}, no number; if the file was cut, copy it again"
         ) from None
     if math.isnan(score):
-        raise CompressionError(f"{where}: the answer is unscored, its score is NaN; score it, or name another --metric")
+        raise CompressionError(
+            f"{where}: the answer is unscored, its score is NaN; score it, or name another --metric"
+        )
     if math.isinf(score):
-        raise CompressionError(f"{where}: the score is {text[:80]}, which is not finite; evaluate the model again")
+        raise CompressionError(
+            f"{where}: the score is {text[:80]}, which is not finite; evaluate the model again"
+        )
     return score
 
 
-def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, settings: Settings) -> Iterator[Answer]:
-    """Yield lm-eval's samples of a task; those of a group are one task, unless its parts are wanted."""
+def _read_samples(
+    file: Path, wanted: Sequence[str], metric: str | None, settings: Settings
+) -> Iterator[Answer]:
+    """Yield lm-eval's samples of a task; those of a group are one task, unless its parts are
+    wanted."""
     rows = _json_lines(file)
     # samples_TASK_TIME.jsonl, and of the same time results_TIME.json
     part, _, date = file.stem.removeprefix("samples_").rpartition("_")
@@ -434,7 +509,10 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
     run = json_object(summary)
 
     def section(name: str) -> Mapping[str, Any]:
-        return value_as(run.get(name, {}), Mapping[str, Any], f"{summary}: {name}")  # type: ignore[no-any-return]
+        value: Mapping[str, Any] = value_as(
+            run.get(name, {}), Mapping[str, Any], f"{summary}: {name}"
+        )
+        return value
 
     parents = dict[str, str]()
     for group, members in section("group_subtasks").items():
@@ -442,7 +520,9 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
     names = [part or UNNAMED]
     while names[-1] in parents:
         if parents[names[-1]] in names:
-            raise CompressionError(f"{summary}: group_subtasks of {names[-1]} is a circle; evaluate the model again")
+            raise CompressionError(
+                f"{summary}: group_subtasks of {names[-1]} is a circle; evaluate the model again"
+            )
         names.append(parents[names[-1]])
     task = next((name for name in names if name in wanted), names[-1])
 
@@ -464,15 +544,23 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
     count = of_part("n-samples", {}).get("effective", 1)
     if len(rows) < count:
         raise CompressionError(
-            f"{file} has {len(rows):,} of {count:,} items with the filter {chosen_filter}; copy it again if it was "
+            f"{file} has {len(rows):,} of {count:,} items with the filter {chosen_filter}; copy "
+            "it again if it was "
             "cut, or name another --metric"
         )
-    aggregations = {str(entry["metric"]): str(entry.get("aggregation")) for entry in config.get("metric_list") or ()}
+    aggregations = {
+        str(entry["metric"]): str(entry.get("aggregation"))
+        for entry in config.get("metric_list") or ()
+    }
     # old samples do not list their metrics
     recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
-    name, kind = _choose_metric(file, rows, [name] if name else [*aggregations, *recorded], aggregations)
+    name, kind = _choose_metric(
+        file, rows, [name] if name else [*aggregations, *recorded], aggregations
+    )
     sign = 1
-    if kind == "score" and not of_part("higher_is_better", {}).get(name, name not in LOWER_IS_BETTER):
+    if kind == "score" and not of_part("higher_is_better", {}).get(
+        name, name not in LOWER_IS_BETTER
+    ):
         sign = -1
     for row in rows:
         number = str(row["doc_id"])
@@ -485,12 +573,17 @@ def _read_samples(file: Path, wanted: Sequence[str], metric: str | None, setting
         if not row.get("arguments"):
             settings[NOT_HELD].add("choices and settings of generation (lm-eval's arguments)")
         name_of_item = number if task == part else f"{part}/{number}"
-        item = AnsweredItem(name_of_item, score, _score(weight, where), content, _hash(prompt) if prompt else "")
+        item = AnsweredItem(
+            name_of_item, score, _score(weight, where), content, _hash(prompt) if prompt else ""
+        )
         yield Answer(task, f"negated {name}" if sign < 0 else name, item, kind)
 
 
 def _choose_metric(
-    file: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], aggregations: Mapping[str, str]
+    file: Path,
+    rows: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    aggregations: Mapping[str, str],
 ) -> tuple[str, Kind]:
     """Return the first metric with a number for each item, and its kind."""
     for name in names:
@@ -501,7 +594,9 @@ def _choose_metric(
         pairs = all(isinstance(value, list) and len(value) == 2 for value in values)
         if numbers or (pairs and is_perplexity):
             return name, "likelihood" if is_perplexity else "score"
-    raise CompressionError(f"{file} has no number for each item under {joined(names)}; name another --metric")
+    raise CompressionError(
+        f"{file} has no number for each item under {joined(names)}; name another --metric"
+    )
 
 
 def _json_lines(file: Path) -> list[Mapping[str, Any]]:
@@ -513,10 +608,13 @@ def _json_lines(file: Path) -> list[Mapping[str, Any]]:
                 row = value_as(json.loads(line), Mapping[str, Any], where)
             except (ValueError, RecursionError) as error:
                 raise CompressionError(
-                    f"{where} is no whole JSON ({error}); copy it again if it was cut, or evaluate the model again"
+                    f"{where} is no whole JSON ({error}); copy it again if it was cut, or "
+                    "evaluate the model again"
                 ) from error
             if not {"doc_id", "filter"} <= row.keys():
-                raise CompressionError(f"{where} has no filter or doc_id; evaluate the model again with --log_samples")
+                raise CompressionError(
+                    f"{where} has no filter or doc_id; evaluate the model again with --log_samples"
+                )
             rows.append(row)
     if not rows:
         raise CompressionError(f"{file} is empty; evaluate the model again")
@@ -524,7 +622,8 @@ def _json_lines(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _read_evalplus(content: Mapping[str, Any], file: Path, settings: Settings) -> Iterator[Answer]:
-    """Yield EvalPlus's results: of the base tests, and under a name with a plus of these and all others."""
+    """Yield EvalPlus's results: of the base tests, and under a name with a plus of these and all
+    others."""
     settings["hash of the problems"] = content.get("hash")
     settings[NOT_HELD].add("prompts and settings of generation")
     for problem, samples in value_as(content["eval"], Mapping[str, Any], f"{file}: eval").items():
@@ -537,28 +636,44 @@ def _read_evalplus(content: Mapping[str, Any], file: Path, settings: Settings) -
             score = _score(sample.base_status, where)
             yield Answer(name, "pass@1", AnsweredItem(problem, score))
             if sample.plus_status:
-                yield Answer(f"{name}+", "pass@1", AnsweredItem(problem, min(score, _score(sample.plus_status, where))))
+                yield Answer(
+                    f"{name}+",
+                    "pass@1",
+                    AnsweredItem(problem, min(score, _score(sample.plus_status, where))),
+                )
 
 
 def _read_inspect(
     parts: Iterator[tuple[str, Any]], file: Path, metric: str | None, settings: Settings
 ) -> Iterator[Answer]:
-    """Yield the samples in a log of inspect, after its header; its epochs are several answers to an item."""
+    """Yield the samples in a log of inspect, after its header; its epochs are several answers to an
+    item."""
     _, log = next(parts)
     log = value_as(log, Mapping[str, Any], f"{file}: header.json")
     status = log.get("status", "success")
     if status != "success":
-        raise CompressionError(f"{file} is of an evaluation with the status {status}; finish it by inspect eval-retry")
+        raise CompressionError(
+            f"{file} is of an evaluation with the status {status}; finish it by inspect eval-retry"
+        )
 
     def section(above: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        return value_as(above.get(name) or {}, Mapping[str, Any], f"{file}: {name}")  # type: ignore[no-any-return]
+        value: Mapping[str, Any] = value_as(
+            above.get(name) or {}, Mapping[str, Any], f"{file}: {name}"
+        )
+        return value
 
     evaluation = section(log, "eval")
     task = str(evaluation.get("task", UNNAMED))
     if evaluation:
-        config = {**section(evaluation, "model_generate_config"), **section(section(log, "plan"), "config")}
+        config = {
+            **section(evaluation, "model_generate_config"),
+            **section(section(log, "plan"), "config"),
+        }
         stated = {name: config.get(name) for name in SAMPLING}
-        stated |= {"version": evaluation.get("task_version"), "task_args": evaluation.get("task_args")}
+        stated |= {
+            "version": evaluation.get("task_version"),
+            "task_args": evaluation.get("task_args"),
+        }
         stated |= {name: section(evaluation, "config").get(name) for name in LIMITS}
         settings |= {f"{name} of {task}": value for name, value in stated.items()}
     settings[NOT_HELD].add("the chat template")
@@ -568,7 +683,9 @@ def _read_inspect(
     scorer, part = (metric, "") if metric in scorers else metric.rpartition(".")[::2]
     if scorer not in scorers:
         known = joined(scorers) or "none"
-        raise CompressionError(f"{file} has no scorer {metric!r}, only {known}; name one as --metric")
+        raise CompressionError(
+            f"{file} has no scorer {metric!r}, only {known}; name one as --metric"
+        )
     for name, sample in samples:
         where = f"{file}: {name}, scorer {scorer}"
         scores = sample.scores or {}
@@ -581,12 +698,18 @@ def _read_inspect(
             if part:
                 parts_of = section({scorer: value}, scorer)
                 if part not in parts_of:
-                    raise CompressionError(f"{where}: the score has no part {part!r}, only {joined([*parts_of])}")
+                    raise CompressionError(
+                        f"{where}: the score has no part {part!r}, only {joined([*parts_of])}"
+                    )
                 value = parts_of[part]
             score = _score(math.nan if value is None else value, where)
         if not sample.prompt:
             settings[NOT_HELD].add("prompts")
-        yield Answer(task, metric, AnsweredItem(str(sample.id), score, 1.0, sample.content, sample.prompt, sample.cut))
+        yield Answer(
+            task,
+            metric,
+            AnsweredItem(str(sample.id), score, 1.0, sample.content, sample.prompt, sample.cut),
+        )
 
 
 def _read_csv(file: Path, settings: Settings) -> Iterator[Answer]:
@@ -595,12 +718,18 @@ def _read_csv(file: Path, settings: Settings) -> Iterator[Answer]:
         reader = csv.DictReader(stream, skipinitialspace=True)
         columns = [name.strip().lower() for name in reader.fieldnames or ()]
         if not {"item", "score"} <= {*columns}:
-            raise CompressionError(f"{file} begins with {joined(columns)}; its first line should name item and score")
+            raise CompressionError(
+                f"{file} begins with {joined(columns)}; its first line should name item and score"
+            )
         reader.fieldnames = columns
-        settings[NOT_HELD].add("settings" if "prompt" in columns else "prompts (a column prompt) and settings")
+        settings[NOT_HELD].add(
+            "settings" if "prompt" in columns else "prompts (a column prompt) and settings"
+        )
         for row in reader:
             score = 0.0 if row.get("error") else math.nan
             if row["score"] != "" and not row.get("error"):
                 score = _score(row["score"], f"{file}, line {reader.line_num}")
             prompt = _hash(row["prompt"]) if row.get("prompt") else ""
-            yield Answer(row.get("task") or UNNAMED, "score", AnsweredItem(row["item"], score, prompt=prompt))
+            yield Answer(
+                row.get("task") or UNNAMED, "score", AnsweredItem(row["item"], score, prompt=prompt)
+            )

@@ -59,14 +59,21 @@ NAMES_OF = ("base", "compressed model")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
 METHOD = (
-    "Both models answered the same items, and the differences were tested item by item (Miller, arXiv:2411.00640): "
-    "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A drop passes if its "
-    "upper confidence bound is within the drop allowed, fails if the lower bound is beyond it, and is inconclusive "
-    "otherwise. The items of all tasks that are answered right or wrong have to pass together; each of these tasks "
-    "has a drop of its own allowed, and only fails the gate beyond that, corrected for the number of tasks (Holm). "
+    "Both models answered the same items, and the differences were tested item by item (Miller, "
+    "arXiv:2411.00640): "
+    "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A "
+    "drop passes if its "
+    "upper confidence bound is within the drop allowed, fails if the lower bound is beyond it, "
+    "and is inconclusive "
+    "otherwise. The items of all tasks that are answered right or wrong have to pass together; "
+    "each of these tasks "
+    "has a drop of its own allowed, and only fails the gate beyond that, corrected for the number "
+    "of tasks (Holm). "
     "Perplexities and other scores have to pass by themselves.",
-    "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided bounds. Detectable: the "
-    f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: items answered worse and "
+    "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided "
+    "bounds. Detectable: the "
+    f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: "
+    "items answered worse and "
     "better than by the base.",
 )
 
@@ -88,7 +95,11 @@ def change(value: float, kind: Literal["score", "likelihood"]) -> str:
 
 def margin(row: TaskGate) -> str:
     """Return the drop allowed, of a perplexity in percent."""
-    return f"{100 * row.max_drop:g}% of perplexity" if row.kind == "likelihood" else f"{row.max_drop:g}"
+    return (
+        f"{100 * row.max_drop:g}% of perplexity"
+        if row.kind == "likelihood"
+        else f"{row.max_drop:g}"
+    )
 
 
 COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
@@ -105,21 +116,29 @@ COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
     "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
 }
 TEXTS = {"task", "metric", "verdict"}
-OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
+# columns, the least important first
+OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")
 
 
 def verdict_line(result: GateResult) -> str:
     """Return the verdict and its reasons as a sentence, and the tasks with anomalies in another."""
     tasks = joined([*dict.fromkeys(anomaly.task for anomaly in result.anomalies)])
     if tasks and overall(result.rows, result.conditions) == "pass":
-        return f"Inconclusive: ANOMALOUS scores on {tasks}, so that the pass they lead to shows nothing."
+        return (
+            f"Inconclusive: ANOMALOUS scores on {tasks}, so that the pass they lead to shows "
+            "nothing."
+        )
     anomalous = f" ANOMALOUS: scores on {tasks}." if tasks else ""
     passes = result.verdict == "pass"
     lost = "no more than" if passes else "more than"
     reasons = []
     for row in result.rows:
         if row.verdict == result.verdict and (row.decides or row.verdict == "fail"):
-            where = f"over all {counted(row.items, 'item')}" if row is result.pooled else f"on {row.task}"
+            where = (
+                f"over all {counted(row.items, 'item')}"
+                if row is result.pooled
+                else f"on {row.task}"
+            )
             reasons.append(f"{lost} {margin(row)} was lost {where}")
     than = "at most" if passes else "more than"
     for condition in result.conditions:
@@ -133,7 +152,8 @@ def verdict_line(result: GateResult) -> str:
 
 
 def advice(result: GateResult) -> list[str]:
-    """Return a sentence on each inconclusive row or condition that decides: the items that it would take."""
+    """Return a sentence on each inconclusive row or condition that decides: the items that it would
+    take."""
     sentences = []
     for task in result.rows:
         if task.decides and task.verdict == "inconclusive":
@@ -141,7 +161,9 @@ def advice(result: GateResult) -> list[str]:
     needs_items = bool(sentences)
     for condition in result.conditions:
         if condition.verdict == "inconclusive" and condition.advice:
-            sentences.append(f"{condition.name[0].upper()}{condition.name[1:]}: {condition.advice}.")
+            sentences.append(
+                f"{condition.name[0].upper()}{condition.name[1:]}: {condition.advice}."
+            )
     limit = result.options.get("limit")
     if needs_items and limit is not None:
         sentences.append(f"Raise --limit, which is {limit}, or leave it out; or name more tasks.")
@@ -155,11 +177,19 @@ def cut_sentences(tasks: Sequence[TaskGate]) -> list[str]:
     sentences = []
     for task in tasks:
         if task.cut is not None:
-            base, compressed = (f"{share:.1%} of the {name}'s" for share, name in zip(task.cut, NAMES_OF, strict=True))
+            base, compressed = (
+                f"{share:.1%} of the {name}'s"
+                for share, name in zip(task.cut, NAMES_OF, strict=True)
+            )
             cause = ""
             if max(task.cut) >= MANY_CUT:
-                cause = ", the likely cause of wrong ones; raise --max-gen-toks, or the limit of the tool that asked"
-            sentences.append(f"{task.task}: {base} and {compressed} answers reached the token limit{cause}.")
+                cause = (
+                    ", the likely cause of wrong ones; raise --max-gen-toks, or the limit of "
+                    "the tool that asked"
+                )
+            sentences.append(
+                f"{task.task}: {base} and {compressed} answers reached the token limit{cause}."
+            )
     return sentences
 
 
@@ -173,25 +203,38 @@ def asked_sentences(asked: Asked) -> list[str]:
 
 
 def power_blocks(power: "PowerAnalysis") -> list[Block]:
-    """Return a table of items, drops allowed and margins that the items can show; without tasks a sentence."""
+    """Return a table of items, drops allowed and margins that the items can show; without tasks a
+    sentence."""
     rows = [*power.tasks, *([] if power.pooled is None else [power.pooled])]
     forms = map(Text, asked_sentences(power.asked))
     if not rows:
-        text = "Margins that text can show of loss and flips depend on their variance, and are known from the bounds."
+        text = (
+            "Margins that text can show of loss and flips depend on their variance, and are "
+            "known from the bounds."
+        )
         return [Text(text)]
     cells = []
     for row in rows:
-        shown = ["-"] * len(power.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
+        shown = (
+            ["-"] * len(power.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
+        )
         cells.append((row.task, f"{row.items:,}", f"{row.max_drop:g}", *shown))
-    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in power.flips))
+    columns = (
+        "task",
+        "items",
+        "allowed",
+        *(f"shown at {flips:.0%} flips" for flips in power.flips),
+    )
     caption = f"What the gate can show, with confidence {100 * power.confidence:g}%"
     text = (
-        "Shown: the smallest drop allowed that a model passes which lost nothing and answers this share of items "
+        "Shown: the smallest drop allowed that a model passes which lost nothing and answers this "
+        "share of items "
         f"differently, at 0% for certain, else with probability {POWER:g}."
     )
     if power.pooled is not None:
         text += (
-            " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
+            " All together have to pass; a task alone only refuses a clear loss, of about the "
+            "drop allowed and the "
             "one shown."
         )
     return [*forms, Table(caption, columns, cells, ruled={len(power.tasks) - 1}), Text(text)]
@@ -205,7 +248,12 @@ def gate_blocks(result: GateResult) -> list[Block]:
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
     sentences = [anomaly.sentence for anomaly in result.anomalies]
-    sentences += [*cut_sentences(result.tasks), *advice(result), *result.notes, *asked_sentences(result.asked)]
+    sentences += [
+        *cut_sentences(result.tasks),
+        *advice(result),
+        *result.notes,
+        *asked_sentences(result.asked),
+    ]
     if sentences:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
@@ -215,9 +263,12 @@ def gate_blocks(result: GateResult) -> list[Block]:
     if rows or not result.conditions:
         confidence = f"{100 * result.confidence:g}%"
         caption = (
-            f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
+            f"{result.compressed} compared with {result.base}, bounds one-sided, each with "
+            f"confidence {confidence}"
         )
-        blocks.append(Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, {len(result.tasks) - 1}))
+        blocks.append(
+            Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, {len(result.tasks) - 1})
+        )
     for row in result.rows:
         if row.decides:
             sentence = "equivalent" if row.equivalent else "not shown to be equivalent"
@@ -275,7 +326,8 @@ def clear_error(folder: Path) -> None:
 
 
 def gate_page(result: GateResult) -> str:
-    """Return the result as Markdown; by its first line, which is not shown, a job finds its comment again."""
+    """Return the result as Markdown; by its first line, which is not shown, a job finds its comment
+    again."""
     models = one_line(f"{result.base}, {result.compressed}", None).replace(">", " ")
     page = markdown((Heading(f"Accuracy gate: {result.verdict}", level=1), *gate_blocks(result)))
     return f"<!-- {SUITE}: {models} -->\n{page}"
@@ -297,7 +349,9 @@ def _suite(name: str, counts: Mapping[str, Any]) -> tuple[Xml.Element, Xml.Eleme
 
 
 def _add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
-    element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+    element = Xml.SubElement(
+        parent, tag, {name: readable(value) for name, value in attributes.items()}
+    )
     element.text = None if text is None else readable(text)
     return element
 
@@ -308,8 +362,12 @@ def _xml(root: Xml.Element) -> bytes:
 
 
 def junit(result: GateResult) -> bytes:
-    """Return JUnit XML for CI servers: rows and conditions are test cases; inconclusive ones are skipped."""
-    verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
+    """Return JUnit XML for CI servers: rows and conditions are test cases; inconclusive ones are
+    skipped."""
+    verdicts = [
+        *(row.verdict for row in result.rows),
+        *(condition.verdict for condition in result.conditions),
+    ]
     verdicts += ["inconclusive"] * len(result.anomalies)
     counts = {
         "tests": len(verdicts),
@@ -318,7 +376,11 @@ def junit(result: GateResult) -> bytes:
         "skipped": verdicts.count("inconclusive"),
         "time": f"{sum(result.seconds.values()):.3f}",
     }
-    plain = {name: value for name, value in gate_content(result).items() if isinstance(value, str | float)}
+    plain = {
+        name: value
+        for name, value in gate_content(result).items()
+        if isinstance(value, str | float)
+    }
     root, suite = _suite(f"{SUITE}: {result.base}, {result.compressed}", counts)
     properties = _add(suite, "properties")
     for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
@@ -335,7 +397,8 @@ def junit(result: GateResult) -> bytes:
     for task in result.rows:
         shown = {name: show(task) for name, show in COLUMNS.items()}
         message = (
-            f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
+            f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most "
+            f"{shown['at most']}); "
             f"{shown['allowed']} is allowed"
         )
         shown |= {"verdict": task.verdict, "version": task.version}
@@ -352,7 +415,9 @@ def junit(result: GateResult) -> bytes:
 
 def full_content(result: GateResult) -> dict[str, Any]:
     """Return the content of gate.json: the result, and its metrics in the form of a model card."""
-    index = eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result))
+    index = eval_results_to_model_index(
+        Path(result.compressed).name or result.compressed, card_metrics(result)
+    )
     return {**gate_content(result), "model_index": list(index)}
 
 
@@ -372,22 +437,27 @@ def read_gate(path: Path) -> GateResult:
 
 
 def keep_result(result: GateResult) -> None:
-    """Keep the result of a model's files in the user's cache, where `gate_of` finds it by their digests."""
+    """Keep the result of a model's files in the user's cache, where `gate_of` finds it by their
+    digests."""
     if "digests" in result.compressed_identity:
-        key = request_key(plain_json(result.compressed_identity["digests"]), result.compressed_identity["files"])
+        key = request_key(
+            plain_json(result.compressed_identity["digests"]), result.compressed_identity["files"]
+        )
         write_cached(cache_folder("results") / f"{key}.json", gate_content(result))
 
 
 def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
-    """Return the given result, refused if it is of other files, or else the newest one of these very files.
+    """Return the given result, refused if it is of other files, or else the newest one of these
+    very files.
 
-    It lies beside the weights, in a folder beside theirs, as `gate -o` and `compress --gate` write it, or in the cache.
-    """
+    It lies beside the weights, in a folder beside theirs, as `gate -o` and `compress --gate` write
+    it, or in the cache."""
     if gate is not None:
         name = differing(folder, gate.compressed_identity)
         if name is not None:
             raise CompressionError(
-                f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on "
+                f"the gate's result is of another model than {folder}: {name} is not the same; "
+                "run the gate again on "
                 "this folder"
             )
         return gate
@@ -413,7 +483,9 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
     weights: Any = value_as(identity.get("weights", []), stamps, "weights")
     digests: Mapping[str, str] = value_as(identity.get("digests", {}), Mapping[str, str], "digests")
     files: Mapping[str, str] = value_as(identity.get("files", {}), Mapping[str, str], "files")
-    known = {path.name: path for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+    known = (
+        {path.name: path for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+    )
     for name, size, _ in weights:
         if name not in known or known[name].stat().st_size != size:
             return str(name)
@@ -427,11 +499,14 @@ def notice(result: GateResult) -> tuple[Literal["error", "warning"], str] | None
     """Return the level and text by which a CI job is told of a verdict; None for a pass."""
     if result.verdict == "pass":
         return None
-    return "error" if result.verdict == "fail" else "warning", "\n".join([verdict_line(result), *advice(result)])
+    return "error" if result.verdict == "fail" else "warning", "\n".join(
+        [verdict_line(result), *advice(result)]
+    )
 
 
 def append_summary(result: GateResult, path: Path) -> None:
-    """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning, no failed gate."""
+    """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning,
+    no failed gate."""
     try:
         with path.open("a", encoding="utf-8", errors=LONE_HALVES) as stream:
             stream.write(f"\n{gate_page(result)}\n")
@@ -440,7 +515,8 @@ def append_summary(result: GateResult, path: Path) -> None:
 
 
 def card_metrics(result: GateResult) -> list[EvalResult]:
-    """Return the compressed model's finite figures for its model card, with the base's beside them."""
+    """Return the compressed model's finite figures for its model card, with the base's beside
+    them."""
     sure = f"with confidence {100 * result.confidence:g}%"
     return [
         EvalResult(
@@ -450,7 +526,8 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
             dataset_args={"version": task.version, "items": task.items},
             metric_type=task.metric,
             metric_name=(
-                f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at most "
+                f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at "
+                "most "
                 f"{change(task.upper, task.kind)} {sure})"
             ),
             metric_value=float(f"{task.compressed:.6g}"),
@@ -462,13 +539,20 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
 
 
 def eval_results(result: GateResult) -> bytes:
-    """Return the compressed model's finite scores on benchmarks of the Hub as YAML for `.eval_results`; maybe none."""
+    """Return the compressed model's finite scores on benchmarks of the Hub as YAML for
+    `.eval_results`; maybe none."""
     entries = []
     for task in result.tasks:
         if task.task in result.benchmarks and math.isfinite(task.compressed):
             dataset_id, task_id = result.benchmarks[task.task]
-            lm_eval = f"{task.task} {task.version} of lm-eval {result.versions.get('lm-eval', '')}".rstrip()
+            lm_eval = (
+                f"{task.task} {task.version} of lm-eval {result.versions.get('lm-eval', '')}"
+            ).rstrip()
             notes = f"{task.metric} on {task.items:,} items, {lm_eval}"
             value = float(f"{task.compressed:.6g}")
             entries.append(EvalResultEntry(dataset_id, task_id, value, notes=notes))
-    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode() if entries else b""
+    return (
+        yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode()
+        if entries
+        else b""
+    )

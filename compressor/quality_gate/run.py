@@ -1,7 +1,8 @@
-"""The gate: both models answer the same items, one after the other, and the paired tests judge them.
+"""The gate: both models answer the same items, one after the other, and the paired tests judge
+them.
 
-Its power is known before any model is loaded, from the number of items, the margins and the confidence alone.
-"""
+Its power is known before any model is loaded, from the number of items, the margins and the
+confidence alone."""
 
 import math
 import time
@@ -16,7 +17,12 @@ from compressor.answers.generation import PromptSet, StockGenerator, writer_of
 from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
 from compressor.answers.scores import ItemScores
 from compressor.answers.server import Server
-from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generation_settings, resolve_tasks
+from compressor.answers.tasks import (
+    EvaluationOptions,
+    EvaluationTask,
+    generation_settings,
+    resolve_tasks,
+)
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
@@ -55,7 +61,11 @@ class GateRequest:
 
     @classmethod
     def read(
-        cls, options: GateOptions, device: str = "auto", dtype: str = "auto", cache: Path | None = None
+        cls,
+        options: GateOptions,
+        device: str = "auto",
+        dtype: str = "auto",
+        cache: Path | None = None,
     ) -> "GateRequest":
         """Check the options and read the prompts."""
         check_options(options)
@@ -84,12 +94,14 @@ class TaskPower:
     task: str
     items: int
     max_drop: float  # the drop allowed
-    shown: tuple[float, ...] | None  # by FLIPS: the least margin that a model without loss passes; None without shares
+    # by FLIPS: the least margin that a model without loss passes; None without shares
+    shown: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class PowerAnalysis:
-    """Margins that a gate can show if all scores are of answers that are right or wrong, as with most tasks."""
+    """Margins that a gate can show if all scores are of answers that are right or wrong, as with
+    most tasks."""
 
     tasks: tuple[TaskPower, ...]
     pooled: TaskPower | None
@@ -100,12 +112,15 @@ class PowerAnalysis:
 
 
 def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAnalysis:
-    """Return the number of items of each task and the margins that they can show; no model is needed."""
+    """Return the number of items of each task and the margins that they can show; no model is
+    needed."""
     options = gate.options
     alpha = 1 - options.confidence
 
     def task_power(name: str, items: int, max_drop: float) -> TaskPower:
-        return TaskPower(name, items, max_drop, tuple(shown_by(items, flips, alpha) for flips in FLIPS))
+        return TaskPower(
+            name, items, max_drop, tuple(shown_by(items, flips, alpha) for flips in FLIPS)
+        )
 
     rows = []
     scored = [task for task in tasks if not task.likelihood]
@@ -118,7 +133,11 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
     if gate.prompts is not None:
         answers = gate.prompts.answers
         for name, (option, rise) in options.answer_limits.items():
-            rows.append(TaskPower(name, answers, rise, None) if name == LENGTH else task_power(name, answers, rise))
+            rows.append(
+                TaskPower(name, answers, rise, None)
+                if name == LENGTH
+                else task_power(name, answers, rise)
+            )
             refusals.append(_refusal(options, answers, UNIT, option, rise))
     pooled = None
     if scored:
@@ -130,17 +149,21 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
 
 
 def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
-    """Read a gate's tasks, on the first process before the others, and return them with their power analysis."""
+    """Read a gate's tasks, on the first process before the others, and return them with their power
+    analysis."""
     baseline = gate.baseline
     if baseline is not None:
         baseline.check_request(gate.evaluation.facts(), gate.options.tasks, gate.options.baseline)
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
     for name in gate.options.expectations.keys() - {task.name for task in tasks}:
-        raise CompressionError(f"--expect names {name!r}, which stands for several tasks; name one of them")
+        raise CompressionError(
+            f"--expect names {name!r}, which stands for several tasks; name one of them"
+        )
     settings = [generation_settings(task, gate.evaluation) for task in tasks]
     if gate.options.repeats > 1 and not any(map(samples, settings)):
         raise CompressionError(
-            "--repeats has no effect without sampling; add --gen-kwargs do_sample=true,temperature=1, or leave it out"
+            "--repeats has no effect without sampling; add --gen-kwargs "
+            "do_sample=true,temperature=1, or leave it out"
         )
     if baseline is not None:
         baseline.answers_to(tasks, gate.options.baseline)
@@ -155,7 +178,8 @@ def asked_forms(
     server: Server | None = None,
     base_server: Server | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the form of each task's questions; raise `CompressionError` where it would not be that of both models."""
+    """Return the form of each task's questions; raise `CompressionError` where it would not be that
+    of both models."""
     baseline = gate.baseline
     if baseline is None:
         forms = task_forms(base, base_server, tasks, gate.evaluation)
@@ -168,9 +192,15 @@ def asked_forms(
 
 
 def _refusal(
-    options: GateOptions, count: int, unit: str, option: str, margin: float, tasks: Sequence[EvaluationTask] = ()
+    options: GateOptions,
+    count: int,
+    unit: str,
+    option: str,
+    margin: float,
+    tasks: Sequence[EvaluationTask] = (),
 ) -> str | None:
-    """Say why a number of items or answers without a flip does not show a margin; None if it does."""
+    """Say why a number of items or answers without a flip does not show a margin; None if it
+    does."""
     alpha = 1 - options.confidence
     if options.inconclusive == "pass" or at_most(0, 0, count, margin) < alpha:
         return None
@@ -190,8 +220,10 @@ def _refusal(
             how = f"--limit {bisect_left(range(enough), enough, key=items_at)}"
         remedies.insert(0, f"at least {enough:,} {unit} ({how})")
     return (
-        f"this gate could not even pass an identical model: {count:,} {unit} cannot show with confidence "
-        f"{100 * options.confidence:g}% a loss of no more than {margin:g}; it takes {', or '.join(remedies)}"
+        f"this gate could not even pass an identical model: {count:,} {unit} cannot show with "
+        "confidence "
+        f"{100 * options.confidence:g}% a loss of no more than {margin:g}; it takes "
+        f"{', or '.join(remedies)}"
     )
 
 
@@ -213,15 +245,16 @@ def run_gate(
     server: Server | None = None,
     base_server: Server | None = None,
 ) -> GateResult:
-    """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed model.
+    """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed
+    model.
 
     `asked` are the forms of both models' questions, as `asked_forms` returns them.
 
-    With a `server` the compressed model answers there, and with a `base_server` the base. Where the gate has a
-    baseline, nothing is asked of the base, and any model may be given as it.
+    With a `server` the compressed model answers there, and with a `base_server` the base. Where the
+    gate has a baseline, nothing is asked of the base, and any model may be given as it.
 
-    Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
-    """
+    Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same
+    items."""
     options = gate.options
     evaluation_options = gate.evaluation
     rows = options.batch_size if isinstance(options.batch_size, int) else None
@@ -239,10 +272,14 @@ def run_gate(
     scores = dict[Side, list[ItemScores]]()
     baseline = gate.baseline
     if baseline is None:
-        evaluations["base"] = plan_evaluation(base, tasks, evaluation_options, gate.cache, base_server)
+        evaluations["base"] = plan_evaluation(
+            base, tasks, evaluation_options, gate.cache, base_server
+        )
     else:
         scores["base"] = baseline.answers_to(tasks, options.baseline)
-    evaluations["compressed"] = plan_evaluation(compressed, tasks, evaluation_options, gate.cache, server, content)
+    evaluations["compressed"] = plan_evaluation(
+        compressed, tasks, evaluation_options, gate.cache, server, content
+    )
     seconds = dict[str, float]()
     speeds = dict[str, float]()
     streamed = list[Side]()
@@ -257,10 +294,19 @@ def run_gate(
             streamed.append(side)
     for before, after in zip(scores["base"], scores["compressed"], strict=True):
         form = asked[before.task]
-        if SERVED not in (form["chat_template"], form.get("compressed_chat_template")):  # else no prompt is known
-            refuse_others(before, after, f"{before.task}, {options.baseline or base_writer.label} and {writer.label}")
+        # else no prompt is known
+        if SERVED not in (form["chat_template"], form.get("compressed_chat_template")):
+            refuse_others(
+                before,
+                after,
+                f"{before.task}, {options.baseline or base_writer.label} and {writer.label}",
+            )
     judged, pooled = judge(
-        scores["base"], scores["compressed"], options.max_drop, options.task_drop, options.confidence
+        scores["base"],
+        scores["compressed"],
+        options.max_drop,
+        options.task_drop,
+        options.confidence,
     )
     behaviour = evaluate_behaviour(
         base_writer,
@@ -279,10 +325,14 @@ def run_gate(
     if written is not None:
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     if options.settings:
-        facts["settings"] = {name: own.model_dump(exclude_none=True) for name, own in options.settings.items()}
+        facts["settings"] = {
+            name: own.model_dump(exclude_none=True) for name, own in options.settings.items()
+        }
     anomalies = find_anomalies(judged, scores["base"], options.expectations, asked)
     return GateResult(
-        verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions, anomalies),
+        verdict=overall(
+            [*judged, *([] if pooled is None else [pooled])], behaviour.conditions, anomalies
+        ),
         base=base_writer.label if baseline is None else baseline.base,
         compressed=label or writer.label,
         max_drop=options.max_drop,

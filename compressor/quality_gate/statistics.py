@@ -1,36 +1,41 @@
-"""Statistics of the accuracy gate: the drop over all items and on each task, tested against the drop allowed.
+"""Statistics of the accuracy gate: the drop over all items and on each task, tested against the
+drop allowed.
 
-Both models answer the same items, so the items' differences are tested, not two means (Miller, "Adding Error Bars to
-Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper confidence bound of the drop is under
-the margin; fail the same on the other side; anything else is inconclusive. Shapes: n items, m tasks; `...` stands for
-repetitions, as in a simulation.
+Both models answer the same items, so the items' differences are tested, not two means (Miller,
+"Adding Error Bars to Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper
+confidence bound of the drop is under the margin; fail the same on the other side; anything else is
+inconclusive. Shapes: n items, m tasks; `...` stands for repetitions, as in a simulation.
 
-One verdict over the items of all tasks. Items that both models answer right or wrong are pooled, those of a group's
-subtasks too: the pooled drop is the mean over items of what the base got right less what the compressed model did, and
-it has to be within `max_drop`. Each task's own drop is reported, and refuses the model only by a clear loss: its lower
-bound, corrected for the number of tasks (Holm), is above `max_task_drop`. Perplexities, and scores other than 0 and 1,
-have no unit in common with other items, so such a task decides by itself: it has to be within `max_drop`, too.
+One verdict over the items of all tasks. Items that both models answer right or wrong are pooled,
+those of a group's subtasks too: the pooled drop is the mean over items of what the base got right
+less what the compressed model did, and it has to be within `max_drop`. Each task's own drop is
+reported, and refuses the model only by a clear loss: its lower bound, corrected for the number of
+tasks (Holm), is above `max_task_drop`. Perplexities, and scores other than 0 and 1, have no unit in
+common with other items, so such a task decides by itself: it has to be within `max_drop`, too.
 
-Answers that are right or wrong: only items that flip count, of which the compressed model gets `lost` wrong and the
-base right, and `gained` the other way round. Under a true drop d = P(lost) - P(gained) one probability stays unknown;
-the constrained maximum of the likelihood takes its place (Tango, Statistics in Medicine 17, 1998). Tango's normal score
-statistic is too liberal where flips are few: 272 items without a flip would pass a margin of 0.01, though a true drop
-of 0.01 shows none in 6.5 % of such samples. So the tail is summed from the trinomial distribution itself: an estimated
-p-value in the sense of Lloyd (Australian & New Zealand Journal of Statistics 50, 2008). Enumerated over 20 to 2,000
-items, flips of 0.5 % to 40 %, margins of 0 to 0.1 and confidences of 0.9, 0.95 and 0.99, its rate of false verdicts
-never exceeds 1 - confidence; without a flip it is the binomial test.
+Answers that are right or wrong: only items that flip count, of which the compressed model gets
+`lost` wrong and the base right, and `gained` the other way round. Under a true drop d = P(lost) -
+P(gained) one probability stays unknown; the constrained maximum of the likelihood takes its place
+(Tango, Statistics in Medicine 17, 1998). Tango's normal score statistic is too liberal where flips
+are few: 272 items without a flip would pass a margin of 0.01, though a true drop of 0.01 shows none
+in 6.5 % of such samples. So the tail is summed from the trinomial distribution itself: an estimated
+p-value in the sense of Lloyd (Australian & New Zealand Journal of Statistics 50, 2008). Enumerated
+over 20 to 2,000 items, flips of 0.5 % to 40 %, margins of 0 to 0.1 and confidences of 0.9, 0.95 and
+0.99, its rate of false verdicts never exceeds 1 - confidence; without a flip it is the binomial
+test.
 
-Tasks are fixed strata, not draws from a population of tasks, so the test holds for pooled items as well. Let task s
-have n_s of N items, a share f_s that flips and a drop d_s. The net loss has mean N d, with d the item-weighted mean of
-d_s, and variance sum n_s (f_s - d_s^2). That is at most N (f - d^2), the variance of N items that all flip at the mean
-rate f, since the mean of squares is at least the square of the mean: the trinomial of the pooled counts is as wide as
-the truth or wider. `scripts/simulate_gate.py` measures the rates of false verdicts with strata that differ much.
+Tasks are fixed strata, not draws from a population of tasks, so the test holds for pooled items as
+well. Let task s have n_s of N items, a share f_s that flips and a drop d_s. The net loss has mean N
+d, with d the item-weighted mean of d_s, and variance sum n_s (f_s - d_s^2). That is at most N (f -
+d^2), the variance of N items that all flip at the mean rate f, since the mean of squares is at
+least the square of the mean: the trinomial of the pooled counts is as wide as the truth or wider.
+`scripts/simulate_gate.py` measures the rates of false verdicts with strata that differ much.
 
-Other scores and likelihoods: Student's t holds its level where items differ in many small ways. Where few of the items
-differ `rule_of_three` counts too, where a few differ very much `student` with `skew`; of several tests of one drop the
-most careful one counts. With differences as skewed as an exponential distribution and lengths as uneven as 1 to 20, 62
-documents pass falsely in 6.4 % of samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
-"""
+Other scores and likelihoods: Student's t holds its level where items differ in many small ways.
+Where few of the items differ `rule_of_three` counts too, where a few differ very much `student`
+with `skew`; of several tests of one drop the most careful one counts. With differences as skewed as
+an exponential distribution and lengths as uneven as 1 to 20, 62 documents pass falsely in 6.4 % of
+samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %)."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +64,8 @@ Array = NDArray[np.float64]
 
 
 class Evidence(NamedTuple):
-    """One-sided bounds of a drop, and p-values of one as small or as large if the true one were the margin: [...]."""
+    """One-sided bounds of a drop, and p-values of one as small or as large if the true one were the
+    margin: [...]."""
 
     lower: Any
     upper: Any
@@ -68,18 +74,21 @@ class Evidence(NamedTuple):
 
 
 def ratio(values: Array, weights: Array) -> Any:
-    """Return the sum of values by the sum of weights, a mean if weights are 1: [..., n], [n] -> [...]."""
+    """Return the sum of values by the sum of weights, a mean if weights are 1: [..., n], [n] ->
+    [...]."""
     return values.sum(axis=-1) / weights.sum()
 
 
 def residuals_of(values: Array, weights: Array) -> Array:
-    """Return the change of `ratio` without each unit, times the sum of weights: [..., n], [n] -> [..., n]; n > 1."""
+    """Return the change of `ratio` without each unit, times the sum of weights: [..., n], [n] ->
+    [..., n]; n > 1."""
     residuals = values - np.asarray(ratio(values, weights))[..., None] * weights
     return np.asarray(residuals / (1 - weights / weights.sum()))
 
 
 def ratio_error(values: Array, weights: Array) -> Any:
-    """Return the jackknife standard error of `ratio` over independent units: [..., n], [n] -> [...].
+    """Return the jackknife standard error of `ratio` over independent units: [..., n], [n] ->
+    [...].
 
     Infinite for one unit. With weights of 1 it is the usual error of a mean.
     """
@@ -91,14 +100,16 @@ def ratio_error(values: Array, weights: Array) -> Any:
 
 
 def skewness(values: Array, weights: Array) -> Any:
-    """Return the skewness of the residuals of `ratio` by the root of n, in [-1, 1]: [..., n], [n], n > 1 -> [...]."""
+    """Return the skewness of the residuals of `ratio` by the root of n, in [-1, 1]: [..., n], [n],
+    n > 1 -> [...]."""
     residuals = residuals_of(values, weights)
     squares = np.square(residuals).sum(axis=-1)
     return (residuals**3).sum(axis=-1) / np.where(squares > 0, squares, 1) ** 1.5
 
 
 def freedom_of(weights: Array) -> float:
-    """Return the degrees of freedom of `ratio_error`: n - 1 for even weights [n], else fewer (Kish's effective n).
+    """Return the degrees of freedom of `ratio_error`: n - 1 for even weights [n], else fewer
+    (Kish's effective n).
 
     Never under 1, except that one unit has none.
     """
@@ -107,12 +118,14 @@ def freedom_of(weights: Array) -> float:
     return max(float(weights.sum() ** 2 / np.square(weights).sum()) - 1, 1.0)
 
 
-def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: float, skew: Any = 0.0) -> Evidence:
+def student(
+    estimate: Any, error: Any, freedom: float, margin: float, alpha: float, skew: Any = 0.0
+) -> Evidence:
     """Test a drop by Student's t on `freedom` degrees of freedom; with none, nothing is known.
 
-    With `skew` the statistic is first freed of skewness by the cubic of Hall ("On the removal of skewness by
-    transformation", Journal of the Royal Statistical Society B 54, 1992): rare large losses are easily missed by a
-    sample, which then shows too small a drop and too small an error.
+    With `skew` the statistic is first freed of skewness by the cubic of Hall ("On the removal of
+    skewness by transformation", Journal of the Royal Statistical Society B 54, 1992): rare large
+    losses are easily missed by a sample, which then shows too small a drop and too small an error.
     """
     if freedom < 1:
         nothing = np.zeros(np.shape(estimate))
@@ -131,11 +144,11 @@ def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: flo
 
 
 def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha: float) -> Evidence:
-    """Bound changes that none of `count` items showed: up to -log(alpha) / count of all items have them.
+    """Bound changes that none of `count` items showed: up to -log(alpha) / count of all items have
+    them.
 
-    3 / count at an alpha of 0.05. Each such item may move by `reach`. This keeps the bounds apart where next to nothing
-    differs.
-    """
+    3 / count at an alpha of 0.05. Each such item may move by `reach`. This keeps the bounds apart
+    where next to nothing differs."""
     half = -math.log(alpha) * reach / count
     with np.errstate(over="ignore"):
         room = count * (margin - estimate) / reach
@@ -145,7 +158,8 @@ def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha:
 
 
 def most_careful(parts: Sequence[Evidence]) -> Evidence:
-    """Return the widest bounds and the largest p-values: a claim stands only if every test supports it."""
+    """Return the widest bounds and the largest p-values: a claim stands only if every test supports
+    it."""
     lower, *others = zip(*parts, strict=True)
     return Evidence(np.minimum.reduce(lower), *map(np.maximum.reduce, others))
 
@@ -153,8 +167,8 @@ def most_careful(parts: Sequence[Evidence]) -> Evidence:
 def holm(p_values: Array) -> Array:
     """Correct the p-values of m tests (Holm 1979): [..., m] -> [..., m].
 
-    The i-th smallest of them, from 0, is multiplied by m - i, and is at least what smaller ones became.
-    """
+    The i-th smallest of them, from 0, is multiplied by m - i, and is at least what smaller ones
+    became."""
     order = np.argsort(p_values, axis=-1, kind="stable")
     factors = np.arange(p_values.shape[-1], 0, -1)
     grown = np.maximum.accumulate(np.take_along_axis(p_values, order, axis=-1) * factors, axis=-1)
@@ -164,7 +178,8 @@ def holm(p_values: Array) -> Array:
 
 
 def constrained_gain(lost: float, gained: float, items: int, drop: float) -> float:
-    """Return the maximum-likelihood P(gained) in [max(0, -drop), (1 - drop) / 2], given P(lost) - P(gained) = drop."""
+    """Return the maximum-likelihood P(gained) in [max(0, -drop), (1 - drop) / 2], given P(lost) -
+    P(gained) = drop."""
     linear = (2 * items - lost + gained) * drop - lost - gained
     constant = -gained * drop * (1 - drop)
     root = math.sqrt(max(linear * linear - 8 * items * constant, 0.0))
@@ -172,7 +187,8 @@ def constrained_gain(lost: float, gained: float, items: int, drop: float) -> flo
 
 
 def at_most(lost: float, gained: float, items: int, drop: float) -> float:
-    """Return p of a net loss of `lost - gained` or less of `items` items, if the true drop were `drop`.
+    """Return p of a net loss of `lost - gained` or less of `items` items, if the true drop were
+    `drop`.
 
     Falls as `drop` rises, so that a small one shows a drop under `drop`.
     """
@@ -181,25 +197,34 @@ def at_most(lost: float, gained: float, items: int, drop: float) -> float:
     gain = constrained_gain(lost, gained, items, drop)
     flip = min(2 * gain + drop, 1.0)
     flip = 0.0 if flip < 1e-290 else flip  # with which SciPy would overflow
-    share = min(max((gain + drop) / flip, 0.0), 1.0) if flip > 0 else 0.5  # of flips that are losses
+    # of flips that are losses
+    share = min(max((gain + drop) / flip, 0.0), 1.0) if flip > 0 else 0.5
     width = TAILS * math.sqrt(items * flip * (1 - flip)) + SLACK
     fewest = max(0, math.floor(items * flip - width))
     most = min(items, math.ceil(items * flip + width))
     flips = np.arange(fewest, most + 1)
-    tail = scipy.stats.binom.pmf(flips, items, flip) * scipy.stats.binom.cdf((flips + lost - gained) // 2, flips, share)
+    tail = scipy.stats.binom.pmf(flips, items, flip) * scipy.stats.binom.cdf(
+        (flips + lost - gained) // 2, flips, share
+    )
     return min(float(tail.sum()), 1.0)
 
 
 def at_least(lost: float, gained: float, items: int, drop: float) -> float:
-    """Return p of a net loss of `lost - gained` or more of `items` items, if the true drop were `drop`."""
+    """Return p of a net loss of `lost - gained` or more of `items` items, if the true drop were
+    `drop`."""
     return at_most(gained, lost, items, -drop)
 
 
 def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
-    """Return the drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
+    """Return the drop at which `at_most` is `alpha`: the true one is above it in at most that share
+    of samples."""
     if lost == items:
         return 1.0
-    return float(scipy.optimize.brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
+    return float(
+        scipy.optimize.brentq(
+            lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13
+        )
+    )
 
 
 def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
@@ -209,7 +234,8 @@ def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairedItems:
-    """Two models' results on the same items of a task, or of several, in the order of the items' names."""
+    """Two models' results on the same items of a task, or of several, in the order of the items'
+    names."""
 
     task: str
     metric: str
@@ -231,18 +257,24 @@ def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
     before = sorted(base.items, key=lambda item: item.id)
     after = sorted(compressed.items, key=lambda item: item.id)
     weights = [item.weight for item in before]
-    differing = [name for name in ("metric", "version", "kind") if getattr(base, name) != getattr(compressed, name)]
+    differing = [
+        name
+        for name in ("metric", "version", "kind")
+        if getattr(base, name) != getattr(compressed, name)
+    ]
     if [(item.id, item.weight) for item in before] != [(item.id, item.weight) for item in after]:
         differing.append("items")
     if differing:
         raise CompressionError(
-            f"{base.task}: the base and the compressed model were scored with different {joined(differing)}: evaluate "
+            f"{base.task}: the base and the compressed model were scored with different "
+            f"{joined(differing)}: evaluate "
             "both anew, with another --cache-dir"
         )
     empty = sum(weight <= 0 for weight in weights)
     if empty:
         raise CompressionError(
-            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: leave them out of "
+            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: "
+            "leave them out of "
             "the task"
         )
     return PairedItems(
@@ -270,9 +302,9 @@ def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
 def unseen(pairs: PairedItems) -> tuple[float, float] | None:
     """Return the reach and number of items of changes too rare for t; None if enough items differ.
 
-    Scores and lengths span the range of those seen, or 1. Of a likelihood task every word is compared, and a model that
-    changes changes all of them a little, so there is something to add only if nothing differs at all.
-    """
+    Scores and lengths span the range of those seen, or 1. Of a likelihood task every word is
+    compared, and a model that changes changes all of them a little, so there is something to add
+    only if nothing differs at all."""
     differing = int((pairs.base != pairs.compressed).sum())
     if differing >= (1 if pairs.kind == "likelihood" else FEW):
         return None
@@ -283,7 +315,8 @@ def unseen(pairs: PairedItems) -> tuple[float, float] | None:
 
 
 def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
-    """Combine all tests of one drop: a difference of means, or the logarithm of a ratio of perplexities."""
+    """Combine all tests of one drop: a difference of means, or the logarithm of a ratio of
+    perplexities."""
     drops = pairs.base - pairs.compressed
     items = len(pairs.base)
     if pairs.binary:
@@ -299,7 +332,9 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
     freedom = freedom_of(pairs.weights)
     tests = [student(estimate, error, freedom, margin, alpha)]
     if items > 1:
-        tests.append(student(estimate, error, freedom, margin, alpha, skewness(drops, pairs.weights)))
+        tests.append(
+            student(estimate, error, freedom, margin, alpha, skewness(drops, pairs.weights))
+        )
     rare = unseen(pairs)
     if rare is not None:
         tests.append(rule_of_three(estimate, *rare, margin, alpha))
@@ -307,16 +342,20 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
 
 
 def detectable(half: float, freedom: float, alpha: float) -> float:
-    """Return the drop that a one-sided bound `half` away from the estimate shows with probability `POWER`.
+    """Return the drop that a one-sided bound `half` away from the estimate shows with probability
+    `POWER`.
 
     It is also the smallest margin that a model which lost nothing passes that often.
     """
     freedom = max(freedom, 1)
-    return half * float(1 + scipy.special.stdtrit(freedom, POWER) / -scipy.special.stdtrit(freedom, alpha))
+    return half * float(
+        1 + scipy.special.stdtrit(freedom, POWER) / -scipy.special.stdtrit(freedom, alpha)
+    )
 
 
 def shown_by(items: int, flips: float, alpha: float) -> float:
-    """Return the smallest margin that `items` pass if a share `flips` of them flips, half of these each way.
+    """Return the smallest margin that `items` pass if a share `flips` of them flips, half of these
+    each way.
 
     An identical model passes it for certain, one with flips with probability `POWER`.
     """
@@ -330,7 +369,9 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
     drops = pairs.base - pairs.compressed
     margin = math.log1p(max_drop) if likelihood else max_drop
     lower, upper, p_pass, p_fail = map(float, evidence(pairs, margin, alpha))
-    base, compressed, drop = ratio(np.stack([pairs.base, pairs.compressed, drops]), pairs.weights).tolist()
+    base, compressed, drop = ratio(
+        np.stack([pairs.base, pairs.compressed, drops]), pairs.weights
+    ).tolist()
     error = float(ratio_error(drops, pairs.weights))
     shown = detectable(upper - drop, freedom_of(pairs.weights), alpha)
     perplexity_ratio = None
@@ -372,10 +413,11 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
 
 
 def measure_change(pairs: PairedItems, limit: float, alpha: float) -> TaskGate:
-    """Test a change that is limited up and down: a pass takes both one-sided tests, and a fail either.
+    """Test a change that is limited up and down: a pass takes both one-sided tests, and a fail
+    either.
 
-    The p-value of a fail is that of a change as large either way, so it holds for limits near 0, too.
-    """
+    The p-value of a fail is that of a change as large either way, so it holds for limits near 0,
+    too."""
     mirrored = replace(pairs, base=pairs.compressed, compressed=pairs.base)
     p_pass = 0.0
     p_fail = 1.0
@@ -389,7 +431,8 @@ def measure_change(pairs: PairedItems, limit: float, alpha: float) -> TaskGate:
 
 
 def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
-    """Return the verdict of two p-values, which add up to at least 1, so that both cannot be under an alpha of 0.5."""
+    """Return the verdict of two p-values, which add up to at least 1, so that both cannot be under
+    an alpha of 0.5."""
     if p_pass < alpha:
         return "pass"
     return "fail" if p_fail < alpha else "inconclusive"
@@ -402,28 +445,40 @@ def judge(
     max_task_drop: float,
     confidence: float,
 ) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
-    """Test two models' items of the same tasks, wherever they come from: each task, and the pool if there is one.
+    """Test two models' items of the same tasks, wherever they come from: each task, and the pool if
+    there is one.
 
-    Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm 1979). All that has
-    to pass has to do so by itself, so the pool needs no correction.
-    """
+    Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm
+    1979). All that has to pass has to do so by itself, so the pool needs no correction."""
     alpha = 1 - confidence
     pairs = [compare_items(*task) for task in zip(base, compressed, strict=True)]
-    tasks = [measure(task, max_task_drop if task.binary else max_drop, alpha, not task.binary) for task in pairs]
+    tasks = [
+        measure(task, max_task_drop if task.binary else max_drop, alpha, not task.binary)
+        for task in pairs
+    ]
     passing = holm(np.array([task.p_pass for task in tasks])).tolist()
     failing = holm(np.array([task.p_fail for task in tasks])).tolist()
     judged = []
-    for task, p_pass, p_fail, first, second in zip(tasks, passing, failing, base, compressed, strict=True):
+    for task, p_pass, p_fail, first, second in zip(
+        tasks, passing, failing, base, compressed, strict=True
+    ):
         cut = None if first.cut is None or second.cut is None else (first.cut, second.cut)
-        judged.append(replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha), cut=cut))
+        judged.append(
+            replace(
+                task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha), cut=cut
+            )
+        )
     binary = pool(pairs)
     return tuple(judged), None if binary is None else measure(binary, max_drop, alpha, True)
 
 
 def overall(
-    rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = (), anomalies: Sequence[Anomaly] = ()
+    rows: Sequence[TaskGate],
+    conditions: Sequence[GateCondition] = (),
+    anomalies: Sequence[Anomaly] = (),
 ) -> Verdict:
-    """Return fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
+    """Return fail if anything fails, pass if all that decides passes, else inconclusive (also
+    without a row).
 
     Tasks outside the pool, the pool and conditions decide; with an anomaly nothing passes.
     """
@@ -440,17 +495,19 @@ def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "
     if count is None:
         return f"the {what} is too near the margin for any number of {unit} to decide"
     return (
-        f"about {float(f'{count:.2g}'):,.0f} {unit} would decide it instead of {task.items:,}, an estimate for a "
+        f"about {float(f'{count:.2g}'):,.0f} {unit} would decide it instead of {task.items:,}, an "
+        "estimate for a "
         f"{what} that stays what it is and a probability of {POWER:g}"
     )
 
 
 def items_needed(task: TaskGate, confidence: float) -> int | None:
-    """Estimate the items that would decide a task with probability `POWER`; None if they are too many.
+    """Estimate the items that would decide a task with probability `POWER`; None if they are too
+    many.
 
-    If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
-    of items: n * (now / needed)^2. With perplexities this holds of logarithms.
-    """
+    If the drop stays what it is, its bound has to come nearer than the margin, and it does so by
+    the root of the number of items: n * (now / needed)^2. With perplexities this holds of
+    logarithms."""
     scores = [task.drop, task.lower, task.upper, task.max_drop]
     if task.kind == "likelihood":
         scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]

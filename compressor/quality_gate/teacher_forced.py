@@ -1,8 +1,9 @@
-"""Divergence without generation: both models read text, or the base's answers, with one layer in memory at a time.
+"""Divergence without generation: both models read text, or the base's answers, with one layer in
+memory at a time.
 
-Under teacher forcing each model predicts every next token of the base's answer; only the answer's tokens count.
-Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
-"""
+Under teacher forcing each model predicts every next token of the base's answer; only the answer's
+tokens count. Rows are padded on the right: what follows a token does not reach it, so no mask is
+needed."""
 
 import sys
 from collections import defaultdict
@@ -35,7 +36,8 @@ from compressor.quality_gate.options import BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
 SHORTEST = 16  # tokens of a sequence of text
-LIMITED = {"flips": "share of flips", "loss": "rise of the loss"}  # figures of a domain that may have a limit
+# figures of a domain that may have a limit
+LIMITED = {"flips": "share of flips", "loss": "rise of the loss"}
 END, THINKING_END = "the answer", "its thinking"
 
 
@@ -44,26 +46,31 @@ def check_options(options: BehaviourOptions) -> None:
     options.check()
     if options.reads and (options.text_samples < FEWEST or options.text_length < SHORTEST):
         raise CompressionError(
-            f"{options.text_samples} sequences of {options.text_length} tokens tell no difference; give --text-samples "
+            f"{options.text_samples} sequences of {options.text_length} tokens tell no "
+            "difference; give --text-samples "
             f"{FEWEST} and --text-length {SHORTEST} at the least"
         )
 
 
-def text_sets(options: BehaviourOptions, tokenizer: Any, vocabulary: int) -> tuple[EvaluationSet, ...]:
+def text_sets(
+    options: BehaviourOptions, tokenizer: Any, vocabulary: int
+) -> tuple[EvaluationSet, ...]:
     """Return an evaluation set for each domain of the texts.
 
-    A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
-    is too short even so.
-    """
+    A short text is cut into shorter sequences, so that there are eight of them. Raises
+    `CompressionError` for one that is too short even so."""
     batches = defaultdict[str, list[torch.Tensor]](list)
     for source, domain in map(domain_of, dict.fromkeys(options.text)):
         most = options.text_samples * options.text_length
-        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, most, 0, vocabulary, "text", options.strict)
+        stream = read_tokens(
+            WeightedSource(source, 1.0), tokenizer, most, 0, vocabulary, "text", options.strict
+        )
         tokens = len(stream.ids)
         sequence_length = min(options.text_length, tokens // FEWEST)
         if sequence_length < SHORTEST:
             raise CompressionError(
-                f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it more text, at least "
+                f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it "
+                "more text, at least "
                 f"{FEWEST * SHORTEST:,}"
             )
         batches[domain] += stream.rows(sequence_length)[: options.text_samples].split(BATCH_SIZE)
@@ -81,21 +88,27 @@ class TeacherForcedAnswer:
     seed: int = 0
 
 
-def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool = False) -> TeacherForcedAnswer:
+def teacher_forced(
+    prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool = False
+) -> TeacherForcedAnswer:
     """Return an answer that a checkpoint has written as tokens."""
     before = tokens_of(prompt, tokenizer, chat)
     return TeacherForcedAnswer(prompt.id, prompt.domain, before, answer.tokens, answer.seed)
 
 
 def read_answers(
-    arguments: Sequence[str], tokenizer: Any, stops: Collection[int], most: int = sys.maxsize, strict: bool = False
+    arguments: Sequence[str],
+    tokenizer: Any,
+    stops: Collection[int],
+    most: int = sys.maxsize,
+    strict: bool = False,
 ) -> tuple[TeacherForcedAnswer, ...]:
-    """Read the answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with an answer.
+    """Read the answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that
+    end with an answer.
 
-    A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
-    `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most` tokens, are left out with one
-    warning for each file, or refused if `strict`.
-    """
+    A row's own `domain` counts where none is named. An answer without an end token gets one, unless
+    its row says `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most`
+    tokens, are left out with one warning for each file, or refused if `strict`."""
     answers = []
     for argument in arguments:
         source, domain = domain_of(argument)
@@ -109,27 +122,41 @@ def read_answers(
                     answers.append(_given(row, row_domain, tokenizer, stops, most, where, left_out))
         left_out.report()
         if not left_out.used:
-            raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
+            raise CompressionError(
+                f"--answers {source} has no answers; give it rows with prompt and answer"
+            )
     return tuple(answers)
 
 
 def _given(
-    row: Any, domain: str, tokenizer: Any, stops: Collection[int], most: int, where: str, left_out: LeftOut
+    row: Any,
+    domain: str,
+    tokenizer: Any,
+    stops: Collection[int],
+    most: int,
+    where: str,
+    left_out: LeftOut,
 ) -> TeacherForcedAnswer:
     """Return a row's answer; raises `ItemError` for one that cannot be read."""
     conversation = read_row(row, None, where, CHAT_COLUMNS)
     note_columns(row, conversation, left_out)
     *messages, last = conversation.messages
     if last.get("role") != "assistant" or not messages:
-        raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
+        raise ItemError(
+            f"{where} does not end with the assistant's answer to a message; give it one"
+        )
     is_pair = len(conversation.columns) == 2 and len(messages) == 1
-    prompt = Prompt.of(messages, domain, conversation.tools, where, messages[0]["content"] if is_pair else None)
+    prompt = Prompt.of(
+        messages, domain, conversation.tools, where, messages[0]["content"] if is_pair else None
+    )
     before = tokens_of(prompt, tokenizer, most=most)
     text = str(last["content"])
     if is_chat(prompt, tokenizer, False):
         try:
             whole = render_chat(tokenizer, [*messages, last], tools=prompt.tools)
-            opening = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
+            opening = render_chat(
+                tokenizer, messages, tools=prompt.tools, add_generation_prompt=True
+            )
         except Exception as error:  # a template raises what it likes
             raise untaken(where, error) from error
         text = whole[common_prefix(whole, opening) :]
@@ -145,14 +172,18 @@ def _given(
     elif stops and row.get("ended") != "length":
         ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in stops else min(stops))
     if len(before) + len(ids) > most:
-        raise ItemError(f"{where} has more tokens than the {most:,} positions that the model was made for; shorten it")
+        raise ItemError(
+            f"{where} has more tokens than the {most:,} positions that the model was made for; "
+            "shorten it"
+        )
     return TeacherForcedAnswer(prompt.id, domain, before, tuple(ids))
 
 
 def answer_sets(
     answers: Sequence[TeacherForcedAnswer], vocabulary: int
 ) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
-    """Return a set for each domain, longest first, in which only answers count; and the answers in that order."""
+    """Return a set for each domain, longest first, in which only answers count; and the answers in
+    that order."""
     for answer in answers:
         check_vocabulary(max(*answer.prompt, *answer.answer), vocabulary)
     sets = []
@@ -176,7 +207,8 @@ def answer_sets(
 
 
 def stop_tokens_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
-    """Return the tokens that end an answer and, if the tokenizer has one, the token that ends its thinking."""
+    """Return the tokens that end an answer and, if the tokenizer has one, the token that ends its
+    thinking."""
     thinking = set[int]()
     for _, closing in Markers.of(tokenizer).thinking:
         ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
@@ -196,7 +228,8 @@ class AnswerDivergence:
     tokens: int
     kl: float
     flips: float
-    end: tuple[float, float] | None  # probability of an end token where the answer ended, the base's first
+    # probability of an end token where the answer ended, the base's first
+    end: tuple[float, float] | None
     elsewhere: tuple[float, float] | None  # and the mean of it at the answer's other tokens
 
 
@@ -237,19 +270,25 @@ def measure_divergence(
     )
 
 
-def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures) -> Iterator[AnswerDivergence]:
+def _figures_of_answers(
+    answers: Sequence[TeacherForcedAnswer], figures: Figures
+) -> Iterator[AnswerDivergence]:
     for index, answer in enumerate(answers):
         end = elsewhere = None
         tokens = len(answer.answer)
         if figures.stop_tokens.shape[1]:
-            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.stop_tokens[index, 0].tolist()
+            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.stop_tokens[
+                index, 0
+            ].tolist()
             if due:
                 end = (base / due, smaller / due)
             if tokens > due:
                 elsewhere = (base_elsewhere / (tokens - due), smaller_elsewhere / (tokens - due))
         kl = float(figures.kl[index])
         flips = float(figures.flips[index])
-        yield AnswerDivergence(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
+        yield AnswerDivergence(
+            answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere
+        )
 
 
 def read_all(
@@ -264,7 +303,9 @@ def read_all(
     answers = tuple[TeacherForcedAnswer, ...]()
     if options.answers:
         _, facts = base.opened()
-        answers = read_answers(options.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, options.strict)
+        answers = read_answers(
+            options.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, options.strict
+        )
     return model, text_sets(options, tokenizer, model.vocabulary), answers
 
 
@@ -273,8 +314,8 @@ def divergence_conditions(
 ) -> tuple[GateCondition, ...]:
     """Return a condition for each limit and each domain of texts and answers; each has to pass.
 
-    Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
-    """
+    Where one fails, its lower bound is that of a confidence corrected for their number
+    (Bonferroni)."""
     # name of the domain, what would decide an inconclusive condition, and the figures
     rows = []
     if divergence.text is not None:
@@ -305,7 +346,9 @@ def divergence_conditions(
                     verdict=verdict,
                     base=figure.base if name == "loss" else None,
                     compressed=figure.compressed,
-                    advice=f"give it more {source}, or allow more" if verdict == "inconclusive" else "",
+                    advice=f"give it more {source}, or allow more"
+                    if verdict == "inconclusive"
+                    else "",
                 )
             )
     return tuple(conditions)

@@ -27,10 +27,11 @@ SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TaskGate:
-    """Result of the paired test of one task, or of the pool. A drop is base less compressed, so worse is positive.
+    """Result of the paired test of one task, or of the pool. A drop is base less compressed, so
+    worse is positive.
 
-    Of a likelihood task the drop is the relative rise of perplexity, and base and compressed are perplexities.
-    """
+    Of a likelihood task the drop is the relative rise of perplexity, and base and compressed are
+    perplexities."""
 
     task: str
     metric: str
@@ -45,21 +46,29 @@ class TaskGate:
     standard_error: float
     lower: float  # one-sided confidence bounds of the drop
     upper: float
-    p_pass: float  # of a drop this small if the true one were the margin; corrected over tasks (Holm)
-    p_fail: float  # of a drop this large if the true one were the margin; corrected over tasks (Holm)
+    # of a drop this small if the true one were the margin; corrected over tasks (Holm)
+    p_pass: float
+    # of a drop this large if the true one were the margin; corrected over tasks (Holm)
+    p_fail: float
     verdict: Verdict
-    lost: int  # items that the base got right and the compressed model wrong; changes for the worse of other scores
+    # items that the base got right and the compressed model wrong; changes for the worse of other
+    # scores
+    lost: int
     gained: int
-    mcnemar: float | None  # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
+    # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
+    mcnemar: float | None
     detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
-    perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
+    # compressed / base with bounds, of a likelihood task
+    perplexity_ratio: tuple[float, float, float] | None = None
     equivalent: bool = False  # both bounds are nearer to 0 than the drop allowed
-    cut: tuple[float, float] | None = None  # shares of answers that reached the token limit: base, compressed
+    # shares of answers that reached the token limit: base, compressed
+    cut: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GateCondition:
-    """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it fails."""
+    """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it
+    fails."""
 
     name: str  # such as "loops", or "flips on code"
     option: str  # that sets the limit
@@ -78,7 +87,10 @@ class GateCondition:
     def sentence(self) -> str:
         """The name, figure, bounds and limit."""
         figure = f"{self.observed:+.4f} (at least {self.lower:+.4f}, at most {self.upper:+.4f})"
-        return f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is allowed by {self.option}"
+        return (
+            f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is "
+            f"allowed by {self.option}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +112,20 @@ class GateResult:
     max_drop: float  # of the pool, and of each task outside it
     max_task_drop: float  # of each task in the pool
     confidence: float
-    pooled: TaskGate | None  # the items of all tasks that are answered right or wrong; None without such a task
+    # the items of all tasks that are answered right or wrong; None without such a task
+    pooled: TaskGate | None
     tasks: tuple[TaskGate, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)  # limit, batch size, few-shot examples, dtype, device
+    # limit, batch size, few-shot examples, dtype, device
+    options: Mapping[str, Any] = field(default_factory=dict)
     base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
     compressed_identity: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     asked: Asked = field(default_factory=dict)  # by task: the form of its questions
-    benchmarks: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # by task: id on the Hub, and task there
+    # by task: id on the Hub, and task there
+    benchmarks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    items_per_second: Mapping[str, float] = field(default_factory=dict)  # by model, without loading it
+    # by model, without loading it
+    items_per_second: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
     streamed: tuple[Side, ...] = ()  # those that answered with one layer in memory at a time
     conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass
@@ -141,7 +157,9 @@ def gate_from_content(content: Any) -> GateResult:
 def check_confidence(confidence: float) -> None:
     """Refuse a confidence that no bound has."""
     if not 0.5 < confidence < 1:
-        raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
+        raise CompressionError(
+            f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95"
+        )
 
 
 def conditions_table(conditions: Sequence[GateCondition]) -> Table:
@@ -150,7 +168,17 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f}"
 
-    columns = ("condition", "of", "base", "compressed", "allowed", "rise", "at least", "at most", "verdict")
+    columns = (
+        "condition",
+        "of",
+        "base",
+        "compressed",
+        "allowed",
+        "rise",
+        "at least",
+        "at most",
+        "verdict",
+    )
     rows = tuple(
         (
             condition.name,

@@ -17,7 +17,11 @@ MOST = 12  # numbers in a cell
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:
     """Return a sentence on how many experts are protected; nothing if none is."""
     count = sum(map(len, protected.values()))
-    return (Text(f"{counted(count, 'protected expert')}, neither merged nor dropped"),) if count else ()
+    return (
+        (Text(f"{counted(count, 'protected expert')}, neither merged nor dropped"),)
+        if count
+        else ()
+    )
 
 
 def first_of(items: Sequence[object], most: int = MOST) -> str:
@@ -27,7 +31,8 @@ def first_of(items: Sequence[object], most: int = MOST) -> str:
 
 
 def divergence(result: Mapping[str, Any], changed: bool) -> str:
-    """Return KL from the base, loss and flips (other greedy tokens) on held-out text, before and after."""
+    """Return KL from the base, loss and flips (other greedy tokens) on held-out text, before and
+    after."""
     parts = []
     for name, before, after in (("KL", "before", "after"), ("loss", "loss_before", "loss_after")):
         if name == "KL" or before in result:
@@ -46,7 +51,8 @@ def flips(share: float) -> str:
 
 
 def changed(entry: Mapping[str, Any]) -> bool:
-    """Return True if a step changed the model: by its own record, or else if its held-out error fell."""
+    """Return True if a step changed the model: by its own record, or else if its held-out error
+    fell."""
     result = entry.get("result") or {}
     if "changed" in result:
         return bool(result["changed"])
@@ -54,14 +60,17 @@ def changed(entry: Mapping[str, Any]) -> bool:
 
 
 def step_blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """Return a step's description of its result, a sentence first; its name alone where it isn't installed."""
+    """Return a step's description of its result, a sentence first; its name alone where it isn't
+    installed."""
     name = entry["name"]
     try:
         blocks = tuple(make_step(name, entry["options"]).step().describe(entry))
     except CompressionError as error:
         logger.debug("the step %s cannot describe its result: %s", name, error)
         blocks = ()
-    return blocks if any(isinstance(block, Text) for block in blocks) else (Text(f"{name}."), *blocks)
+    return (
+        blocks if any(isinstance(block, Text) for block in blocks) else (Text(f"{name}."), *blocks)
+    )
 
 
 def step_line(entry: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Routing hubs as hubs.json names them: `attribute` writes that file, `prune` protects by it, and reports show it."""
+"""Routing hubs as hubs.json names them: `attribute` writes that file, `prune` protects by it, and
+reports show it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Lists of experts to keep that other tools leave, as options of the strategy `listed`.
 
-RAZOR's kept_expert_indices.json maps main_LAYER to experts, the list that vllm-ascend reads has a line
-{"LAYER": [EXPERT, ...]} for each layer, and REAP's observations are a pickle of {LAYER: {"reap": saliencies [E], ...}}.
-"""
+RAZOR's kept_expert_indices.json maps main_LAYER to experts, the list that vllm-ascend reads has a
+line {"LAYER": [EXPERT, ...]} for each layer, and REAP's observations are a pickle of {LAYER:
+{"reap": saliencies [E], ...}}."""
 
 import re
 import reprlib
@@ -25,14 +25,17 @@ HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations
 
 
 def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, by path, by which `plan` keeps the experts of a file; `flags` may say how many of them.
+    """Return the options, by path, by which `plan` keeps the experts of a file; `flags` may say how
+    many of them.
 
     Raises `CompressionError` for a file that is no list, and for one that leaves the number open.
     """
     is_ranking = path.suffix in SUFFIXES
     order = _saliencies(path) if is_ranking else _lists(path)
     options = {"split.parts": 1, "correct.method": "none", "prune.strategy": "listed"}
-    options["prune.options.order"] = {layer: " ".join(map(str, experts)) for layer, experts in order.items()}
+    options["prune.options.order"] = {
+        layer: " ".join(map(str, experts)) for layer, experts in order.items()
+    }
     if flags.keys() & {"prune.experts", "prune.ratio"}:
         return options
     if is_ranking:
@@ -40,7 +43,8 @@ def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
     fewest, *others = sorted({len(experts) for experts in order.values()})
     if others:
         raise CompressionError(
-            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint has one number for all; "
+            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint "
+            "has one number for all; "
             "pass --experts N, or let the step constants choose (--format mone)"
         )
     return {**options, "prune.experts": fewest}
@@ -51,7 +55,10 @@ def _lists(path: Path) -> dict[str, list[int]]:
     if path.suffix == ".jsonl":
         from compressor.data.rows import source_rows  # which loads transformers
 
-        contents = [_object(row, where) for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows]
+        contents = [
+            _object(row, where)
+            for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows
+        ]
     else:
         contents = [_object(read_json(path, HINT, HINT), str(path))]
     order = dict[str, list[int]]()
@@ -74,12 +81,17 @@ def _object(row: Any, where: str) -> Mapping[str, Any]:
 
 
 def _add(order: dict[str, list[int]], path: Path, layer: str, experts: Sequence[int]) -> None:
-    """Add the experts of a decoder layer; refuse a layer, or one of its experts, that is named twice."""
+    """Add the experts of a decoder layer; refuse a layer, or one of its experts, that is named
+    twice."""
     if len(layer) > 4 or str(int(layer)) in order:
-        raise CompressionError(f"{path} has layer {layer[:20]} twice, or no model has it; give each layer one list")
+        raise CompressionError(
+            f"{path} has layer {layer[:20]} twice, or no model has it; give each layer one list"
+        )
     twice = [expert for expert, count in Counter(experts).items() if count > 1]
     if twice:
-        raise CompressionError(f"{path} names expert {twice[0]} of layer {layer} twice; name it once")
+        raise CompressionError(
+            f"{path} names expert {twice[0]} of layer {layer} twice; name it once"
+        )
     order[str(int(layer))] = list(experts)
 
 
@@ -90,14 +102,23 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickles raise anything
-        raise CompressionError(f"{path} holds no observations of REAP, or more than tensors; {HINT}") from error
+        raise CompressionError(
+            f"{path} holds no observations of REAP, or more than tensors; {HINT}"
+        ) from error
     order = dict[str, list[int]]()
     for layer, statistics in content.items() if isinstance(content, dict) else ():
         scores = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
         is_number = isinstance(layer, int) or (isinstance(layer, str) and layer.isdecimal())
-        if not (is_number and isinstance(scores, torch.Tensor) and scores.dim() == 1 and len(scores) <= MOST_EXPERTS):
+        if not (
+            is_number
+            and isinstance(scores, torch.Tensor)
+            and scores.dim() == 1
+            and len(scores) <= MOST_EXPERTS
+        ):
             shown = reprlib.repr(layer)
-            raise CompressionError(f"{path}: {shown} should be a layer's number with its {SALIENCY}; {HINT}")
+            raise CompressionError(
+                f"{path}: {shown} should be a layer's number with its {SALIENCY}; {HINT}"
+            )
         for expert, score in enumerate(scores.tolist()):
             number(score, f"{path}: the {SALIENCY} of layer {layer}, expert {expert},")
         _add(order, path, str(layer), scores.argsort(descending=True, stable=True).tolist())

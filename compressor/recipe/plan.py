@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # plans are read without torch
 SUM_TOLERANCE = 1e-6
 LARGEST = (2 - 2**-23) * 2.0**127
 SMALLEST = 2.0**-126  # that float32 holds in full, in which experts are mixed
-LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
+# which a plan repeats
+LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")
 MOST_PARTS = 64  # of an expert
 UNEVEN = "uneven"  # the budget of layers that keep different numbers of experts
 KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
@@ -26,11 +27,11 @@ KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Experts that become one: scale * sum(coefficients * members), equations 6 and 7 of arXiv:2407.09590.
+    """Experts that become one: scale * sum(coefficients * members), equations 6 and 7 of
+    arXiv:2407.09590.
 
-    Router rows merge with `router_coefficients`, and without the scale. With a `head`, one of the members, the others'
-    neurons are first put in its order (`compressor.steps.cutting`).
-    """
+    Router rows merge with `router_coefficients`, and without the scale. With a `head`, one of the
+    members, the others' neurons are first put in its order (`compressor.steps.cutting`)."""
 
     members: tuple[int, ...]
     coefficients: tuple[float, ...]
@@ -41,17 +42,33 @@ class Group:
     def __post_init__(self) -> None:
         where = f"group {list(self.members)} has"
         count = len(self.members)
-        for label, values in (("coefficients", self.coefficients), ("router_coefficients", self.router_coefficients)):
+        for label, values in (
+            ("coefficients", self.coefficients),
+            ("router_coefficients", self.router_coefficients),
+        ):
             if len(values) != count:
-                raise CompressionError(f"{where} {len(values)} {label} for {count} members; give one each")
-            if not all(abs(value) <= LARGEST for value in values) or abs(sum(values) - 1.0) > SUM_TOLERANCE:
-                raise CompressionError(f"{where} {label} that sum to {sum(values):.6g}; they must sum to 1")
+                raise CompressionError(
+                    f"{where} {len(values)} {label} for {count} members; give one each"
+                )
+            if (
+                not all(abs(value) <= LARGEST for value in values)
+                or abs(sum(values) - 1.0) > SUM_TOLERANCE
+            ):
+                raise CompressionError(
+                    f"{where} {label} that sum to {sum(values):.6g}; they must sum to 1"
+                )
         if not SMALLEST <= self.scale <= LARGEST:
-            raise CompressionError(f"{where} scale {self.scale}; it must be a positive number that float32 holds")
+            raise CompressionError(
+                f"{where} scale {self.scale}; it must be a positive number that float32 holds"
+            )
         if not all(abs(value * self.scale) <= LARGEST for value in self.coefficients):
-            raise CompressionError(f"{where} scale {self.scale}; times its coefficients it is more than float32 holds")
+            raise CompressionError(
+                f"{where} scale {self.scale}; times its coefficients it is more than float32 holds"
+            )
         if self.head is not None and self.head not in self.members:
-            raise CompressionError(f"{where} head {self.head}, which is none of its members; name one of them")
+            raise CompressionError(
+                f"{where} head {self.head}, which is none of its members; name one of them"
+            )
 
     @classmethod
     def single(cls, expert: int) -> Self:
@@ -66,12 +83,15 @@ class Group:
     @property
     def aligned(self) -> bool:
         """True if neurons change their order: there is a head, and more than one member counts."""
-        return self.head is not None and sum(coefficient != 0 for coefficient in self.coefficients) > 1
+        return (
+            self.head is not None and sum(coefficient != 0 for coefficient in self.coefficients) > 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The plan of one MoE layer: slot n of the output holds group n, and experts in no group are dropped."""
+    """The plan of one MoE layer: slot n of the output holds group n, and experts in no group are
+    dropped."""
 
     module: str  # the experts module's full name
     layer: int  # the decoder layer's number
@@ -84,7 +104,8 @@ class LayerPlan:
     upstream: str = "original"  # what the earlier layers were while this one was planned
     decided_by: str = ""  # the statistic that decided
     figures: Mapping[str, Any] = field(default_factory=dict)
-    constants: tuple[int, ...] = ()  # experts for which a constant stands; the router keeps all its rows then
+    # experts for which a constant stands; the router keeps all its rows then
+    constants: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for message in self._faults():
@@ -96,20 +117,33 @@ class LayerPlan:
             if not group.members:
                 yield "a group has no members; remove it"
             for expert in group.members:
-                if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.experts:
-                    yield f"expert {expert!r} does not exist; experts are numbered 0 to {self.experts - 1}"
+                if (
+                    isinstance(expert, bool)
+                    or not isinstance(expert, int)
+                    or not 0 <= expert < self.experts
+                ):
+                    yield (
+                        f"expert {expert!r} does not exist; experts are numbered 0 to "
+                        f"{self.experts - 1}"
+                    )
                 if expert in seen:
                     yield f"expert {expert} is in two groups; an expert may be in one at most"
                 seen.add(expert)
         if self.constants:  # the router stays as it is
             if self.constants != self.dropped:
                 gone = list(self.dropped)
-                yield f"constants stand for {list(self.constants)}, but {gone} are in no group; make these lists equal"
+                yield (
+                    f"constants stand for {list(self.constants)}, but {gone} are in no group; "
+                    "make these lists equal"
+                )
             if not self.is_drop:
                 hint = "give every expert that is kept an untouched group of its own"
                 yield f"constants stand beside merged experts; {hint}"
             if len(self.groups) < self.top_k:
-                yield f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
+                yield (
+                    f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep "
+                    f"at least {self.top_k}"
+                )
             return
         check_count(self, len(self.groups), self.module)
         if self.routing_groups == 1:
@@ -119,13 +153,21 @@ class LayerPlan:
         for group in self.groups:
             inside = {expert // size for expert in group.members}
             if len(inside) > 1:
-                yield f"group {list(group.members)} mixes experts of different routing groups; keep it within one"
+                yield (
+                    f"group {list(group.members)} mixes experts of different routing groups; "
+                    "keep it within one"
+                )
             homes.extend(inside)
         counts = [homes.count(home) for home in range(self.routing_groups)]
         if len(set(counts)) > 1:
-            yield f"its routing groups would keep unequal numbers of experts, {counts}; keep equally many in each"
+            yield (
+                f"its routing groups would keep unequal numbers of experts, {counts}; keep "
+                "equally many in each"
+            )
         if homes != sorted(homes):
-            yield "its groups are not in the order of the routing groups; order them by their members"
+            yield (
+                "its groups are not in the order of the routing groups; order them by their members"
+            )
 
     @classmethod
     def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
@@ -197,17 +239,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """The decision of a step on all experts of a model: which stay, merge or go, or become constants."""
+    """The decision of a step on all experts of a model: which stay, merge or go, or become
+    constants."""
 
     experts: int  # per layer, in the output; beside constants, their mean rounded down
     layers: tuple[LayerPlan, ...]
-    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
-    top_k: int | None = None  # experts that a token is routed to in the output, where they are fewer than before
-    mtp: Literal["keep", "drop"] | None = None  # what is done with multi-token-prediction heads that are understood
+    # by module, ascending: stay as they are
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # experts that a token is routed to in the output, where they are fewer than before
+    top_k: int | None = None
+    # what is done with multi-token-prediction heads that are understood
+    mtp: Literal["keep", "drop"] | None = None
     format: Literal["mone"] | None = None  # constants stand for experts that are dropped
     budget: str | None = None  # of constants: even or uneven over layers
     experts_total: int | None = None  # that stay beside constants, over all layers
-    figures: Mapping[str, Any] = field(default_factory=dict)  # of how constants were divided over layers
+    # of how constants were divided over layers
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for message in self._faults():
@@ -221,19 +268,34 @@ class ExpertPlan:
             if self.format is not None:
                 if layer.dropped and not layer.constants:
                     hint = "name them in 'constants'"
-                    yield f"{layer.module} drops experts without constants, which this format cannot; {hint}"
+                    yield (
+                        f"{layer.module} drops experts without constants, which this format "
+                        f"cannot; {hint}"
+                    )
                 continue
             if layer.constants:
-                yield f"{layer.module} has constants, but the plan is not of that format; restore 'format'"
+                yield (
+                    f"{layer.module} has constants, but the plan is not of that format; restore "
+                    "'format'"
+                )
             if len(layer.groups) != self.experts:
-                what = f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer"
-                yield f"{layer.module}: {what}; make them equal, or use the step constants (--format mone)"
+                what = (
+                    f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
+                    "every layer"
+                )
+                yield (
+                    f"{layer.module}: {what}; make them equal, or use the step constants "
+                    "(--format mone)"
+                )
         if self.format is not None:
             kept = sum(len(layer.groups) for layer in self.layers)
             mean = kept // len(self.layers) if self.layers else self.experts
             if (kept, mean) != (self.experts_total, self.experts):
                 promised = f"{self.experts_total!r} in all and {self.experts} in each"
-                yield f"its layers keep {kept} experts, {mean} in each, but the plan says {promised}; make them equal"
+                yield (
+                    f"its layers keep {kept} experts, {mean} in each, but the plan says "
+                    f"{promised}; make them equal"
+                )
         for module, experts in self.protected.items():
             owner = known.get(module)
             if owner is None:
@@ -243,10 +305,15 @@ class ExpertPlan:
             changed = touched(owner, experts)
             if missing:
                 most = owner.experts - 1
-                yield f"{module}: protected expert {missing[0]} does not exist; experts are numbered 0 to {most}"
+                yield (
+                    f"{module}: protected expert {missing[0]} does not exist; experts are "
+                    f"numbered 0 to {most}"
+                )
             elif changed:
                 hint = "give it an untouched group of its own, or take it out of 'protected'"
-                yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
+                yield (
+                    f"{module}: expert {changed[0]} is protected, but is not kept as it is; {hint}"
+                )
 
     @property
     def by_module(self) -> dict[str, LayerPlan]:
@@ -276,18 +343,26 @@ class ExpertPlan:
     @classmethod
     def whole(cls, model: "OpenModel") -> Self:
         """A plan that keeps every expert of a model as it is."""
-        return cls.of([LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers])
+        return cls.of(
+            [LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers]
+        )
 
 
 def check_split(split: Mapping[str, Any]) -> None:
     """Raise `CompressionError` for an entry that cannot be of any model."""
     if not 2 <= value_as(split.get("parts"), int, "the split's parts") <= MOST_PARTS:
-        raise CompressionError(f"the split's parts are {split['parts']}, not 2 to {MOST_PARTS}; restore it")
+        raise CompressionError(
+            f"the split's parts are {split['parts']}, not 2 to {MOST_PARTS}; restore it"
+        )
     if not isinstance(split.get("calibration"), Mapping | None):
         raise CompressionError("the split's calibration should be an object or null; restore it")
     neurons = split.get("neurons")
-    if not isinstance(neurons, Mapping) or not all(isinstance(text, str) for text in neurons.values()):
-        raise CompressionError("the split should say for each module where its neurons go; split or plan again")
+    if not isinstance(neurons, Mapping) or not all(
+        isinstance(text, str) for text in neurons.values()
+    ):
+        raise CompressionError(
+            "the split should say for each module where its neurons go; split or plan again"
+        )
 
 
 def describe_split(split: Mapping[str, Any]) -> str:
@@ -304,8 +379,13 @@ def parts_of(split: Mapping[str, Any] | None) -> int:
 
 def check_source(source: Source, fingerprint: str) -> None:
     if source.fingerprint != fingerprint:
-        differs = f"its source fingerprint {source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}"
-        raise CompressionError(f"the plan was made for another model: {differs}; plan again for this one")
+        differs = (
+            f"its source fingerprint {source.fingerprint[:12]} differs from this "
+            f"checkpoint's {fingerprint[:12]}"
+        )
+        raise CompressionError(
+            f"the plan was made for another model: {differs}; plan again for this one"
+        )
 
 
 def check_layers(plan: ExpertPlan, layers: "Sequence[MoeLayer]") -> None:
@@ -314,7 +394,9 @@ def check_layers(plan: ExpertPlan, layers: "Sequence[MoeLayer]") -> None:
     for planned in plan.layers:
         layer = known.pop(planned.module, None)
         if layer is None:
-            raise CompressionError(f"the plan speaks of {planned.module}, which this model does not have; plan again")
+            raise CompressionError(
+                f"the plan speaks of {planned.module}, which this model does not have; plan again"
+            )
         for fact in LAYER_FACTS:
             stated = getattr(planned, fact)
             actual = getattr(layer, fact)

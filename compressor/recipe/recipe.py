@@ -1,8 +1,9 @@
-"""Recipes: model, text, steps, gate and output as YAML, written beside every output and read by `compress`.
+"""Recipes: model, text, steps, gate and output as YAML, written beside every output and read by
+`compress`.
 
-A recipe is made from the plan alone, so that `compress`, and `plan` with `apply`, leave the same bytes. Like
-compression.json it names no folder; on the machine that made the output, the record of the run knows them.
-"""
+A recipe is made from the plan alone, so that `compress`, and `plan` with `apply`, leave the same
+bytes. Like compression.json it names no folder; on the machine that made the output, the record of
+the run knows them."""
 
 import json
 import os
@@ -13,7 +14,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from compressor.data.sources import GIVEN, SourceSpec, absent_text, local_name, refuse_absent_texts, without_folders
+from compressor.data.sources import (
+    GIVEN,
+    SourceSpec,
+    absent_text,
+    local_name,
+    refuse_absent_texts,
+    without_folders,
+)
 from compressor.entry_points import EXPORTERS, STEPS, find, load
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, TASKS, require
@@ -31,10 +39,12 @@ SAFETENSORS = "safetensors"  # the format that a run writes, and that every expo
 MONE = "mone"  # the same with constants in the place of experts
 BUILT_IN = (SAFETENSORS, MONE)
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
-ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")  # of steps that options add
+# of steps that options add
+ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")
 UNEVEN_OPTIONS = ("budget", "experts_total")
 UNEVEN_LAYERS = (
-    "layers can keep different numbers of experts only with constants (--format mone, which vLLM serves); stock "
+    "layers can keep different numbers of experts only with constants (--format mone, which vLLM "
+    "serves); stock "
     "checkpoints, ONNX graphs and GGUF files have one number for all layers"
 )
 FIELDS = {  # options of `compress` that are fields of other steps than prune
@@ -53,15 +63,18 @@ class OutputOptions(Options):
     """Options of the output: its formats, and where it is published."""
 
     formats: tuple[str, ...] = Field(("safetensors",), min_length=1)
-    """safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the subfolder onnx. mone
-    replaces dropped experts by constants, which vLLM serves. Exporters add formats."""
+    """safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the
+    subfolder onnx. mone replaces dropped experts by constants, which vLLM serves. Exporters add
+    formats."""
     max_shard_bytes: int | None = Field(None, ge=1)
     """Largest weight file, in bytes; a tensor is never cut."""
-    evaluate: bool = Field(True, exclude=True)  # which changes no weight, so that no recipe of an output holds it
+    # which changes no weight, so that no recipe of an output holds it
+    evaluate: bool = Field(True, exclude=True)
     """Compare the output with its base on held-out text: loss, KL and flips."""
     golden_answers: bool = Field(True, exclude=True)
     """Keep answers in the output by which `moe-compress check` knows the model anywhere."""
-    push_to_hub: str | None = Field(None, exclude=True)  # what publishes an output is no part of its recipe
+    # what publishes an output is no part of its recipe
+    push_to_hub: str | None = Field(None, exclude=True)
     """Publish on the Hub as NAMESPACE/NAME. With a gate only if it passes."""
     private: bool = Field(False, exclude=True)
     """Publish to a private repository."""
@@ -89,7 +102,9 @@ Resident = Annotated[  # of YAML's yes and no, which are true and false there
     BeforeValidator(lambda value: ("no", "yes")[value] if isinstance(value, bool) else value),
 ]
 RESIDENT: Any = Field(
-    "auto", exclude=True, description="Keep the model on the device: yes, no (a layer at a time), or auto, if it fits."
+    "auto",
+    exclude=True,
+    description="Keep the model on the device: yes, no (a layer at a time), or auto, if it fits.",
 )
 
 
@@ -112,7 +127,8 @@ class Recipe(ModelOptions):
     output: OutputOptions = OutputOptions()
 
     def check_installed(self) -> None:
-        """Refuse a package, plugin or text that a run of it takes and that is not here, without loading any."""
+        """Refuse a package, plugin or text that a run of it takes and that is not here, without
+        loading any."""
         packages = list[str]()
         for step in self.steps:
             step.check_installed()
@@ -128,7 +144,10 @@ class Recipe(ModelOptions):
                 find(EXPORTERS, name)
         for step in self.steps:
             # a strategy of another name, and a correction that it decides on, may read no text
-            reads = getattr(step, "strategy", None) == "auto" or getattr(step, "method", None) in ("ridge", "tune")
+            reads = getattr(step, "strategy", None) == "auto" or getattr(step, "method", None) in (
+                "ridge",
+                "tune",
+            )
             text = step.calibration or (self.calibration if reads else None)
             refuse_absent_texts((text and text.data) or ())
         if self.gate is not None:
@@ -146,23 +165,31 @@ class Recipe(ModelOptions):
 
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
-        """A recipe from plain values; raises `CompressionError` naming the place of what is wrong."""
+        """A recipe from plain values; raises `CompressionError` naming the place of what is
+        wrong."""
         return validated(cls, content, where, f"{where} has no field")
 
 
 def step_class(name: str, location: str = "") -> type[StepOptions]:
-    """Return the options of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
+    """Return the options of a step by its name; raises `CompressionError` for one that is not
+    installed, or is none."""
     kind = load(STEPS, name, location)
-    if not (isinstance(kind, type) and issubclass(kind, StepOptions)) or getattr(kind, "name", None) != name:
+    if (
+        not (isinstance(kind, type) and issubclass(kind, StepOptions))
+        or getattr(kind, "name", None) != name
+    ):
         message = f"its entry point should be a StepOptions whose `name` is {name!r}"
         raise CompressionError(f"step {name!r} is no plugin: {message}")
     return kind
 
 
 def make_step(name: str, options: Mapping[str, Any], location: str = "") -> StepOptions:
-    """Return a step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
+    """Return a step with these options; raises `CompressionError` naming the option that is unknown
+    or impossible."""
     if name == "prune" and options.keys() & UNEVEN_OPTIONS:
-        raise CompressionError(f"{location or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
+        raise CompressionError(
+            f"{location or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out"
+        )
     where, at = (f"{location}: {name}", f" at {location}") if location else (name, "")
     return validated(step_class(name, location), options, where, f"step {name} has no option", at)
 
@@ -178,16 +205,19 @@ def _step(entry: Any, number: int) -> StepOptions:
         if isinstance(name, str) and isinstance(options, Mapping | None):
             return make_step(name, options or {}, location)
     shown = reprlib.repr(entry)
-    raise CompressionError(f"{location} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
+    raise CompressionError(
+        f"{location} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'"
+    )
 
 
 def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
-    """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
+    """The steps of `compress` where only options are given: split, prune, correct, and more where
+    options name them.
 
-    `constants` replaces experts by constants; `split`, `correct`, `routers`, `distill` and `quantize` name a number of
-    parts, a method or a scheme, other options are those of `prune`. Options of a step in a mapping:
-    `distill={"steps": 100}`. Where `quantize` is named and no option of `prune`, nothing is pruned.
-    """
+    `constants` replaces experts by constants; `split`, `correct`, `routers`, `distill` and
+    `quantize` name a number of parts, a method or a scheme, other options are those of `prune`.
+    Options of a step in a mapping: `distill={"steps": 100}`. Where `quantize` is named and no
+    option of `prune`, nothing is pruned."""
     chosen: dict[str, dict[str, Any]] = {}
     for option, value in options.items():
         if value is not None:
@@ -208,12 +238,16 @@ def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
     return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
 
 
-def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]) -> list[StepOptions]:
-    """Return the steps with these options of one of them, which is put in its usual place if it is missing."""
+def with_options(
+    steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]
+) -> list[StepOptions]:
+    """Return the steps with these options of one of them, which is put in its usual place if it is
+    missing."""
     positions = [position for position, step in enumerate(steps) if step.name == name]
     if len(positions) > 1:
         raise CompressionError(
-            f"the recipe has {len(positions)} steps {name}; change the one that is meant in the file"
+            f"the recipe has {len(positions)} steps {name}; change the one that is meant in the "
+            "file"
         )
     changed = list(steps)
     if positions:
@@ -221,16 +255,22 @@ def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, 
         changed[position] = make_step(name, {**steps[position].model_dump(), **options})
         return changed
     later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
-    position = next((position for position, step in enumerate(steps) if step.name in later), len(steps))
+    position = next(
+        (position for position, step in enumerate(steps) if step.name in later), len(steps)
+    )
     changed.insert(position, make_step(name, options))
     return changed
 
 
 def recipe_yaml(recipe: Recipe) -> bytes:
-    """Return the recipe as YAML, without defaults; sizes of the calibration text are always there."""
+    """Return the recipe as YAML, without defaults; sizes of the calibration text are always
+    there."""
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
-    content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
+    content |= {
+        "seed": recipe.seed or None,
+        "dtype": None if recipe.dtype == "auto" else recipe.dtype,
+    }
     steps = []
     for step in recipe.steps:
         options = step.changed()
@@ -242,19 +282,25 @@ def recipe_yaml(recipe: Recipe) -> bytes:
             gate[name] = [local_name(source) for source in gate[name]]
     content["gate"] = gate
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
-    stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
+    stated = {
+        name: value
+        for name, value in content.items()
+        if value is not None and value not in ([], {})
+    }
     heading = ""
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):
-        heading = "# Calibration text given in Python is named by a digest alone, so this file cannot repeat it.\n"
+        heading = (
+            "# Calibration text given in Python is named by a digest alone, so this file "
+            "cannot repeat it.\n"
+        )
     return (heading + yaml_text(stated)).encode(errors="backslashreplace")
 
 
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe file, its model and texts located where the run had them.
 
-    Raises `CompressionError` for a file that is no YAML mapping, and for a field, step or option that is not known,
-    with its place.
-    """
+    Raises `CompressionError` for a file that is no YAML mapping, and for a field, step or option
+    that is not known, with its place."""
     if not path.is_file():
         raise CompressionError(f"{path} is not a file; name a recipe.yaml")
     content = read_yaml(path, str(path))
@@ -264,44 +310,71 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe of an output with the folders that the run's record on this machine knows."""
+    """Return the recipe of an output with the folders that the run's record on this machine
+    knows."""
     record = read_record(path.parent)
     if record is None:
         return content
     known = (record.calibration or {}).get("sources")
-    texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
-    paths = {local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)}
+    texts = [
+        str(entry["source"])
+        for entry in known or ()
+        if isinstance(entry, dict) and "source" in entry
+    ]
+    paths = {
+        local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)
+    }
 
     def in_place(source: str) -> str:
         name, sign, weight = source.rpartition("=")
-        return paths.get(source) or (f"{paths[name]}={weight}" if sign and name in paths else source)
+        return paths.get(source) or (
+            f"{paths[name]}={weight}" if sign and name in paths else source
+        )
 
     located = dict(content)
     for field, location in (("model", record.source), ("base", record.base)):
-        if location is not None and os.path.isdir(location) and content.get(field) == Path(location).name:
+        if (
+            location is not None
+            and os.path.isdir(location)
+            and content.get(field) == Path(location).name
+        ):
             located[field] = location
     text = content.get("calibration")
     if isinstance(text, dict) and isinstance(text.get("data"), list):
-        located["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
+        located["calibration"] = {
+            **text,
+            "data": [in_place(str(source)) for source in text["data"]],
+        }
     return located
 
 
 def refuse_missing(path: Path, recipe: Recipe) -> None:
-    """Refuse a model's folder or a text that a recipe names and that is not there, saying how to name it."""
+    """Refuse a model's folder or a text that a recipe names and that is not there, saying how to
+    name it."""
     for what, name, revision in (
         ("model", recipe.model, recipe.revision),
         ("base", recipe.base, recipe.base_revision),
     ):
-        if isinstance(name, str) and revision is None and "/" not in name and not os.path.exists(name):
+        if (
+            isinstance(name, str)
+            and revision is None
+            and "/" not in name
+            and not os.path.exists(name)
+        ):
             hint = f"add --set {what}=FOLDER"
-            raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {hint}")
+            raise CompressionError(
+                f"{path} names the {what} {name!r}, which is no folder here; {hint}"
+            )
     text = absent_text(recipe.calibration.data or ())
     if text is not None:
-        raise CompressionError(f"{path} names the text {text}, which is not here; name it with --calibration")
+        raise CompressionError(
+            f"{path} names the text {text}, which is not here; name it with --calibration"
+        )
 
 
 def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
-    """Return a step with a text of its own, so that the plan of its output goes on with earlier ones."""
+    """Return a step with a text of its own, so that the plan of its output goes on with earlier
+    ones."""
     if text.data is not None or text.emphasis is not None:
         options = {**options, "calibration": text}
     return make_step(name, options)
@@ -315,7 +388,9 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
     requested = calibration.get("asked")
     entries = named.get("sources") or [{"source": named["source"]}]
     weights = [entry.get("weight", 1.0) for entry in entries]
-    alike = all(weight == weights[0] for weight in weights) and not any("=" in entry["source"] for entry in entries)
+    alike = all(weight == weights[0] for weight in weights) and not any(
+        "=" in entry["source"] for entry in entries
+    )
     sources = [
         entry["source"] if alike else f"{entry['source']}={weight!r}"
         for entry, weight in zip(entries, weights, strict=True)
@@ -330,8 +405,18 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
 
 def recipe_of_plan(plan: Plan) -> Recipe:
     """Return the recipe that a plan was made by, its source as the plan names it."""
-    steps = [make_step(entry.name, entry.options, f"steps[{number}]") for number, entry in enumerate(plan.steps)]
-    content = {"model": plan.source.model, "revision": plan.source.revision, "seed": plan.seed, "dtype": plan.dtype}
+    steps = [
+        make_step(entry.name, entry.options, f"steps[{number}]")
+        for number, entry in enumerate(plan.steps)
+    ]
+    content = {
+        "model": plan.source.model,
+        "revision": plan.source.revision,
+        "seed": plan.seed,
+        "dtype": plan.dtype,
+    }
     if plan.base is not None:
         content |= {"base": plan.base.model, "base_revision": plan.base.revision}
-    return Recipe.of({**content, "steps": steps, "calibration": text_options(plan.calibration)}, "the plan")
+    return Recipe.of(
+        {**content, "steps": steps, "calibration": text_options(plan.calibration)}, "the plan"
+    )

@@ -13,12 +13,14 @@ from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
 
 CORRECTIONS = ("none", "ridge", "tune")
-SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> label, similarities [E, E]
+# (statistics, options) -> label, similarities [E, E]
+SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, with its needs."""
+    """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, with its
+    needs."""
 
     name: str
     plan: Callable[..., LayerPlan]
@@ -28,15 +30,19 @@ class Strategy:
     correction: str = "none"  # the default correction of its plans
     similarity: SimilarityFunction | None = None
     similarity_needs: frozenset[str] = frozenset()
-    score: Callable[..., torch.Tensor] | None = None  # (statistics[, options]) -> [E], by which experts are kept
-    check: Callable[..., None] | None = None  # (numbers of decoder layers with experts, options) refuses options
+    # (statistics[, options]) -> [E], by which experts are kept
+    score: Callable[..., torch.Tensor] | None = None
+    # (numbers of decoder layers with experts, options) refuses options
+    check: Callable[..., None] | None = None
     balances: bool = False  # True to keep them by maximin over the scores of each source of text
 
     def balancing(self, sources: str | None) -> Self:
-        """Return the strategy that keeps experts for the sum of all sources of text, or for the `worst` of them."""
+        """Return the strategy that keeps experts for the sum of all sources of text, or for the
+        `worst` of them."""
         if sources == "worst" and self.score is None:
             raise CompressionError(
-                f"strategy {self.name!r} keeps experts by no score, so balance=worst does not go with it; choose one "
+                f"strategy {self.name!r} keeps experts by no score, so balance=worst does not go "
+                "with it; choose one "
                 "that ranks experts, such as energy, or leave out balance"
             )
         return replace(self, balances=sources == "worst")
@@ -50,8 +56,11 @@ class Strategy:
             shares.append(scores / (float(scores.sum()) or 1.0))
         return torch.stack(shares)
 
-    def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-        """Plan one layer, with the options if the strategy has any; refuses what is no plan of this layer."""
+    def plan_layer(
+        self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()
+    ) -> LayerPlan:
+        """Plan one layer, with the options if the strategy has any; refuses what is no plan of this
+        layer."""
         layer = statistics.layer
         arguments = [] if self.options is None else [self.options]
         try:
@@ -62,21 +71,30 @@ class Strategy:
             raise
         except Exception as error:  # plugins raise any exception
             message = f"strategy {self.name!r} failed: {type(error).__name__}: {reason_of(error)}"
-            raise CompressionError(f"{layer.name}: {message}; mend its plan() or choose another strategy") from error
-        is_plan = isinstance(plan, LayerPlan) and (plan.module, plan.experts) == (layer.name, layer.experts)
+            raise CompressionError(
+                f"{layer.name}: {message}; mend its plan() or choose another strategy"
+            ) from error
+        is_plan = isinstance(plan, LayerPlan) and (plan.module, plan.experts) == (
+            layer.name,
+            layer.experts,
+        )
         if not is_plan or len(plan.groups) != keep:
-            message = f"strategy {self.name!r} returned no plan of this layer that keeps {keep} experts"
+            message = (
+                f"strategy {self.name!r} returned no plan of this layer that keeps {keep} experts"
+            )
             raise CompressionError(f"{layer.name}: {message}; mend its plan()")
         return plan
 
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
-    """Load a strategy with its options; raises `CompressionError` for an unknown name, option or need."""
+    """Load a strategy with its options; raises `CompressionError` for an unknown name, option or
+    need."""
     return strategy_of(load(STRATEGIES, name), name, settings)
 
 
 def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
-    """Return the strategy that a module is, with its options; raises `CompressionError` for what is none."""
+    """Return the strategy that a module is, with its options; raises `CompressionError` for what is
+    none."""
     what = f"strategy {name!r}"
     needs = getattr(module, "NEEDS", None)
     if not callable(getattr(module, "plan", None)) or not isinstance(needs, frozenset):
@@ -89,30 +107,46 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
         raise CompressionError(f"{what} is no plugin: {message}")
     if hasattr(module, "needs"):
         needs = module.needs(options)
-    similarity_needs = module.similarity_needs(options) if hasattr(module, "similarity_needs") else needs
+    similarity_needs = (
+        module.similarity_needs(options) if hasattr(module, "similarity_needs") else needs
+    )
     check_needs(needs | similarity_needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     similarity = getattr(module, "similarity", None)
     score = getattr(module, "score", None)
     check = getattr(module, "check", None)
-    return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs, score, check)
+    return Strategy(
+        name,
+        module.plan,
+        needs,
+        options,
+        summary,
+        correction,
+        similarity,
+        similarity_needs,
+        score,
+        check,
+    )
 
 
 def working_strategies() -> Iterator[Strategy]:
-    """Yield every strategy that can be loaded, by name; another is named in a warning and left out."""
+    """Yield every strategy that can be loaded, by name; another is named in a warning and left
+    out."""
     return working(STRATEGIES, load_strategy)
 
 
 def load_exporter(name: str) -> Any:
-    """Return the exporter of that name, a module; the first line of its docstring says what it writes.
+    """Return the exporter of that name, a module; the first line of its docstring says what it
+    writes.
 
-    Its `export(checkpoint, output, options, progress)` writes a finished checkpoint to the new folder `output`, which
-    has a hidden name until it returns, and leaves nothing there where it fails. It returns None or a dataclass that
-    sums up what was written; with the methods `describe()` and `to_dict()` that says itself what the terminal and
-    `--json` show. The module may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which
-    raises `CompressionError` where an optional package is missing. `read_summary(output)`, if there is one, reads the
-    summary of a finished output. With `PLANS = True` the command `export` hands it a plan file, too.
-    """
+    Its `export(checkpoint, output, options, progress)` writes a finished checkpoint to the new
+    folder `output`, which has a hidden name until it returns, and leaves nothing there where it
+    fails. It returns None or a dataclass that sums up what was written; with the methods
+    `describe()` and `to_dict()` that says itself what the terminal and `--json` show. The module
+    may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
+    `CompressionError` where an optional package is missing. `read_summary(output)`, if there is
+    one, reads the summary of a finished output. With `PLANS = True` the command `export` hands it a
+    plan file, too."""
     module = load(EXPORTERS, name)
     if not callable(getattr(module, "export", None)):
         message = "it needs a function export(checkpoint, output, options, progress)"
@@ -121,5 +155,8 @@ def load_exporter(name: str) -> Any:
 
 
 def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """Return an exporter's options with these settings, None where it has none; raises `CompressionError`."""
-    return make_options(f"exporter {name!r}", getattr(load_exporter(name), "Options", None), settings or {})
+    """Return an exporter's options with these settings, None where it has none; raises
+    `CompressionError`."""
+    return make_options(
+        f"exporter {name!r}", getattr(load_exporter(name), "Options", None), settings or {}
+    )

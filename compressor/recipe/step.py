@@ -1,8 +1,8 @@
 """Steps of a compression: their options and facts, which load no torch, and their behaviour.
 
-The options are a pydantic model. Its fields are declared once; command line, YAML, plan, digest, the card's command and
-the reference page are made of them. Third parties announce theirs through the entry point `moe_compressor.steps`.
-"""
+The options are a pydantic model. Its fields are declared once; command line, YAML, plan, digest,
+the card's command and the reference page are made of them. Third parties announce theirs through
+the entry point `moe_compressor.steps`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,9 @@ if TYPE_CHECKING:  # a step's options are read without torch
     from compressor.steps.tensors import OutputJob
 
 Tensors = Mapping[str, "Tensor"]
-Source = str | SkipJsonSchema[Annotated[InstanceOf[GivenTexts], PlainSerializer(str, return_type=str)]]
+Source = (
+    str | SkipJsonSchema[Annotated[InstanceOf[GivenTexts], PlainSerializer(str, return_type=str)]]
+)
 DEFAULT_LENGTH = 512
 MOST_SOURCES = 100  # as many as a plan may have
 
@@ -55,18 +57,20 @@ class TextOptions(Options):
     """Options of the text: its sources and size."""
 
     data: tuple[Source, ...] | None = Field(None, max_length=MOST_SOURCES)
-    """Text, JSONL or parquet file, data set, 'demo', or a blend of them in YAML (default: blend). The default blend is
-    public code, mathematics, chats, tool calls and prose. Rows may have pictures. A data set is ID, if need be with
-    :config@split@revision#column. Repeat it for several sources, each with =WEIGHT if they should not count alike."""
+    """Text, JSONL or parquet file, data set, 'demo', or a blend of them in YAML (default: blend).
+    The default blend is public code, mathematics, chats, tool calls and prose. Rows may have
+    pictures. A data set is ID, if need be with :config@split@revision#column. Repeat it for several
+    sources, each with =WEIGHT if they should not count alike."""
     samples: int = Field(256, ge=1)
     """Calibration sequences."""
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2)
     """Tokens in each sequence."""
     emphasis: Annotated[EmphasisOptions | None, BeforeValidator(pairs)] = None
-    """Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as
-    end=8,think_end=8."""
+    """Weights in correct, routers and distill of the tokens that end an answer or its thinking,
+    such as end=8,think_end=8."""
     strict: bool = Field(False, exclude=True)  # no effect on the output, so no record holds it
-    """End at a row of text, or a source of a blend, that cannot be read, instead of leaving it out."""
+    """End at a row of text, or a source of a blend, that cannot be read, instead of leaving it out.
+    """
 
     @field_validator("data", mode="before")
     @classmethod
@@ -91,7 +95,8 @@ class Requirements:
     sample_tokens: int | None = 0  # None: all that are read
     parameter_bytes: int = 0  # bytes of memory for each parameter of a model that it holds whole
     notes: tuple[str, ...] = ()  # sentences on what is decided before any weight is read
-    notes_are_described: bool = False  # `describe` repeats the notes, so that a run need not begin with them
+    # `describe` repeats the notes, so that a run need not begin with them
+    notes_are_described: bool = False
 
     @property
     def reads(self) -> bool:
@@ -101,7 +106,8 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class OutputSize:
-    """Size of a checkpoint that a step stores in a way of its own, and bytes that wait in the work folder meanwhile."""
+    """Size of a checkpoint that a step stores in a way of its own, and bytes that wait in the work
+    folder meanwhile."""
 
     size: "Size"
     waiting: int = 0
@@ -109,7 +115,8 @@ class OutputSize:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a step on the whole model: figures as JSON, and stored tensors with new values, by name."""
+    """Result of a step on the whole model: figures as JSON, and stored tensors with new values, by
+    name."""
 
     figures: Mapping[str, Any]
     tensors: "Iterator[Tensors]" = field(default_factory=lambda: iter(()))
@@ -124,20 +131,25 @@ FORMAT = "format"
 
 
 class StepOptions(NamedOptions):
-    """Options of a step as fields, and facts about it. Those with an `order` change decoder layers one at a time.
+    """Options of a step as fields, and facts about it. Those with an `order` change decoder layers
+    one at a time.
 
-    `changes` names what a step changes: SUB_EXPERTS (experts become several), EXPERTS (which and how many there are),
-    CONSTANTS (experts become constants), WEIGHTS (of experts, which are written anew in a plain dtype), ROUTERS, or
-    FORMAT (how tensors are stored).
-    """
+    `changes` names what a step changes: SUB_EXPERTS (experts become several), EXPERTS (which and
+    how many there are), CONSTANTS (experts become constants), WEIGHTS (of experts, which are
+    written anew in a plain dtype), ROUTERS, or FORMAT (how tensors are stored)."""
 
     name: ClassVar[str]
-    implementation: ClassVar[str]  # the `Step`, as "package.module:Class"; imported when a run begins
-    order: ClassVar[int | None] = None  # order within a stage of layerwise steps; None: works on the whole model
-    cannot_follow: ClassVar[Mapping[str, str]] = {}  # earlier steps' names, or what they change, with the reason
-    only_after: ClassVar[Mapping[str, str]] = {}  # what an earlier step of its stage has to change, and one that does
+    # the `Step`, as "package.module:Class"; imported when a run begins
+    implementation: ClassVar[str]
+    # order within a stage of layerwise steps; None: works on the whole model
+    order: ClassVar[int | None] = None
+    # earlier steps' names, or what they change, with the reason
+    cannot_follow: ClassVar[Mapping[str, str]] = {}
+    # what an earlier step of its stage has to change, and one that does
+    only_after: ClassVar[Mapping[str, str]] = {}
     processes: ClassVar[bool] = True  # True if several processes can share it
-    verified_by_kept: ClassVar[bool] = False  # True if the finished output is compared with what the step has kept
+    # True if the finished output is compared with what the step has kept
+    verified_by_kept: ClassVar[bool] = False
 
     calibration: TextOptions | None = None
     """Text of the step's own, in place of the recipe's."""
@@ -191,7 +203,8 @@ class Step(Generic[StepOptionsT]):
 
     @property
     def suggested_correction(self) -> str | None:
-        """Method of `correct` that suits what this step does to experts; None if it does nothing to them."""
+        """Method of `correct` that suits what this step does to experts; None if it does nothing to
+        them."""
         return None
 
     def with_options(self, **changes: Any) -> Self:
@@ -199,27 +212,35 @@ class Step(Generic[StepOptionsT]):
         return replace(self, options=self.options.model_copy(update=changes))
 
     def resolve(self, model: "OpenModel", stage: "Sequence[StepOptions]") -> Self | None:
-        """Return the step with every option resolved for the source `model`; None if nothing is to be done."""
+        """Return the step with every option resolved for the source `model`; None if nothing is to
+        be done."""
         return self
 
     def model_view(self, model: "OpenModel") -> "OpenModel":
-        """Return the model as it is seen from this step on, with no weight read: experts split, another top-k."""
+        """Return the model as it is seen from this step on, with no weight read: experts split,
+        another top-k."""
         return model
 
-    def requirements(self, model: "OpenModel", steps: "Sequence[StepOptions]", planned: bool) -> Requirements:
-        """Return its needs; raise `CompressionError` for what cannot be done, before a weight is read.
+    def requirements(
+        self, model: "OpenModel", steps: "Sequence[StepOptions]", planned: bool
+    ) -> Requirements:
+        """Return its needs; raise `CompressionError` for what cannot be done, before a weight is
+        read.
 
-        `steps` are those of its stage, or of a step on the whole model those before it; `planned`: its decisions are
-        there already.
-        """
+        `steps` are those of its stage, or of a step on the whole model those before it; `planned`:
+        its decisions are there already."""
         return Requirements()
 
     def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int | None:
-        """Return how many experts each layer keeps, where each of the source's is `parts` of them; None: all."""
+        """Return how many experts each layer keeps, where each of the source's is `parts` of them;
+        None: all."""
         return None
 
-    def output_size(self, model: "OpenModel", experts: int, changed: bool = False) -> OutputSize | None:
-        """Return the size of the output with this number of experts in each layer; None if it is stored as before.
+    def output_size(
+        self, model: "OpenModel", experts: int, changed: bool = False
+    ) -> OutputSize | None:
+        """Return the size of the output with this number of experts in each layer; None if it is
+        stored as before.
 
         `changed`: other steps write experts anew, in a plain dtype.
         """
@@ -233,11 +254,13 @@ class Step(Generic[StepOptionsT]):
         """Apply the decision, which may be an earlier run's, to `state.model`."""
 
     def refit(self, state: "State") -> "ExpertPlan | None":
-        """Refit layers in order once all steps of the stage have decided; return the plan of experts with figures."""
+        """Refit layers in order once all steps of the stage have decided; return the plan of
+        experts with figures."""
         return None
 
     def writer(self, state: "State") -> "OutputJob | None":
-        """Return how the stage's tensors are made, where that is not by copying, picking and mixing experts."""
+        """Return how the stage's tensors are made, where that is not by copying, picking and mixing
+        experts."""
         return None
 
     def apply_model(self, state: "State") -> Result | None:
@@ -245,7 +268,8 @@ class Step(Generic[StepOptionsT]):
         return None
 
     def teacher_batches(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
-        """Return those of the batches [B, L] of its own text on which it needs the base's next-token distributions."""
+        """Return those of the batches [B, L] of its own text on which it needs the base's
+        next-token distributions."""
         return ()
 
     @property
@@ -254,5 +278,6 @@ class Step(Generic[StepOptionsT]):
         return False
 
     def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
-        """Describe its result for terminal, report and card; `entry` is the plan's: options, plan, result."""
+        """Describe its result for terminal, report and card; `entry` is the plan's: options, plan,
+        result."""
         return ()

@@ -1,4 +1,5 @@
-"""The plan: the recipe's steps with the decision of each and, after the run, its result; JSON to read and edit.
+"""The plan: the recipe's steps with the decision of each and, after the run, its result; JSON to
+read and edit.
 
 A plan and its source checkpoint are enough to rebuild the output bit for bit.
 """
@@ -14,7 +15,15 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.files import json_object, write_file
-from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, LayerPlan, Source, check_split
+from compressor.recipe.plan import (
+    KEPT_WHOLE,
+    LAYER_FACTS,
+    ExpertPlan,
+    Group,
+    LayerPlan,
+    Source,
+    check_split,
+)
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
 FORMAT = "moe-compressor-plan/2"
@@ -37,7 +46,8 @@ class PlannedStep:
     decision: Decision | None = None
     result: Mapping[str, Any] | None = None
     text: Mapping[str, Any] | None = None  # identity of a text of its own
-    stage: int = 0  # number of its stage: layerwise steps that are done together, or one on the whole model
+    # number of its stage: layerwise steps that are done together, or one on the whole model
+    stage: int = 0
 
     @property
     def expert_plan(self) -> ExpertPlan | None:
@@ -46,7 +56,11 @@ class PlannedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without absent values; the decision is named `plan`."""
-        content: dict[str, Any] = {"name": self.name, "options": dict(self.options), "stage": self.stage}
+        content: dict[str, Any] = {
+            "name": self.name,
+            "options": dict(self.options),
+            "stage": self.stage,
+        }
         if self.decision is not None:
             content["plan"] = decision_to_dict(self.decision)
         if self.result is not None:
@@ -57,11 +71,16 @@ class PlannedStep:
 
     @classmethod
     def from_dict(cls, content: Any, where: str = "steps") -> Self:
-        """Read a step back; raises `CompressionError` saying what is missing, unknown or impossible."""
+        """Read a step back; raises `CompressionError` saying what is missing, unknown or
+        impossible."""
         fields = value_as(content, Mapping[str, Any], where)
         decided = fields.pop("plan", None)
         step = read_as(cls, fields, where, closed=True)
-        return step if decided is None else replace(step, decision=decision_from_dict(decided, step.name))
+        return (
+            step
+            if decided is None
+            else replace(step, decision=decision_from_dict(decided, step.name))
+        )
 
 
 @dataclass(frozen=True)
@@ -70,25 +89,34 @@ class Plan:
 
     source: Source
     steps: tuple[PlannedStep, ...]
-    calibration: Mapping[str, Any] | None = None  # identity of the text: sources, sizes, digests; None: none was read
+    # identity of the text: sources, sizes, digests; None: none was read
+    calibration: Mapping[str, Any] | None = None
     seed: int = 0
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
-    base: Source | None = None  # the model to compare with and train toward, if that is not the source
+    # the model to compare with and train toward, if that is not the source
+    base: Source | None = None
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
-            raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
+            raise CompressionError(
+                "calibration should name its source; restore it, or write null if no data was read"
+            )
         if self.calibration is None and self.correction is not None:
-            raise CompressionError("a correction needs calibration data; restore calibration, or take out correct")
+            raise CompressionError(
+                "a correction needs calibration data; restore calibration, or take out correct"
+            )
         if self.calibration is None and self.expert_plan.has_constants:
-            raise CompressionError("constants are measured on calibration data; restore calibration or plan again")
+            raise CompressionError(
+                "constants are measured on calibration data; restore calibration or plan again"
+            )
         if self.split is not None:
             check_split(self.split)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the steps of each stage: layerwise ones that follow each other, or one on the whole model."""
+        """Numbers of the steps of each stage: layerwise ones that follow each other, or one on the
+        whole model."""
         numbers = groupby(range(len(self.steps)), key=lambda number: self.steps[number].stage)
         return tuple(tuple(group) for _, group in numbers)
 
@@ -109,7 +137,11 @@ class Plan:
     @property
     def strategy(self) -> str:
         """The strategy of the last step that chose experts."""
-        return KEPT_WHOLE if self.pruning is None else str(self.pruning.options.get("strategy", self.pruning.name))
+        return (
+            KEPT_WHOLE
+            if self.pruning is None
+            else str(self.pruning.options.get("strategy", self.pruning.name))
+        )
 
     @property
     def strategy_options(self) -> dict[str, Any]:
@@ -124,17 +156,23 @@ class Plan:
     @property
     def split(self) -> dict[str, Any] | None:
         """The split of the source's experts; None if they stayed whole."""
-        decided = [dict(step.decision) for step in self.of(SPLIT) if isinstance(step.decision, Mapping)]
+        decided = [
+            dict(step.decision) for step in self.of(SPLIT) if isinstance(step.decision, Mapping)
+        ]
         return next((split for split in decided if split.get("parts") != 1), None)
 
     @property
     def correction(self) -> dict[str, Any] | None:
         """The correction in the step that decided on experts; None if there was none."""
         pruning = self.pruning
-        refits = [step for step in self.of(CORRECT) if pruning is not None and step.stage == pruning.stage]
+        refits = [
+            step for step in self.of(CORRECT) if pruning is not None and step.stage == pruning.stage
+        ]
         if not refits:
             return None
-        options = {name: value for name, value in refits[-1].options.items() if name != "calibration"}
+        options = {
+            name: value for name, value in refits[-1].options.items() if name != "calibration"
+        }
         return {**options, "dtype": self.dtype}
 
     @property
@@ -173,13 +211,16 @@ class Plan:
         return readable_json(self.to_dict())
 
     def digest(self) -> str:
-        """Return the SHA-256 of everything that decides the output: source, text, options and decisions."""
+        """Return the SHA-256 of everything that decides the output: source, text, options and
+        decisions."""
         steps = []
         for step in self.steps:
             content = {} if step.decision is None else decision_to_dict(step.decision)
             decided = {name: value for name, value in content.items() if name not in NOT_DECISIVE}
             if "layers" in decided:
-                decided["layers"] = [[layer["groups"], layer.get("constants")] for layer in decided["layers"]]
+                decided["layers"] = [
+                    [layer["groups"], layer.get("constants")] for layer in decided["layers"]
+                ]
             steps.append([step.name, dict(step.options), decided, (step.text or {}).get("sha256")])
         data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout")}
         facts = {"source": self.source.fingerprint, "steps": steps, "seed": self.seed, "text": data}
@@ -189,9 +230,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = "plan") -> Self:
-        """Read a plan back; raises `CompressionError` saying what is missing, unknown or impossible."""
+        """Read a plan back; raises `CompressionError` saying what is missing, unknown or
+        impossible."""
         if content.get("format") != FORMAT:
-            raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
+            raise CompressionError(
+                f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}"
+            )
         try:
             steps = value_as(content.get("steps"), tuple[Any, ...], "steps")
             others = {name: value for name, value in content.items() if name != "format"}
@@ -199,12 +243,17 @@ class Plan:
             sources = (plan.calibration or {}).get("sources", [])
             for source in value_as(sources, tuple[Mapping[str, Any], ...], "calibration's sources"):
                 value_as(source.get("source"), str, "calibration's source")
-            read = [PlannedStep.from_dict(entry, f"steps[{number}]") for number, entry in enumerate(steps)]
+            read = [
+                PlannedStep.from_dict(entry, f"steps[{number}]")
+                for number, entry in enumerate(steps)
+            ]
             return replace(plan, steps=tuple(read))
         except CompressionError as error:
             raise CompressionError(f"{where}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CompressionError(f"{where} is not built like a plan; restore it or plan again") from error
+            raise CompressionError(
+                f"{where} is not built like a plan; restore it or plan again"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -224,7 +273,9 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
         content |= {name: getattr(decision, name) for name in ("format", "budget", "experts_total")}
         content["figures"] = dict(decision.figures)
     if decision.protected:
-        content["protected"] = {module: list(experts) for module, experts in decision.protected.items()}
+        content["protected"] = {
+            module: list(experts) for module, experts in decision.protected.items()
+        }
     given = {name: getattr(decision, name) for name in ("budget", "top_k", "mtp")}
     content |= {name: value for name, value in given.items() if value is not None}
     return {**content, "layers": [layer_to_dict(layer) for layer in decision.layers]}
@@ -261,11 +312,14 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 
 
 def layer_from_dict(entry: Any) -> LayerPlan:
-    """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
+    """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is
+    wrong."""
     content = value_as(entry, Mapping[str, Any], "layers")
     module = str(content.get("module", "layers"))
     if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
-        raise CompressionError(f"{module}: {content['experts']} experts are more than any layer has; restore it")
+        raise CompressionError(
+            f"{module}: {content['experts']} experts are more than any layer has; restore it"
+        )
     dropped = value_as(content.pop("dropped", None) or [], tuple[int, ...], f"{module}.dropped")
     for group in value_as(content.get("groups"), tuple[Any, ...], f"{module}.groups"):
         if isinstance(group, dict):  # routers merge like weights by default
@@ -273,7 +327,9 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     try:
         plan = read_as(LayerPlan, content, closed=True)
     except CompressionError as error:
-        raise CompressionError(str(error) if str(error).startswith(module) else f"{module}: {error}") from error
+        raise CompressionError(
+            str(error) if str(error).startswith(module) else f"{module}: {error}"
+        ) from error
     grouped = plan.slots()
     for expert in dropped:
         if expert in grouped:
@@ -305,7 +361,9 @@ def _composed_group(earlier: LayerPlan, group: Group) -> Group:
     members = list[int]()
     mixed = []
     routed = []
-    for slot, share, router_share in zip(group.members, group.coefficients, group.router_coefficients, strict=True):
+    for slot, share, router_share in zip(
+        group.members, group.coefficients, group.router_coefficients, strict=True
+    ):
         inner = earlier.groups[slot]
         members += inner.members
         mixed += [share * coefficient for coefficient in inner.coefficients]
@@ -316,11 +374,16 @@ def _composed_group(earlier: LayerPlan, group: Group) -> Group:
 
 
 def check_file(path: Path, overwrite: bool) -> None:
-    """Refuse a file that exists, that `overwrite` must not replace because it is no plan, or that has no folder."""
+    """Refuse a file that exists, that `overwrite` must not replace because it is no plan, or that
+    has no folder."""
     if path.exists() and not overwrite:
         raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
-    if path.exists() and not str(json_object(path).get("format", "")).startswith("moe-compressor-plan/"):
-        raise CompressionError(f"{path} is not a plan, so --overwrite will not replace it; name another file")
+    if path.exists() and not str(json_object(path).get("format", "")).startswith(
+        "moe-compressor-plan/"
+    ):
+        raise CompressionError(
+            f"{path} is not a plan, so --overwrite will not replace it; name another file"
+        )
     if not path.parent.is_dir():
         raise CompressionError(f"{path.parent} does not exist; create it or name another file")
 

@@ -1,9 +1,10 @@
-"""A model before compression: how alike its experts are, over depth and by several measures, and in which groups.
+"""A model before compression: how alike its experts are, over depth and by several measures, and in
+which groups.
 
-Figures 2, A1 and A2 of Zhang et al. 2024, arXiv:2407.09590, show such matrices. Each measure is that of a strategy,
-whose groups are outlined. The map of a layer is the principal component analysis whose kernel is linear CKA: experts
-as far apart as sqrt(2 - 2 CKA), on the plane that keeps most of it. E experts.
-"""
+Figures 2, A1 and A2 of Zhang et al. 2024, arXiv:2407.09590, show such matrices. Each measure is
+that of a strategy, whose groups are outlined. The map of a layer is the principal component
+analysis whose kernel is linear CKA: experts as far apart as sqrt(2 - 2 CKA), on the plane that
+keeps most of it. E experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,8 @@ from compressor.statistics.statistics import collect
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
-MEASURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # a strategy with options that compare experts so
+# a strategy with options that compare experts so
+MEASURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "linear CKA": ("data-centric", {"similarity": "linear-cka", "mix_tokens": False}),
     "RBF CKA": ("data-centric", {"similarity": "rbf-cka", "mix_tokens": False}),
     "mean outputs": ("data-centric", {"similarity": "mean-output", "mix_tokens": False}),
@@ -62,7 +64,8 @@ class BaseReport:
     compared_tokens: int  # of each layer
     groups: int
     measures: Mapping[str, tuple[LayerReport, ...]]  # with the groups that each measure makes
-    silhouettes: Mapping[str, tuple[float | None, ...]]  # of these groups; None where they say nothing
+    # of these groups; None where they say nothing
+    silhouettes: Mapping[str, tuple[float | None, ...]]
     maps: tuple[ExpertMap, ...]
 
     @property
@@ -82,7 +85,8 @@ def compare_experts(
     device: str = "auto",
     dtype: str = "auto",
 ) -> BaseReport:
-    """Compare the experts of every MoE layer in one pass over text, in groups of which there are `experts`."""
+    """Compare the experts of every MoE layer in one pass over text, in groups of which there are
+    `experts`."""
     opened = open_model(locate(model, revision, progress), dtype, device)
     architecture = opened.architecture
     groups = resolve_count(architecture.layers, experts, RATIO if experts is None else None)
@@ -98,7 +102,9 @@ def compare_experts(
             measure = partial(strategy.similarity, options=strategy.options)
             matrix, label = Similarity(strategy.similarity_needs, measure).compare(stats)
             plan = strategy.plan_layer(stats, groups)
-            report = LayerReport(stats.layer.name, matrix, label, shares(stats.routed_count), plan=plan)
+            report = LayerReport(
+                stats.layer.name, matrix, label, shares(stats.routed_count), plan=plan
+            )
             compared[name].append(report)
     measures = {name: named(reports) for name, reports in compared.items()}
     return BaseReport(
@@ -114,7 +120,8 @@ def compare_experts(
 
 
 def silhouette(report: LayerReport) -> float | None:
-    """Return how much nearer experts are to their group than to the next, -1 to 1; None without several groups."""
+    """Return how much nearer experts are to their group than to the next, -1 to 1; None without
+    several groups."""
     from sklearn.metrics import silhouette_score
 
     groups = len(report.plan.groups)
@@ -131,7 +138,8 @@ def map_of(kernel: Matrix | None) -> ExpertMap:
     if kernel is None:
         return ExpertMap((), 0.0)
     values = np.array(kernel)
-    spread = max(len(values) - values.sum() / len(values), ROUNDING)  # the trace of the centred kernel
+    # the trace of the centred kernel
+    spread = max(len(values) - values.sum() / len(values), ROUNDING)
     analysis = KernelPCA(2, kernel="precomputed", eigen_solver="dense")
     places = analysis.fit_transform(values).round(6)
     return ExpertMap(places.tolist(), float(analysis.eigenvalues_.sum() / spread))
@@ -152,21 +160,28 @@ def base_blocks(data: BaseReport) -> Iterator[Block]:
     rows = []
     for number, layer in enumerate(data.layers):
         means = [short(mean_similarity(reports[number])) for reports in data.measures.values()]
-        rows.append((layer.name, *means, merged_groups(layer), short(data.silhouettes[MAPPED][number])))
+        rows.append(
+            (layer.name, *means, merged_groups(layer), short(data.silhouettes[MAPPED][number]))
+        )
     groups = f"{data.groups} groups by {MAPPED}"
     columns = ("", *MEASURES, groups, "silhouette")
     caption = "Mean similarity of two experts, 0 to 1, by layer"
     yield Table(caption, columns, rows, {groups}, optional=(groups,))
     note = (
-        f"Outputs of all experts on {data.compared_tokens:,} of {data.tokens:,} tokens of {data.text}. Silhouette: 1 "
-        "where groups are tight and far apart, 0 where they overlap, below 0 where experts are closer to other groups."
+        f"Outputs of all experts on {data.compared_tokens:,} of {data.tokens:,} tokens of "
+        f"{data.text}. Silhouette: 1 "
+        "where groups are tight and far apart, 0 where they overlap, below 0 where experts are "
+        "closer to other groups."
     )
     yield Text(note, "note")
 
 
 def depth_figure(data: BaseReport) -> Figure:
-    """Return the mean similarity by layer, a line for each measure, and the silhouettes of their groups."""
-    similarities = {name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()}
+    """Return the mean similarity by layer, a line for each measure, and the silhouettes of their
+    groups."""
+    similarities = {
+        name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()
+    }
     numbers = [layer.plan.layer for layer in data.layers]
     drawings = (
         _lines("Mean similarity", similarities, numbers),
@@ -176,7 +191,9 @@ def depth_figure(data: BaseReport) -> Figure:
     return Figure("depth", "Redundancy over depth", caption, drawings)
 
 
-def _lines(title: str, values: Mapping[str, Sequence[float | None]], numbers: Sequence[int]) -> Drawing:
+def _lines(
+    title: str, values: Mapping[str, Sequence[float | None]], numbers: Sequence[int]
+) -> Drawing:
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.subplots()
         for number, (name, heights) in enumerate(values.items()):
@@ -189,19 +206,26 @@ def _lines(title: str, values: Mapping[str, Sequence[float | None]], numbers: Se
     parts = []
     for name, heights in values.items():
         known = [height for height in heights if height is not None]
-        parts.append(f"{name} {short(min(known, default=None))} to {short(max(known, default=None))}")
+        parts.append(
+            f"{name} {short(min(known, default=None))} to {short(max(known, default=None))}"
+        )
     return Drawing(title, f"{'; '.join(parts)}.", (WIDTH + 0.6, 2.6), draw)
 
 
 def map_figure(data: BaseReport) -> Figure | None:
-    """Return a map of each layer's experts, with the colour and mark of their group; None without any."""
+    """Return a map of each layer's experts, with the colour and mark of their group; None without
+    any."""
 
     def draw(canvas: "FigureBase", layer: LayerReport, expert_map: ExpertMap) -> None:
         axes = canvas.subplots()
-        for expert, (place, (tint, mark)) in enumerate(zip(expert_map.places, cells(layer), strict=True)):
+        for expert, (place, (tint, mark)) in enumerate(
+            zip(expert_map.places, cells(layer), strict=True)
+        ):
             axes.plot(*place, mark or "o", color=tint)
             if len(expert_map.places) <= MOST_NUMBERED:
-                axes.annotate(str(expert), place, xytext=(3, 3), textcoords="offset points", fontsize=FONT - 1)
+                axes.annotate(
+                    str(expert), place, xytext=(3, 3), textcoords="offset points", fontsize=FONT - 1
+                )
         axes.set_title(f"{layer.name}: {expert_map.share:.0%} of the spread", loc="left")
         axes.set(xticks=[], yticks=[])
         axes.set_aspect("equal", adjustable="datalim")
@@ -209,21 +233,31 @@ def map_figure(data: BaseReport) -> Figure | None:
     drawings = []
     for layer, expert_map in zip(data.layers, data.maps, strict=True):
         if expert_map.places:
-            alt = f"Merged groups: {merged_groups(layer)}; {expert_map.share:.0%} of the spread is shown."
+            alt = (
+                f"Merged groups: {merged_groups(layer)}; {expert_map.share:.0%} of the spread "
+                "is shown."
+            )
             shown = partial(draw, layer=layer, expert_map=expert_map)
             drawings.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
     caption = (
-        "Experts by linear CKA of their outputs on the two largest principal components; those of a group have one "
+        "Experts by linear CKA of their outputs on the two largest principal components; those of "
+        "a group have one "
         "colour and mark, grey ones are alone."
     )
-    return Figure("map", "Map of the experts, with their groups", caption, drawings) if drawings else None
+    return (
+        Figure("map", "Map of the experts, with their groups", caption, drawings)
+        if drawings
+        else None
+    )
 
 
 def base_figures(data: BaseReport) -> tuple[Figure, ...]:
     """Return redundancy over depth, the maps, and the matrices of each measure."""
     drawn = [depth_figure(data), map_figure(data)]
     for name, reports in data.measures.items():
-        drawn.append(similarity_figure(reports, file_name(name), f"Similarity of the experts by {name}"))
+        drawn.append(
+            similarity_figure(reports, file_name(name), f"Similarity of the experts by {name}")
+        )
     return tuple(figure for figure in drawn if figure is not None)
 
 
@@ -242,4 +276,6 @@ def base_page(data: BaseReport, drawn: Sequence[Figure]) -> str:
         blocks += [Heading(figure.title, 2, figure.name), figure]
     tiles = Facts((("MoE layers", str(len(data.layers))), ("Groups in each", str(data.groups))))
     lead = f"How alike the experts of {data.model} are, before anything is compressed."
-    return html.page(data.model, "Redundancy report", lead, tiles, blocks, f"{MADE_BY} {data.model}.")
+    return html.page(
+        data.model, "Redundancy report", lead, tiles, blocks, f"{MADE_BY} {data.model}."
+    )

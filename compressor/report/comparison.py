@@ -1,7 +1,8 @@
-"""Comparing: one calibration pass, many plans, and for each what the compressed model loses, all streamed.
+"""Comparing: one calibration pass, many plans, and for each what the compressed model loses, all
+streamed.
 
-Rows of models in which constants stand for experts (`compare --format mone`), even and uneven, come beside the drops.
-"""
+Rows of models in which constants stand for experts (`compare --format mone`), even and uneven, come
+beside the drops."""
 
 import logging
 import math
@@ -80,7 +81,9 @@ class Candidate:
 def random_drop(seed: int) -> Strategy:
     """Drop experts at random, protected ones excepted; every layer draws anew."""
 
-    def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+    def plan(
+        stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()
+    ) -> LayerPlan:
         draw = random.Random(f"{seed} {stats.layer.name}")
         scores = torch.tensor([draw.random() for _ in range(stats.layer.experts)])
         return keep_best(stats, scores, keep, protected, decided_by="chance")
@@ -96,13 +99,15 @@ def correction(method: str) -> Correct:
 
 
 def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
-    """Read name or name:option=value:option=value; by default, its own correction is tried beside none.
+    """Read name or name:option=value:option=value; by default, its own correction is tried beside
+    none.
 
     The option `balance` is that of `prune`.
     """
     name, *settings = text.split(":")
     options = dict(
-        read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
+        read_option(setting, f"strategy {text!r}: {setting!r} should be option=value")
+        for setting in settings
     )
     prune = make_step("prune", {"balance": options.pop("balance", None)})
     assert isinstance(prune, Prune)
@@ -120,7 +125,8 @@ def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
-    """Return what a row says of figures; `sources` are the evaluation sets that it shows, the first ones."""
+    """Return what a row says of figures; `sources` are the evaluation sets that it shows, the first
+    ones."""
     means = figures.of(range(len(sources))).means
     by_source = {name: figures.of({number}).means for number, name in enumerate(sources)}
     divergence = several_domains(figures, dict(enumerate(sources)))
@@ -137,14 +143,17 @@ def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
         return row
     row["degraded"] = tuple(domain.domain for domain in divergence.degraded)
     for figure in BY_SOURCE:
-        errors = {domain.domain: getattr(domain, figure).standard_error for domain in divergence.domains}
+        errors = {
+            domain.domain: getattr(domain, figure).standard_error for domain in divergence.domains
+        }
         row["errors_by_source"][figure] = errors
     return row
 
 
 @dataclass(slots=True)
 class _RowBuilder:
-    """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows show."""
+    """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows
+    show."""
 
     model: OpenModel
     calibration: Calibration
@@ -153,12 +162,16 @@ class _RowBuilder:
     progress: Progress
     seed: int
     tasks: TaskRun | None = None
-    sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
+    # by experts kept: stored, and idle parameters
+    sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)
 
     def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
         """Return a model's row."""
         if experts not in self.sizes:  # for which the smaller model is built
-            self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
+            self.sizes[experts] = (
+                output_size(self.model, experts),
+                idle_parameters(self.model, experts),
+            )
         cut, idle = self.sizes[experts]
         size = stored or cut
         layer = self.model.architecture.layers[0]
@@ -175,10 +188,11 @@ class _RowBuilder:
         )
 
     def planned(self, planned: Planned, candidate: Candidate) -> list[Row]:
-        """Carry a plan out with each correction layer by layer without writing it, and evaluate the result.
+        """Carry a plan out with each correction layer by layer without writing it, and evaluate the
+        result.
 
-        As in `compress`, a correction is undone that takes the whole model further away on what is held out.
-        """
+        As in `compress`, a correction is undone that takes the whole model further away on what is
+        held out."""
         heldout = range(len(self.sets), len(self.evaluator.names))
         corrections = list(candidate.corrections)
         none = Correct(method="none")
@@ -200,27 +214,41 @@ class _RowBuilder:
         return rows
 
     def _answers(self, plan: ExpertPlan, files: CutFiles | None) -> tuple[ItemScores, ...]:
-        return () if self.tasks is None else self.tasks.answer(self.model, plan, files, self.progress)
+        return (
+            () if self.tasks is None else self.tasks.answer(self.model, plan, files, self.progress)
+        )
 
     def _carried_out(
-        self, planned: Planned, candidate: Candidate, correction: Correct, files: CutFiles | None = None
+        self,
+        planned: Planned,
+        candidate: Candidate,
+        correction: Correct,
+        files: CutFiles | None = None,
     ) -> tuple[Row, Figures]:
         begin = time.perf_counter()
         experts = planned.plan.experts
         plans = {layer.module: layer for layer in planned.plan.layers}
         work = LayerWork(
-            experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
+            experts,
+            lambda stats: plans[stats.layer.name],
+            correction=correction,
+            seed=self.seed,
+            measure=True,
         )
         if correction.wanted:
             calibration = self.calibration
             name = f"{candidate.name} + {correction.method}"
         else:  # nothing is fitted, and errors are those of what is held out
             heldout = self.calibration.heldout_batches
-            calibration = Calibration(heldout, self.calibration.identity, heldout=frozenset(range(len(heldout))))
+            calibration = Calibration(
+                heldout, self.calibration.identity, heldout=frozenset(range(len(heldout)))
+            )
             name = candidate.name
         phase = f"{name}, {experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
-            layers = compress_sequentially(self.model, work, calibration, self.progress, files, probe, phase)
+            layers = compress_sequentially(
+                self.model, work, calibration, self.progress, files, probe, phase
+            )
         correcting = time.perf_counter() - begin if correction.wanted else 0.0
         row = self.row(
             probe.figures[0],
@@ -235,8 +263,11 @@ class _RowBuilder:
         )
         return row, probe.figures[0]
 
-    def constants(self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]) -> Iterator[Row]:
-        """Yield rows of models in which constants replace experts, for each count and correction; nothing is written.
+    def constants(
+        self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]
+    ) -> Iterator[Row]:
+        """Yield rows of models in which constants replace experts, for each count and correction;
+        nothing is written.
 
         Each count is kept in every layer, then on average over layers, where the model loses least.
         """
@@ -249,12 +280,17 @@ class _RowBuilder:
         budgets = [EVEN, UNEVEN]
         sequences = sum(map(len, heldout))
         if sequences < FEWEST:
-            logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", sequences)
+            logger.warning(
+                "%d held-out sequences are too few to divide experts unevenly; raise --samples",
+                sequences,
+            )
             budgets = [EVEN]
         for count, budget in product(counts, budgets):
             begin = time.perf_counter()
             removed = sum(layer.experts - count for layer in layers)
-            replaced, _ = choose_replaced(model, measured, protected, removed, budget, heldout, self.progress)
+            replaced, _ = choose_replaced(
+                model, measured, protected, removed, budget, heldout, self.progress
+            )
             variant = substitutes_of(replaced, measured)
             name = f"{CONSTANTS}, {budget}"
             deciding = shared + time.perf_counter() - begin
@@ -266,14 +302,22 @@ class _RowBuilder:
                     if correction.wanted:
                         with self.evaluator.measuring(model.partial.model) as probe:
                             plans = refit(
-                                model, variant, self.calibration, self.progress, self.seed, correction, probe=probe
+                                model,
+                                variant,
+                                self.calibration,
+                                self.progress,
+                                self.seed,
+                                correction,
+                                probe=probe,
                             )
                         figures = probe.figures[0]
                         error = _layer_error(plan.figures["correction"] for plan in plans.values())
                         seconds = time.perf_counter() - begin
                     else:
                         substituted = [Substitution(constants=variant)]
-                        figures = self.evaluator.measure(model, substituted, (), self.progress, f"{name}, {count}")[0]
+                        figures = self.evaluator.measure(
+                            model, substituted, (), self.progress, f"{name}, {count}"
+                        )[0]
                 yield self.row(
                     figures,
                     count,
@@ -288,34 +332,44 @@ class _RowBuilder:
 
 
 def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
-    """Return parameters and bytes of the stored tensors with these constants, in the dtype of the model."""
+    """Return parameters and bytes of the stored tensors with these constants, in the dtype of the
+    model."""
     kept = Size.of(
-        model.checkpoint.tensors[name] for name, role in model.layout.roles.items() if not is_replaced(role, variant)
+        model.checkpoint.tensors[name]
+        for name, role in model.layout.roles.items()
+        if not is_replaced(role, variant)
     )
     more = sum(constants.values.numel() for constants in variant.values())
     return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
 
 
 def candidates_of(grid: Grid) -> list[Candidate]:
-    """Return the strategies to compare, each once, and without formats random drops; no model is read.
+    """Return the strategies to compare, each once, and without formats random drops; no model is
+    read.
 
-    Raises `CompressionError` for unknown strategies, options and corrections, and constants on several processes.
-    """
+    Raises `CompressionError` for unknown strategies, options and corrections, and constants on
+    several processes."""
     if grid.constants:
         refuse_several("--format mone", "leave it out, or start the command without torchrun")
-    measuring = [strategy.name for strategy in working_strategies() if strategy.needs]  # others follow a list
+    # others follow a list
+    measuring = [strategy.name for strategy in working_strategies() if strategy.needs]
     texts = grid.strategies or (["auto"] if grid.schemes else measuring)
     candidates = [parse_candidate(text, grid.corrections) for text in texts]
     none = (Correct(method="none"),)
     for seed in range(0 if grid.schemes else grid.random_seeds):
         candidates.append(Candidate(f"random (seed {seed})", random_drop(seed), {}, none, seed))
     if len({candidate.name for candidate in candidates}) < len(candidates):
-        raise CompressionError("--strategies names one twice; name each once, or with other options")
+        raise CompressionError(
+            "--strategies names one twice; name each once, or with other options"
+        )
     return candidates
 
 
-def read_texts(run: Session, grid: Grid, text: TextOptions, seed: int) -> tuple[Calibration, Sequence[EvaluationSet]]:
-    """Return the calibration text, and the text to evaluate on, which may be reserved of the calibration's."""
+def read_texts(
+    run: Session, grid: Grid, text: TextOptions, seed: int
+) -> tuple[Calibration, Sequence[EvaluationSet]]:
+    """Return the calibration text, and the text to evaluate on, which may be reserved of the
+    calibration's."""
     most = grid.evaluation_samples
     if not grid.evaluate:
         calibration = read_calibration(run, text, seed, HELDOUT, most)
@@ -324,8 +378,11 @@ def read_texts(run: Session, grid: Grid, text: TextOptions, seed: int) -> tuple[
     return read_calibration(run, text, seed, HELDOUT), evaluation
 
 
-def _attributable(candidates: Sequence[Candidate], planner: Planner, named: bool) -> list[Candidate]:
-    """Return the candidates, without unnamed ones that need an attribution if the model has none."""
+def _attributable(
+    candidates: Sequence[Candidate], planner: Planner, named: bool
+) -> list[Candidate]:
+    """Return the candidates, without unnamed ones that need an attribution if the model has
+    none."""
     try:
         planner.rank_changes([candidate.strategy for candidate in candidates])
     except CompressionError as error:
@@ -337,7 +394,8 @@ def _attributable(candidates: Sequence[Candidate], planner: Planner, named: bool
 
 
 def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
-    """Return the experts to keep, each count once, checked against the model and what a list protects."""
+    """Return the experts to keep, each count once, checked against the model and what a list
+    protects."""
     layers = model.architecture.layers
     counts = [resolve_count(layers, count * layers[0].parts, None) for count in grid.experts]
     counts += [resolve_count(layers, None, ratio) for ratio in grid.ratios]
@@ -346,7 +404,8 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
     shared = shared_experts(model)
     if shared:
         raise CompressionError(
-            f"{shared} shares its experts with another layer, so plans cannot be carried out in order as comparing "
+            f"{shared} shares its experts with another layer, so plans cannot be carried out in "
+            "order as comparing "
             "them takes; compress with one strategy after another instead"
         )
     return counts
@@ -360,15 +419,18 @@ def compare_strategies(
     seed: int,
     tasks: TaskRun | None = None,
 ) -> Comparison:
-    """Plan with every strategy at every count, carry plans out with each correction, and evaluate all alike.
+    """Plan with every strategy at every count, carry plans out with each correction, and evaluate
+    all alike.
 
-    The model is tried with whole experts and with sub-experts, and with each top-k; one pass collects statistics for
-    all plans of these experts. Protected experts stay as they are in every plan, the random ones included.
-    """
+    The model is tried with whole experts and with sub-experts, and with each top-k; one pass
+    collects statistics for all plans of these experts. Protected experts stay as they are in every
+    plan, the random ones included."""
     base = run.model
     progress = run.progress
     prune = Prune(protect=grid.protect, sample_tokens=grid.sample_tokens)
-    constants = [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
+    constants = (
+        [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
+    )
     views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
     top_ks = list[int | None](dict.fromkeys(grid.top_ks)) or [None]
     for view, top_k in product(views, top_ks):
@@ -385,9 +447,18 @@ def compare_strategies(
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
     table = _RowBuilder(base, calibration, evaluator, sets, progress, seed)
-    unchanged: dict[str, Any] = {"strategy": "base", "correction": "none", "error": 0.0, "seconds": 0.0}
+    unchanged: dict[str, Any] = {
+        "strategy": "base",
+        "correction": "none",
+        "error": 0.0,
+        "seconds": 0.0,
+    }
     unchanged["answers"] = answers
-    rows = [table.row(figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged)]
+    rows = [
+        table.row(
+            figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged
+        )
+    ]
     shared = 0.0
     protected: Protected = {}
     for view in views:
@@ -398,7 +469,9 @@ def compare_strategies(
         for top_k in top_ks:
             model = with_top_k(view, top_k)
             counts = _counts(model, grid, prune)
-            protected = protected_experts(prune.protect, min(counts, default=view.architecture.experts), planner)
+            protected = protected_experts(
+                prune.protect, min(counts, default=view.architecture.experts), planner
+            )
             pairs = list(product(counts, candidates))
             specs = [PruneSpec(candidate.strategy, count) for count, candidate in pairs]
             begin = time.perf_counter()

@@ -1,4 +1,5 @@
-"""The result of a comparison: a row for each smaller model, beside the base; its table, plot, files and best choice."""
+"""The result of a comparison: a row for each smaller model, beside the base; its table, plot, files
+and best choice."""
 
 import math
 import textwrap
@@ -33,28 +34,37 @@ NAMES = ("comparison.json", "comparison.md", "comparison.png")
 OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
 OPTIONAL_OF_FORMATS = (*OPTIONAL, "model", "loss", "bits")
 LEGEND = (
-    "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. Flips is the share "
+    "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. "
+    "Flips is the share "
     "of positions whose greedy token is not the base's. "
 )
 STRATEGIES_LEGEND = (
-    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text that no plan saw. "
-    "Seconds are those of deciding, and correcting with the evaluation on the way, without the calibration pass. "
+    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration "
+    "text that no plan saw. "
+    "Seconds are those of deciding, and correcting with the evaluation on the way, without the "
+    "calibration pass. "
 )
 FORMATS_LEGEND = (
-    "± is one standard error paired by sequence. Bits are those of all bytes for each parameter of the base. Behind is "
+    "± is one standard error paired by sequence. Bits are those of all bytes for each parameter "
+    "of the base. Behind is "
     "the KL above that of the best model that is no larger. Bold: no model is smaller and better; "
 )
 TASKS_LEGEND = (
-    "Of a task: its score, then its difference to the base's with one-sided 95% bounds, paired by item as in gate; of "
-    "a perplexity its rise; of several random drops the mean and their range. Bold: as far as these items can tell, no "
+    "Of a task: its score, then its difference to the base's with one-sided 95% bounds, paired by "
+    "item as in gate; of "
+    "a perplexity its rise; of several random drops the mean and their range. Bold: as far as "
+    "these items can tell, no "
     "worse than the best of its size; "
 )
-SOURCES_LEGEND = "by source, what loses more than 3 times the mean of the other sources, beyond the error."
+SOURCES_LEGEND = (
+    "by source, what loses more than 3 times the mean of the other sources, beyond the error."
+)
 PLOTS = 2  # of tasks beside each other
 FRONTIER = "no model is smaller and better"
 BY_SOURCE = {"loss": "loss_by_source", "kl": "kl_by_source", "flips": "flips_by_source"}
 SOURCE_TITLES = {
-    "loss": "Loss by evaluation source: the base's, and its rise ± standard error; the largest rise first",
+    "loss": "Loss by evaluation source: the base's, and its rise ± standard error; the largest "
+    "rise first",
     "kl": "KL by evaluation source",
     "flips": "Flips by evaluation source",
 }
@@ -63,7 +73,8 @@ STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One model of the comparison. Losses are in nats per evaluated token, on text that no part of a plan saw."""
+    """One model of the comparison. Losses are in nats per evaluated token, on text that no part of
+    a plan saw."""
 
     name: str  # the strategy with its options, or "base"
     strategy: str
@@ -76,22 +87,30 @@ class Row:
     perplexity: float
     kl: float  # of the base's next-token distribution to this model's, nats per token
     flips: float  # share of the positions at which the greedy token is not the base's
-    error: float | None = None  # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
-    seconds: float | None = None  # deciding, and correcting with the evaluation; not the pass that all plans share
-    peak_memory: int | None = None  # bytes of anonymous memory at the highest while it was corrected and evaluated
+    # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
+    error: float | None = None
+    # deciding, and correcting with the evaluation; not the pass that all plans share
+    seconds: float | None = None
+    # bytes of anonymous memory at the highest while it was corrected and evaluated
+    peak_memory: int | None = None
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
     flips_by_source: Mapping[str, float] = field(default_factory=dict)
-    errors_by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of differences from the base
+    # of differences from the base
+    errors_by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     degraded: tuple[str, ...] = ()  # sources that lose far more than the others
     answers: tuple[ItemScores, ...] = ()  # to the items of each task
-    tasks: Mapping[str, TaskGate] = field(default_factory=dict)  # by name: the score, and the drop from the base's
-    equal_to_best: tuple[str, ...] = ()  # tasks on which the items can't tell it from the best of its size
+    # by name: the score, and the drop from the base's
+    tasks: Mapping[str, TaskGate] = field(default_factory=dict)
+    # tasks on which the items can't tell it from the best of its size
+    equal_to_best: tuple[str, ...] = ()
     seed: int | None = None  # of a random drop
     split: int = 1  # sub-experts that each expert became before; `experts` then counts those
     top_k: int | None = None  # experts that a token is routed to, where that was chosen
-    active: int | None = None  # parameters that a token passes; None where stored elements are no parameters
-    undone: bool = False  # the correction took the whole model further away on held-out calibration text
+    # parameters that a token passes; None where stored elements are no parameters
+    active: int | None = None
+    # the correction took the whole model further away on held-out calibration text
+    undone: bool = False
     # of a comparison with number formats; standard errors are paired by sequence
     share: float | None = None  # of the experts that stay
     scheme: str = STORED  # the format: none as stored, or that of the step `quantize`
@@ -121,7 +140,9 @@ class Row:
     @property
     def size_label(self) -> str:
         """'6 of 8 experts, int4', or '12 of 16 sub-experts, as stored'."""
-        experts = counted(self.experts_before or self.experts, "sub-expert" if self.split > 1 else "expert")
+        experts = counted(
+            self.experts_before or self.experts, "sub-expert" if self.split > 1 else "expert"
+        )
         return f"{self.experts} of {experts}, {format_label(self.scheme)}"
 
     def kl_from(self, other: "Row") -> Difference:
@@ -129,7 +150,8 @@ class Row:
         return Difference.of(other.kl_by_sequence, self.kl_by_sequence)
 
 
-Lines = Mapping[str, Sequence[Sequence[Row]]]  # by name: where a line begins, then its rows by falling bytes
+# by name: where a line begins, then its rows by falling bytes
+Lines = Mapping[str, Sequence[Sequence[Row]]]
 
 
 def format_label(scheme: str) -> str:
@@ -137,7 +159,8 @@ def format_label(scheme: str) -> str:
 
 
 def label(row: Row, name: str | None = None) -> str:
-    """Return a row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge'."""
+    """Return a row's name, or another one, with what else was done: 'reap, 2 parts, top 3 +
+    ridge'."""
     text = name or row.name
     if row.split > 1:
         text += f", {row.split} parts"
@@ -154,7 +177,8 @@ def sort_key(loss: float) -> float:
 
 
 def related(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the base, then the others by falling bytes, with errors over the base and the frontier.
+    """Return the base, then the others by falling bytes, with errors over the base and the
+    frontier.
 
     Every row needs its losses and KL by sequence.
     """
@@ -186,7 +210,8 @@ def _read_text(source: str, tokens: int | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows, the base first, with what they were measured on and the limit of bytes, if there is one."""
+    """All rows, the base first, with what they were measured on and the limit of bytes, if there is
+    one."""
 
     model: str
     rows: tuple[Row, ...]
@@ -195,8 +220,10 @@ class Comparison:
     calibration_seconds: float  # the pass that all plans share
     seed: int
     versions: Mapping[str, str]
-    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; in no row merged or dropped
-    formats: tuple[str, ...] = ()  # number formats that were asked for; empty where all experts are as stored
+    # by module; in no row merged or dropped
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # number formats that were asked for; empty where all experts are as stored
+    formats: tuple[str, ...] = ()
     formats_left_out: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # sentences on rows that could not be
     parameters: int | None = None  # of the base
@@ -211,12 +238,16 @@ class Comparison:
     @property
     def with_active(self) -> bool:
         """Return True if rows differ in top-k, and it is known what that comes to in parameters."""
-        return any(row.top_k is not None for row in self.rows) and all(row.active is not None for row in self.rows)
+        return any(row.top_k is not None for row in self.rows) and all(
+            row.active is not None for row in self.rows
+        )
 
     @property
     def fitting(self) -> list[Row]:
         """Rows within the limit, the least KL first."""
-        rows = [row for row in self.rows if self.limit is None or row.bytes + self.cache <= self.limit]
+        rows = [
+            row for row in self.rows if self.limit is None or row.bytes + self.cache <= self.limit
+        ]
         return sorted(rows, key=lambda row: (sort_key(row.kl), row.bytes))
 
     @property
@@ -237,7 +268,9 @@ class Comparison:
     def rises(self, row: Row) -> dict[str, float]:
         """Return by how much a row's loss is above the base's on each evaluation source."""
         base = self.base.loss_by_source
-        return {source: sort_key(loss - base[source]) for source, loss in row.loss_by_source.items()}
+        return {
+            source: sort_key(loss - base[source]) for source, loss in row.loss_by_source.items()
+        }
 
     @property
     def worst_first(self) -> list[str]:
@@ -257,12 +290,15 @@ class Comparison:
         """Return plain JSON types without folders; None for a number that JSON cannot write."""
         calibration = without_folders(self.calibration) if self.calibration else {}
         rows = tuple(replace(row, answers=()) for row in self.rows)
-        content: dict[str, Any] = plain_json({**asdict(replace(self, rows=rows)), "calibration": calibration}, finite)
+        content: dict[str, Any] = plain_json(
+            {**asdict(replace(self, rows=rows)), "calibration": calibration}, finite
+        )
         content["items"] = {}
         for task in self.base.answers:
             content["items"][task.task] = [item.id for item in task.items]
         for entry, row in zip(content["rows"], self.rows, strict=True):
-            entry["answers"] = {task.task: list(task.values) for task in row.answers}  # in the order of `items`
+            # in the order of `items`
+            entry["answers"] = {task.task: list(task.values) for task in row.answers}
             entry["label"] = self.name_of(row) if self.formats else label(row)
             entry["loss_increase"] = finite(self.increase(row))
         has_best = self.limit is not None and bool(self.fitting)
@@ -285,51 +321,85 @@ class Comparison:
         """Return all of it, with the figure."""
         blocks: list[Block] = [Heading(f"{self.model}: comparison", level=1), self.data_line()]
         if self.protected:
-            layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in self.protected.items()]
-            blocks.append(Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}."))
+            layers = [
+                f"{name}: {', '.join(map(str, experts))}"
+                for name, experts in self.protected.items()
+            ]
+            blocks.append(
+                Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
+            )
         blocks += _tables(self, self.rows[1:])
         blocks += map(Text, sentences(self))
         legend = FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND
-        bold = TASKS_LEGEND if self.base.tasks else "Bold: the least loss among models of its size; "
+        bold = (
+            TASKS_LEGEND if self.base.tasks else "Bold: the least loss among models of its size; "
+        )
         blocks.append(Text(LEGEND + legend + ("" if self.formats else bold) + SOURCES_LEGEND))
         blocks.append(comparison_figure(self))
-        blocks.append(Text(f"Made with {', '.join(f'{name} {version}' for name, version in self.versions.items())}."))
+        blocks.append(
+            Text(
+                "Made with "
+                + ", ".join(f"{name} {version}" for name, version in self.versions.items())
+                + "."
+            )
+        )
         return blocks
 
     def brief(self) -> list[Block]:
         """Return the blocks that a terminal shows; random drops share a line."""
-        return [*_tables(self, without_seeds(self.rows[1:])), self.data_line(), *map(Text, sentences(self))]
+        return [
+            *_tables(self, without_seeds(self.rows[1:])),
+            self.data_line(),
+            *map(Text, sentences(self)),
+        ]
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """Return the best within the limit, rows that could not be, and formats and more that were not tried."""
+    """Return the best within the limit, rows that could not be, and formats and more that were not
+    tried."""
     if not comparison.formats:
         return []
-    untried = ["GPTQ in place of rounding to nearest", *comparison.formats_left_out, "other group sizes"]
+    untried = [
+        "GPTQ in place of rounding to nearest",
+        *comparison.formats_left_out,
+        "other group sizes",
+    ]
     untried.append("fewer bits for attention")
     smaller = [row for row in comparison.rows if row.name != comparison.base.name]
     strategies = ", ".join(dict.fromkeys(row.name for row in smaller))
     if strategies:
         untried.append(f"strategies other than {strategies}")
-    corrections = ", ".join(dict.fromkeys(row.correction for row in smaller if row.correction != "none"))
+    corrections = ", ".join(
+        dict.fromkeys(row.correction for row in smaller if row.correction != "none")
+    )
     if corrections:
         untried.append(f"corrections other than {corrections}")
     left_out = [f"Left out: {reason}." for reason in comparison.left_out]
-    return [*choice(comparison), *left_out, f"Not tried: {', '.join(untried)}, other shares and splits."]
+    return [
+        *choice(comparison),
+        *left_out,
+        f"Not tried: {', '.join(untried)}, other shares and splits.",
+    ]
 
 
 def choice(comparison: Comparison) -> list[str]:
-    """Return sentences on the best row within the limit, and on how sure that is; none without a limit."""
+    """Return sentences on the best row within the limit, and on how sure that is; none without a
+    limit."""
     if comparison.limit is None:
         return []
     limit = human_bytes(comparison.limit)
     if comparison.cache:
-        limit += f" beside {human_bytes(comparison.cache)} for {comparison.context:,} tokens of context"
+        limit += (
+            f" beside {human_bytes(comparison.cache)} for {comparison.context:,} tokens of context"
+        )
     fitting = comparison.fitting
     name_of = comparison.name_of
     if not fitting:
         least = min(comparison.rows, key=lambda row: row.bytes)
-        return [f"Nothing fits in {limit}: the smallest is {name_of(least)}, with {human_bytes(least.bytes)}."]
+        return [
+            f"Nothing fits in {limit}: the smallest is {name_of(least)}, with "
+            f"{human_bytes(least.bytes)}."
+        ]
     best = fitting[0]
     increase = _with_error(comparison.increase(best), best.loss_error, "+")
     figures = f"KL {_with_error(best.kl, best.kl_error)}, loss {increase} nats per token"
@@ -342,7 +412,10 @@ def choice(comparison: Comparison) -> list[str]:
     if len(fitting) == 1:
         return [first]
     ahead = best.kl_from(fitting[1])
-    gap = f"{_with_error(ahead.gain, ahead.standard_error)} below that of the next, {name_of(fitting[1])}"
+    gap = (
+        f"{_with_error(ahead.gain, ahead.standard_error)} below that of the next, "
+        f"{name_of(fitting[1])}"
+    )
     return [first, f"{sequences} its KL is {gap}."]
 
 
@@ -374,7 +447,9 @@ def _mean(drops: Sequence[Row]) -> Row:
         figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
     if first.answers:
         figures["tasks"] = {task: _range(task, drops) for task in first.tasks}
-        figures["equal_to_best"] = tuple(set.intersection(*(set(drop.equal_to_best) for drop in drops)))
+        figures["equal_to_best"] = tuple(
+            set.intersection(*(set(drop.equal_to_best) for drop in drops))
+        )
     for name in BY_SOURCE.values():
         figures[name] = {}
         for source in getattr(first, name):
@@ -383,13 +458,16 @@ def _mean(drops: Sequence[Row]) -> Row:
 
 
 def _range(task: str, rows: Sequence[Row]) -> TaskGate:
-    """Return a task's mean score and drop in several rows, with the range in place of bounds; of one row its own."""
+    """Return a task's mean score and drop in several rows, with the range in place of bounds; of
+    one row its own."""
     gates = [row.tasks[task] for row in rows]
     if len(gates) == 1:
         return gates[0]
     drops = [gate.drop for gate in gates]
     score = fmean(gate.compressed for gate in gates)
-    return replace(gates[0], compressed=score, drop=fmean(drops), lower=min(drops), upper=max(drops))
+    return replace(
+        gates[0], compressed=score, drop=fmean(drops), lower=min(drops), upper=max(drops)
+    )
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -397,7 +475,8 @@ def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False)
     document = comparison.document()
     (figure,) = (block for block in document if isinstance(block, Figure))
     contents = {
-        NAMES[0]: report_json(comparison.to_dict(), None if comparison.base.answers else 2),  # an item is no line
+        # an item is no line
+        NAMES[0]: report_json(comparison.to_dict(), None if comparison.base.answers else 2),
         NAMES[1]: markdown(document, {figure.name: NAMES[2]}),
         NAMES[2]: png(figure.title, figure.drawings),
     }
@@ -410,20 +489,27 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 
 
 def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
-    """Return the base, then each size's models, the best in bold; of several sources, their figures as well."""
+    """Return the base, then each size's models, the best in bold; of several sources, their figures
+    as well."""
     if comparison.formats:  # sorted by bytes
         shown = [comparison.base, *rows]
         ruled = set[int]()
         bold = {number for number, row in enumerate(shown) if row.frontier}
     else:
         shown = [comparison.base, *ranked(rows)]
-        ruled = {number for number, (row, following) in enumerate(pairwise(shown)) if row.kept != following.kept}
+        ruled = {
+            number
+            for number, (row, following) in enumerate(pairwise(shown))
+            if row.kept != following.kept
+        }
         ruled.add(0)
         bold = set() if comparison.base.tasks else {number + 1 for number in ruled}
     cells = [_cells(comparison, row) for row in shown]
     lines = []
     for number, row_cells in enumerate(cells):
-        lines.append(tuple(map(Strong, row_cells.values())) if number in bold else tuple(row_cells.values()))
+        lines.append(
+            tuple(map(Strong, row_cells.values())) if number in bold else tuple(row_cells.values())
+        )
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
     optional = OPTIONAL_OF_FORMATS if comparison.formats else OPTIONAL
     if comparison.base.tasks:
@@ -446,7 +532,8 @@ def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
 
 
 def _source_cell(comparison: Comparison, row: Row, measure: str, source: str) -> str:
-    """Return a row's figure on an evaluation source, with its standard error; of the loss, the rise of it."""
+    """Return a row's figure on an evaluation source, with its standard error; of the loss, the rise
+    of it."""
     figures = getattr(row, BY_SOURCE[measure])
     if source not in figures:
         return "-"
@@ -459,11 +546,14 @@ def _source_cell(comparison: Comparison, row: Row, measure: str, source: str) ->
 
 
 def _task_cell(row: Row, task: TaskGate) -> Words:
-    """Return a score with its difference to the base's and the bounds of that: '0.7100 -0.0200 [-0.0310, -0.0120]'."""
+    """Return a score with its difference to the base's and the bounds of that: '0.7100 -0.0200
+    [-0.0310, -0.0120]'."""
     text = level(task.compressed)
     if row.strategy != "base":
         sign = 1 if task.kind == "likelihood" else -1
-        bounds = [change(bound, task.kind) for bound in sorted((sign * task.lower, sign * task.upper))]
+        bounds = [
+            change(bound, task.kind) for bound in sorted((sign * task.lower, sign * task.upper))
+        ]
         text += f" {change(sign * task.drop, task.kind)} [{', '.join(bounds)}]"
     return Strong(text) if task.task in row.equal_to_best else text
 
@@ -488,7 +578,9 @@ def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
     rises = comparison.rises(row)
     if len(comparison.evaluation) > 1:
         worst = max(rises, key=lambda source: rises[source], default="")
-        cells["worst source"] = f"{worst} {rises[worst]:+.4f}" if worst and row is not comparison.base else "-"
+        cells["worst source"] = (
+            f"{worst} {rises[worst]:+.4f}" if worst and row is not comparison.base else "-"
+        )
     cells["perplexity"] = f"{row.perplexity:.4g}"
     cells["KL"] = _with_error(row.kl, row.kl_error)
     cells["flips"] = f"{row.flips:.4f}"
@@ -504,10 +596,11 @@ def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
 
 
 def _lines(comparison: Comparison) -> dict[str, list[list[Row]]]:
-    """Return the lines of the plot by name: where each begins, then its rows by falling bytes, random drops together.
+    """Return the lines of the plot by name: where each begins, then its rows by falling bytes,
+    random drops together.
 
-    Formats of all experts are one line. Each format of a strategy is one, which begins at all experts in that format.
-    """
+    Formats of all experts are one line. Each format of a strategy is one, which begins at all
+    experts in that format."""
     base = comparison.base
     lines = dict[str, dict[int, list[Row]]]()
     uncut = {row.scheme: row for row in comparison.rows if row.strategy == base.strategy}
@@ -526,7 +619,8 @@ def _lines(comparison: Comparison) -> dict[str, list[list[Row]]]:
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
-    """Return losses upwards over falling bytes: a line for each way from the base on, random drops in a band.
+    """Return losses upwards over falling bytes: a line for each way from the base on, random drops
+    in a band.
 
     Rings mark the frontier, and a dashed line the limit of bytes.
     """
@@ -537,14 +631,20 @@ def comparison_figure(comparison: Comparison) -> Figure:
     for name, line in lines.items():
         drops = max(map(len, line))
         band = f"mean and range of {drops}" if drops > 1 else "one drop"
-        labels[name] = textwrap.fill(readable(f"{name} ({band})" if line[-1][0].is_random else name), 44)
-        points = [f"{group[0].kept:g} {fmean(map(comparison.increase, group)):+.4f}" for group in line[1:]]
+        labels[name] = textwrap.fill(
+            readable(f"{name} ({band})" if line[-1][0].is_random else name), 44
+        )
+        points = [
+            f"{group[0].kept:g} {fmean(map(comparison.increase, group)):+.4f}" for group in line[1:]
+        ]
         alt.append(f"{name}: {', '.join(points)}.")
     frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
     legend = ["base", *labels.values()]
     caption = (
-        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order in which they end. "
-        "Colour is the strategy and its format, line style the correction, and the grey band random drops."
+        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order "
+        "in which they end. "
+        "Colour is the strategy and its format, line style the correction, and the grey band "
+        "random drops."
     )
     if frontier:
         legend.append(FRONTIER)
@@ -561,7 +661,9 @@ def comparison_figure(comparison: Comparison) -> Figure:
         size = size[0], max(2.8 * rows, size[1])
         title = f"{comparison.model}: scores over experts kept"
         draw = partial(_draw_tasks, comparison=comparison, lines=lines, labels=labels)
-        drawings.insert(0, Drawing(title, f"Scores of {', '.join(base.tasks)}; the table has them.", size, draw))
+        drawings.insert(
+            0, Drawing(title, f"Scores of {', '.join(base.tasks)}; the table has them.", size, draw)
+        )
         caption += " Bands of scores are the bounds of the difference to the base."
     return Figure("comparison", title, caption, drawings)
 
@@ -572,7 +674,8 @@ def _draw_tasks(
     lines: Lines,
     labels: Mapping[str, str],
 ) -> None:
-    """Draw a plot for each task: the base's score, and a line for each way over the experts kept."""
+    """Draw a plot for each task: the base's score, and a line for each way over the experts
+    kept."""
     tasks = comparison.base.tasks
     for number, (name, task) in enumerate(tasks.items()):
         axes = canvas.add_subplot(math.ceil(len(tasks) / PLOTS), PLOTS, number + 1)
@@ -590,7 +693,8 @@ def _draw_tasks(
 
 
 def _score(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
-    """Return the least, the mean and the highest score that the bounds of the difference to the base allow."""
+    """Return the least, the mean and the highest score that the bounds of the difference to the
+    base allow."""
     task = _range(name, rows)
     if rows[0].strategy == "base":
         return task.base, task.base, task.base
@@ -608,12 +712,16 @@ def _draw_lines(
     measure: Callable[[Sequence[Row]], tuple[float, float, float]],
 ) -> None:
     """Draw each line through the means of its groups, with a band from least to highest."""
-    strategies = list(dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random))
+    strategies = list(
+        dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random)
+    )
     for number, (name, line) in enumerate(lines.items()):
         row = line[-1][0]
         places = [place(group[0]) for group in line]
         least, means, highest = zip(*map(measure, line), strict=True)
-        shade = ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
+        shade = (
+            ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
+        )
         face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
         if least != highest:
             axes.fill_between(places, least, highest, color=shade, alpha=0.2, linewidth=0)
@@ -650,12 +758,22 @@ def _draw(
     _draw_lines(axes, comparison, dict(ordered), labels, lambda row: row.bytes, losses)
     axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0, label="base")
     if frontier:
-        ring: dict[str, Any] = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "none"}
+        ring: dict[str, Any] = {
+            "marker": "o",
+            "markersize": 12,
+            "markerfacecolor": "none",
+            "linestyle": "none",
+        }
         sizes = [row.bytes for row in frontier]
         increases = list(map(comparison.increase, frontier))
         axes.plot(sizes, increases, markeredgecolor=ROLES["ink"], label=FRONTIER, **ring)
     if comparison.limit is not None:
-        axes.axvline(comparison.limit - comparison.cache, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
+        axes.axvline(
+            comparison.limit - comparison.cache,
+            color=ROLES["bad"],
+            linewidth=0.8,
+            linestyle="dashed",
+        )
     canvas.legend(loc="outside right upper", handlelength=3.2)
     _scale_axes(axes, comparison)
 
@@ -666,7 +784,10 @@ def _scale_axes(axes: "Axes", comparison: Comparison) -> None:
     above = f"loss above the base's {comparison.base.loss:.4f} (nats per token)"
     axes.set_ylabel(f"{above}\n{scale}" if scale else above)
     nbytes = [row.bytes for row in comparison.rows]
-    experts = f"size of all tensors (the base has {counted(comparison.base.experts, 'expert')} in each MoE layer)"
+    experts = (
+        f"size of all tensors (the base has {counted(comparison.base.experts, 'expert')} in "
+        "each MoE layer)"
+    )
     if max(nbytes) > 10 * min(nbytes):
         experts += f", {scale_axis(axes, 'x', nbytes)}"
     axes.invert_xaxis()

@@ -40,9 +40,12 @@ class LayerMeasures:
     module: str
     similarity: Matrix | None = None  # [E, E] of the base's experts, 0 to 1
     similarity_label: str = ""  # how it was measured
-    visits_before: tuple[float, ...] | None = None  # [E] share of the base's routed tokens; zeros without tokens
-    visits_after: tuple[float, ...] | None = None  # [N] of the compressed model's, on its own hidden states
-    error: float | None = None  # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
+    # [E] share of the base's routed tokens; zeros without tokens
+    visits_before: tuple[float, ...] | None = None
+    # [N] of the compressed model's, on its own hidden states
+    visits_after: tuple[float, ...] | None = None
+    # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
+    error: float | None = None
 
     def fields(self) -> dict[str, Any]:
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
@@ -59,17 +62,28 @@ class Speed:
     repetitions: int
     prefill: tuple[float, float]  # seconds to the first token; base, output
     decode: tuple[float, float]  # seconds of each further token
-    memory: tuple[float, float]  # bytes of the weights; on an accelerator with what generation allocates
+    # bytes of the weights; on an accelerator with what generation allocates
+    memory: tuple[float, float]
 
     def table(self) -> Table:
         """The figures and their ratios; how they were measured is the caption."""
         memory = self.memory[1] / self.memory[0]
         rows = [("memory", *map(human_bytes, map(int, self.memory)), f"{memory:.1%} of the base")]
         for name, (base, output) in (("each new token", self.decode), ("prefill", self.prefill)):
-            rows.insert(0, (name, f"{1000 * base:.3g} ms", f"{1000 * output:.3g} ms", f"{base / output:.2f}x as fast"))
+            rows.insert(
+                0,
+                (
+                    name,
+                    f"{1000 * base:.3g} ms",
+                    f"{1000 * output:.3g} ms",
+                    f"{base / output:.2f}x as fast",
+                ),
+            )
         caption = (
-            f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one sequence of "
-            f"{self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of {self.repetitions} turns"
+            f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one "
+            "sequence of "
+            f"{self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
+            f"{self.repetitions} turns"
         )
         return Table(caption, ("", "base", "output", "ratio"), rows)
 
@@ -81,7 +95,8 @@ class Measured:
     layers: tuple[LayerMeasures, ...] = ()
     tokens: int = 0  # of the calibration text that ran through both models
     text: str | None = None  # its name, without folders
-    missing: tuple[str, ...] = ()  # what could not be measured, and the option that gives it, a sentence each
+    # what could not be measured, and the option that gives it, a sentence each
+    missing: tuple[str, ...] = ()
     speed: Speed | None = None
 
 
@@ -95,12 +110,14 @@ class LayerReport(LayerMeasures):
 
     @property
     def heldout_error_before(self) -> float | None:
-        """Error on tokens that the reconstruction did not see, before it; None where it recorded none."""
+        """Error on tokens that the reconstruction did not see, before it; None where it recorded
+        none."""
         return correction_of(self.plan).get("heldout_error_before")
 
     @property
     def heldout_error_after(self) -> float | None:
-        """Error on tokens that the reconstruction did not see, after it; None where it recorded none."""
+        """Error on tokens that the reconstruction did not see, after it; None where it recorded
+        none."""
         return correction_of(self.plan).get("heldout_error")
 
 
@@ -121,7 +138,8 @@ class Report(Outcome):
         for step in steps:
             step.pop("plan", None)
         layers = [
-            {**layer.fields(), **layer_to_dict(layer.plan), "protected": layer.protected} for layer in self.layers
+            {**layer.fields(), **layer_to_dict(layer.plan), "protected": layer.protected}
+            for layer in self.layers
         ]
         content = {
             **self.to_dict(),
@@ -135,7 +153,11 @@ class Report(Outcome):
             "layers": layers,
         }
         gate = None if self.gate is None else gate_content(self.gate)
-        return json.dumps({"format": FORMAT, **plain_json(content), "gate": gate}, ensure_ascii=False, allow_nan=False)
+        return json.dumps(
+            {"format": FORMAT, **plain_json(content), "gate": gate},
+            ensure_ascii=False,
+            allow_nan=False,
+        )
 
     @property
     def measured_on(self) -> str:
@@ -152,12 +174,13 @@ def report_data(
 ) -> Report:
     """Return what an output folder records, and what was `measured` of it.
 
-    `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
-    """
+    `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files
+    is refused."""
     outcome = read_outcome(folder, gate)
     measured = measured or Measured()
     record = read_record(folder)
-    recorded = read_as(Speed, record.speed) if record and record.speed else None  # by an earlier report
+    # by an earlier report
+    recorded = read_as(Speed, record.speed) if record and record.speed else None
     by_module = {measures.module: measures for measures in measured.layers}
     layers = []
     for plan in outcome.expert_plan.layers:
@@ -186,20 +209,26 @@ def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """Return the layers with their names."""
     count = Counter(layer.plan.layer for layer in layers)
     return tuple(
-        replace(layer, name=f"Layer {layer.plan.layer}" if count[layer.plan.layer] == 1 else layer.module)
+        replace(
+            layer,
+            name=f"Layer {layer.plan.layer}" if count[layer.plan.layer] == 1 else layer.module,
+        )
         for layer in layers
     )
 
 
 def order(plan: LayerPlan) -> tuple[int, ...]:
-    """Return all experts [E]: merged groups first, the largest first, then those alone, then the dropped."""
+    """Return all experts [E]: merged groups first, the largest first, then those alone, then the
+    dropped."""
     alone = (group.members for group in plan.groups if len(group.members) == 1)
     return tuple(chain(*sorted(plan.merged, key=len, reverse=True), *alone, plan.dropped))
 
 
 def dispositions(layer: LayerReport) -> dict[int, str]:
     """Return what became of each expert, in words."""
-    became = dict.fromkeys(range(layer.plan.experts), "replaced by a constant" if layer.plan.constants else "dropped")
+    became = dict.fromkeys(
+        range(layer.plan.experts), "replaced by a constant" if layer.plan.constants else "dropped"
+    )
     for slot, group in enumerate(layer.plan.groups):
         first = group.members[0]
         if len(group.members) > 1:
@@ -242,16 +271,23 @@ def all_dispositions(layers: Sequence[LayerPlan]) -> str:
 
 
 def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
-    """Return what became of each expert, a row for each layer; names of modules where a decoder layer has several.
+    """Return what became of each expert, a row for each layer; names of modules where a decoder
+    layer has several.
 
     An expert that stands alone among the merged ones was rescaled.
     """
     count = Counter(layer.layer for layer in plan.layers)
     rows = []
     for layer in plan.layers:
-        changed = ["+".join(map(str, sorted(group.members))) for group in layer.groups if not group.untouched]
+        changed = [
+            "+".join(map(str, sorted(group.members)))
+            for group in layer.groups
+            if not group.untouched
+        ]
         cells = {
-            "layer": str(layer.layer) if count[layer.layer] == 1 else f"{layer.layer} ({one_line(layer.module)})",
+            "layer": str(layer.layer)
+            if count[layer.layer] == 1
+            else f"{layer.layer} ({one_line(layer.module)})",
             "experts": f"{layer.experts} → {len(layer.groups)}",
             "kept": ranges(group.members[0] for group in layer.groups if group.untouched),
             "merged": ", ".join(changed) or "-",

@@ -42,13 +42,18 @@ WIDTH = 3.6  # inches
 LARGEST = 1e30  # what is larger no axis holds; the tables have it
 DRAWN_ERRORS: Mapping[str, Mapping[str, Any]] = {  # how fields of a layer are drawn
     "error": {"color": ROLES["after"], "marker": "o"},
-    "heldout_error_before": {"color": ROLES["before"], "marker": "D", "markerfacecolor": ROLES["paper"]},
+    "heldout_error_before": {
+        "color": ROLES["before"],
+        "marker": "D",
+        "markerfacecolor": ROLES["paper"],
+    },
     "heldout_error_after": {"color": ROLES["merged"], "marker": "D"},
 }
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
 KEPT = "#d0d5da"
-MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups differ in one or the other
+# one fewer than colours, so that a row's first 72 groups differ in one or the other
+MARKS = "osD^vP<>"
 SIDE = 2.1  # inches of a matrix
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED = 24  # experts whose numbers fit
@@ -58,7 +63,8 @@ DASHES = (0, (3, 2))
 
 
 def cells(layer: LayerReport) -> list[tuple[str, str]]:
-    """Return colour and mark of a layer's experts [E]: the same of all merged into one, no mark of a kept one."""
+    """Return colour and mark of a layer's experts [E]: the same of all merged into one, no mark of
+    a kept one."""
     looks = [(ROLES["paper"], "x")] * layer.plan.experts
     changed = zip(cycle(COLOURS), cycle(MARKS), strict=False)
     for group in layer.plan.groups:
@@ -69,7 +75,8 @@ def cells(layer: LayerReport) -> list[tuple[str, str]]:
 
 
 def experts(data: Report) -> Figure | None:
-    """Return the grid of all experts: a row for each layer, a column for each expert of the base."""
+    """Return the grid of all experts: a row for each layer, a column for each expert of the
+    base."""
     layers = data.layers
     rows, columns = len(layers), max((layer.plan.experts for layer in layers), default=0)
     if not layers:
@@ -97,15 +104,27 @@ def experts(data: Report) -> Figure | None:
                 if mark:
                     signs.setdefault((mark, ink_on(colour)), []).append((column, row))
         axes.imshow(shades, interpolation="none")
-        axes.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=6 * cell)
-        axes.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=6 * cell)
+        axes.hlines(
+            np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=6 * cell
+        )
+        axes.vlines(
+            np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=6 * cell
+        )
         for (mark, colour), places in signs.items():
             xs, ys = zip(*places, strict=True)
-            axes.scatter(xs, ys, s=(36 * cell) ** 2, c=colour, marker=mark, linewidths=max(0.4, 3 * cell))
-        protected = [(column, row) for row, layer in enumerate(layers) for column in layer.protected]
+            axes.scatter(
+                xs, ys, s=(36 * cell) ** 2, c=colour, marker=mark, linewidths=max(0.4, 3 * cell)
+            )
+        protected = [
+            (column, row) for row, layer in enumerate(layers) for column in layer.protected
+        ]
         if protected:
             width = max(0.6, 5 * cell)
-            frame: dict[str, Any] = {"facecolors": "none", "edgecolors": ROLES["ink"], "linewidths": width}
+            frame: dict[str, Any] = {
+                "facecolors": "none",
+                "edgecolors": ROLES["ink"],
+                "linewidths": width,
+            }
             xs, ys = zip(*protected, strict=True)
             axes.scatter(xs, ys, s=(66 * cell - width) ** 2, marker="s", **frame)
         axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
@@ -117,7 +136,10 @@ def experts(data: Report) -> Figure | None:
 
     became = all_dispositions([layer.plan for layer in layers])
     size = (max(cell * columns + 0.7, WIDTH), cell * rows + 1.3)
-    alt = f"Grid of {counted(rows, 'MoE layer')} by {columns} experts: {became}. The table has the same in numbers."
+    alt = (
+        f"Grid of {counted(rows, 'MoE layer')} by {columns} experts: {became}. The table has "
+        "the same in numbers."
+    )
     drawing = Drawing("What became of each expert", alt, size, draw)
     caption = f"A row for each MoE layer, a column for each expert of the base; {became}."
     return Figure("experts", "What became of each expert", caption, (drawing,))
@@ -126,9 +148,9 @@ def experts(data: Report) -> Figure | None:
 def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> Figure | None:
     """Return a matrix for each layer that has one; None if no layer has.
 
-    As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning in Sparse
-    Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are outlined.
-    """
+    As figure 2 of Zhang et al. 2024, "Diversifying the Expert Knowledge for Task-Agnostic Pruning
+    in Sparse Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are
+    outlined."""
     from matplotlib import colormaps
 
     layers = [layer for layer in reports if layer.similarity is not None]
@@ -141,11 +163,17 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
     drawings = []
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the tables have the numbers."
-        drawings.append(Drawing(layer.name, alt, (SIDE + 0.4, SIDE + 0.5), partial(draw, layer=layer)))
-    labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in layers if layer.similarity_label))
+        drawings.append(
+            Drawing(layer.name, alt, (SIDE + 0.4, SIDE + 0.5), partial(draw, layer=layer))
+        )
+    labels = ", ".join(
+        dict.fromkeys(layer.similarity_label for layer in layers if layer.similarity_label)
+    )
     caption = (
-        f"A square for each layer shows how similar the base's experts are{f' ({labels})' if labels else ''}. "
-        "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one holds the dropped. "
+        "A square for each layer shows how similar the base's experts "
+        f"are{f' ({labels})' if labels else ''}. "
+        "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one "
+        "holds the dropped. "
         "✕ marks a dropped expert, ★ a protected one."
     )
     return Figure(name, f"{title}, from {low:g} (dark) to {high:g} (light)", caption, drawings)
@@ -160,26 +188,41 @@ def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     return low, max(high, low + 0.1)
 
 
-def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any) -> None:
-    """Draw the matrix with its groups outlined, and the experts' numbers at both sides where they fit."""
+def _draw_matrix(
+    canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any
+) -> None:
+    """Draw the matrix with its groups outlined, and the experts' numbers at both sides where they
+    fit."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
     axes = canvas.subplots()
     experts = order(layer.plan)
     dropped = layer.plan.dropped
-    draw_heat(axes, np.array(layer.similarity)[np.ix_(experts, experts)].tolist(), low, high, cmap=cmap)
+    draw_heat(
+        axes, np.array(layer.similarity)[np.ix_(experts, experts)].tolist(), low, high, cmap=cmap
+    )
     count = len(experts)
     start = 0
-    look: dict[str, Any] = {"edgecolor": "#fefefe", "linewidth": 0.8, "fill": False, "clip_on": False}
-    effects = [withStroke(linewidth=1.8, foreground="#0b0d10")]  # white on black, which any colour shows
+    look: dict[str, Any] = {
+        "edgecolor": "#fefefe",
+        "linewidth": 0.8,
+        "fill": False,
+        "clip_on": False,
+    }
+    # white on black, which any colour shows
+    effects = [withStroke(linewidth=1.8, foreground="#0b0d10")]
     for size in sorted(map(len, layer.plan.merged), reverse=True):
-        axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, path_effects=effects, **look))
+        axes.add_patch(
+            Rectangle((start - 0.5, start - 0.5), size, size, path_effects=effects, **look)
+        )
         start += size
     if dropped:
         size = len(dropped)
         corner = count - size - 0.5
-        axes.add_patch(Rectangle((corner, corner), size, size, linestyle=DASHES, path_effects=effects, **look))
+        axes.add_patch(
+            Rectangle((corner, corner), size, size, linestyle=DASHES, path_effects=effects, **look)
+        )
     axes.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])
@@ -193,20 +236,26 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
 
 
 def visits(data: Report) -> Figure | None:
-    """Return for each layer the share of tokens of every expert and slot; None if nothing was counted.
+    """Return for each layer the share of tokens of every expert and slot; None if nothing was
+    counted.
 
     As figure 6 of Zhang et al. 2024, arXiv:2407.09590, all on one scale.
     """
     layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
     if not layers:
         return None
-    shares = chain.from_iterable((*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers)
+    shares = chain.from_iterable(
+        (*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers
+    )
     highest = max(shares) or 1.0
 
     def draw(canvas: "FigureBase", layer: LayerReport) -> None:
         above, below = canvas.subplots(2, 1)
         above.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold", pad=6)
-        sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
+        sides = (
+            (above, layer.visits_before, "before", roles(layer)),
+            (below, layer.visits_after, "after", None),
+        )
         for axes, shares, when, kinds in sides:
             axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
             axes.set_yticks([0, highest], labels=["0", percent(highest)])
@@ -220,9 +269,12 @@ def visits(data: Report) -> Figure | None:
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the table below has the shares."
         drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer)))
-    title = "Routed tokens: grey kept, purple merged, hollow dropped experts before; blue slots after"
+    title = (
+        "Routed tokens: grey kept, purple merged, hollow dropped experts before; blue slots after"
+    )
     caption = (
-        f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed model's slots below, "
+        f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed "
+        "model's slots below, "
         "each model with its own routing; the dashed line is an even share."
     )
     return Figure("visits", title, caption, drawings)
@@ -241,7 +293,9 @@ def errors(data: Report) -> Figure | None:
         values = [None if error is None or not abs(error) < LARGEST else error for error in errors]
         known = [value for value in values if value is not None]
         if known:
-            alts.append(f"{ERRORS[field].capitalize()}: from {short(min(known))} to {short(max(known))}.")
+            alts.append(
+                f"{ERRORS[field].capitalize()}: from {short(min(known))} to {short(max(known))}."
+            )
             drawn[field] = values
     if not drawn:
         return None
@@ -251,8 +305,12 @@ def errors(data: Report) -> Figure | None:
         axes = canvas.subplots()
         for field, values in drawn.items():
             known = np.array(values, dtype=float)  # None becomes NaN, which is not drawn
-            axes.plot(known, range(rows), linestyle="none", label=ERRORS[field], **DRAWN_ERRORS[field])
-        scale = scale_axis(axes, "x", [value for value in chain(*drawn.values()) if value is not None])
+            axes.plot(
+                known, range(rows), linestyle="none", label=ERRORS[field], **DRAWN_ERRORS[field]
+            )
+        scale = scale_axis(
+            axes, "x", [value for value in chain(*drawn.values()) if value is not None]
+        )
         axes.set_xlabel(f"‖y' - y‖² / ‖y‖², {scale}" if scale else "‖y' - y‖² / ‖y‖²")
         axes.set_ylim(rows - 0.5, -0.5)
         names = [readable(layer.name[-MOST_LETTERS:]) for layer in data.layers]
@@ -264,21 +322,29 @@ def errors(data: Report) -> Figure | None:
     size = (WIDTH, 0.17 * len(drawn) + min(max(7.0 / rows, 0.13), 0.26) * rows + 0.6)
     drawing = Drawing("Reconstruction error by layer", " ".join(alts), size, draw)
     caption = (
-        f"Squared error of the compressed MoE block's output over the squared output of the base's{_tokens(data)}, "
+        "Squared error of the compressed MoE block's output over the squared output of the "
+        f"base's{_tokens(data)}, "
         "on the base's own inputs; 0 is no change."
     )
     if "heldout_error_after" in drawn:
-        caption += " Held-out errors are those of the reconstruction, on tokens that it did not see."
+        caption += (
+            " Held-out errors are those of the reconstruction, on tokens that it did not see."
+        )
     return Figure("errors", "Reconstruction error of each layer", caption, (drawing,))
 
 
 def distillation(data: Report) -> Figure | None:
-    """Return each distillation's curve on held-out text and the state it took; None without two evaluations."""
+    """Return each distillation's curve on held-out text and the state it took; None without two
+    evaluations."""
 
     def draw(canvas: "FigureBase", points: Mapping[int, float], best: Any) -> None:
         axes = canvas.add_subplot()
-        axes.axhline(next(iter(points.values())), color=ROLES["muted"], linewidth=0.8, linestyle="dashed")
-        axes.plot([*points], [*points.values()], color=ROLES["after"], marker="o", markeredgecolor="white")
+        axes.axhline(
+            next(iter(points.values())), color=ROLES["muted"], linewidth=0.8, linestyle="dashed"
+        )
+        axes.plot(
+            [*points], [*points.values()], color=ROLES["after"], marker="o", markeredgecolor="white"
+        )
         if best in points:
             ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none"}
             axes.plot([best], [points[best]], color=ROLES["good"], **ring)
@@ -295,18 +361,24 @@ def distillation(data: Report) -> Figure | None:
             continue
         best = step["result"]["best"] if changed(step) else None
         chosen = (
-            "nothing was changed" if best is None else f"the state after {best} was taken, at {short(points[best])}"
+            "nothing was changed"
+            if best is None
+            else f"the state after {best} was taken, at {short(points[best])}"
         )
         (first, before), *_, (last, after) = points.items()
         alt = (
-            f"{counted(len(points), 'evaluation')}: {short(before)} after {first} steps, {short(after)} after {last}; "
+            f"{counted(len(points), 'evaluation')}: {short(before)} after {first} steps, "
+            f"{short(after)} after {last}; "
             f"{chosen}."
         )
-        drawings.append(Drawing("KL from the base", alt, (WIDTH, 2.2), partial(draw, points=points, best=best)))
+        drawings.append(
+            Drawing("KL from the base", alt, (WIDTH, 2.2), partial(draw, points=points, best=best))
+        )
     if not drawings:
         return None
     caption = (
-        "KL divergence from the base's next-token distributions, on text that was not trained on; the dashed line is "
+        "KL divergence from the base's next-token distributions, on text that was not trained on; "
+        "the dashed line is "
         "where training began, a ring the state that was taken."
     )
     return Figure("distillation", "Held-out text during the distillation", caption, drawings)
@@ -314,7 +386,9 @@ def distillation(data: Report) -> Figure | None:
 
 FIGURES: Mapping[str, Callable[[Report], Figure | None]] = {
     "experts": experts,
-    "similarity": lambda data: similarity_figure(data.layers, "similarity", "Similarity of the experts"),
+    "similarity": lambda data: similarity_figure(
+        data.layers, "similarity", "Similarity of the experts"
+    ),
     "visits": visits,
     "errors": errors,
     "distillation": distillation,
@@ -323,5 +397,6 @@ NAMES = tuple(FIGURES)  # in the order of the page
 
 
 def figures(data: Report, names: Sequence[str] = NAMES) -> tuple[Figure, ...]:
-    """Return the figures of these names that the data gives, by default all in the order of the page."""
+    """Return the figures of these names that the data gives, by default all in the order of the
+    page."""
     return tuple(filter(None, (FIGURES[name](data) for name in names)))

@@ -1,4 +1,5 @@
-"""The grid of a comparison: experts, sub-experts, top-k, strategies, corrections and number formats to try.
+"""The grid of a comparison: experts, sub-experts, top-k, strategies, corrections and number formats
+to try.
 
 Loads no torch: the options of `compare` are made of it.
 """
@@ -37,10 +38,11 @@ Counts = Annotated[tuple[int, ...], BeforeValidator(_several)]
 
 
 class Grid(Options):
-    """Models to compare. With number formats (`schemes`), a row is a share of the experts in a format.
+    """Models to compare. With number formats (`schemes`), a row is a share of the experts in a
+    format.
 
-    Without formats, `experts` or `ratios` say how many experts stay, and random prunings are compared with. With
-    formats, `shares` do, and the limit of `nbytes` or `bits` chooses the best.
+    Without formats, `experts` or `ratios` say how many experts stay, and random prunings are
+    compared with. With formats, `shares` do, and the limit of `nbytes` or `bits` chooses the best.
     """
 
     experts: Counts = ()
@@ -88,7 +90,11 @@ class Grid(Options):
     @model_validator(mode="before")
     @classmethod
     def _all_schemes(cls, content: dict[str, Any]) -> dict[str, Any]:
-        wants_sizes = content.get("sizes") or content.get("nbytes") is not None or content.get("bits") is not None
+        wants_sizes = (
+            content.get("sizes")
+            or content.get("nbytes") is not None
+            or content.get("bits") is not None
+        )
         return {"schemes": SCHEMES, **content} if wants_sizes else content
 
     @model_validator(mode="after")
@@ -99,21 +105,28 @@ class Grid(Options):
         elif bool(self.experts) == bool(self.ratios):
             raise CompressionError("say how many experts to keep by --experts or --ratio")
         elif "auto" in self.splits:
-            raise CompressionError("--split auto goes with number formats; name numbers of sub-experts, such as 1,2")
+            raise CompressionError(
+                "--split auto goes with number formats; name numbers of sub-experts, such as 1,2"
+            )
         elif self.constants and (self.top_ks or 1 not in (self.splits or (1,))):
             raise CompressionError(
-                "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
+                "constants stand for whole experts, and top-k stays; leave out --top-k, and name "
+                "1 among --split"
             )
         return self
 
     def _check_formats(self) -> None:
         if self.experts or self.ratios or self.top_ks or self.constants:
             names = "--experts, --ratio, --top-k and --format"
-            raise CompressionError(f"sizes are compared by --shares and --schemes; leave out {names}")
+            raise CompressionError(
+                f"sizes are compared by --shares and --schemes; leave out {names}"
+            )
         if self.bits is not None and self.nbytes is not None:
             raise CompressionError("--bits stands in place of --bytes; give one of them")
         if not self.shares or not all(0 < share <= 1 for share in self.shares):
-            raise CompressionError("shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2")
+            raise CompressionError(
+                "shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2"
+            )
         _check_names("format", self.schemes, SCHEMES)
         _check_names("server", self.servers, SERVED)
 

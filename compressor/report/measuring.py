@@ -1,15 +1,16 @@
-"""Measurements of a report: the similarity of the base's experts, their routed tokens, and each layer's error.
+"""Measurements of a report: the similarity of the base's experts, their routed tokens, and each
+layer's error.
 
-Output and base run over a part of the calibration text, one after the other. While the base passes a layer, the
-output's MoE block also runs on the input of the base's block, so that corrections and merged routers count as they are
-stored. No more than one layer of each is in memory. T tokens, E experts, H hidden, S sampled tokens.
+Output and base run over a part of the calibration text, one after the other. While the base passes
+a layer, the output's MoE block also runs on the input of the base's block, so that corrections and
+merged routers count as they are stored. No more than one layer of each is in memory. T tokens, E
+experts, H hidden, S sampled tokens.
 
-Base and text are found by the record of the run, unless they are named. What is not available is left out with a
-sentence that says so.
+Base and text are found by the record of the run, unless they are named. What is not available is
+left out with a sentence that says so.
 
-Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
-arXiv:1905.00414) stands in where a strategy compares no experts.
-"""
+Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al.
+2019, arXiv:1905.00414) stands in where a strategy compares no experts."""
 
 import logging
 import math
@@ -64,11 +65,12 @@ def measure(
     dtype: str = "auto",
     speed: bool = False,
 ) -> Measured:
-    """Measure an output folder against its base on calibration text; `missing` says what could not be measured.
+    """Measure an output folder against its base on calibration text; `missing` says what could not
+    be measured.
 
-    `model` and `calibration` default to what the run that made the output used. `samples` sequences run, by default as
-    many as 16,384 tokens fill; `sequence_length` is that of a text named here. `speed` times both models, too.
-    """
+    `model` and `calibration` default to what the run that made the output used. `samples` sequences
+    run, by default as many as 16,384 tokens fill; `sequence_length` is that of a text named here.
+    `speed` times both models, too."""
     if samples is not None and samples < 1:
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
     if model is None and revision is not None:
@@ -76,7 +78,11 @@ def measure(
     plan, record, progress = read_outcome(folder).plan, read_record(folder), progress or Silent()
     base = output = text = None
     try:
-        source = _recorded_base(plan, record, progress) if model is None else locate(model, revision, progress)
+        source = (
+            _recorded_base(plan, record, progress)
+            if model is None
+            else locate(model, revision, progress)
+        )
         base = None if source is None else _open_base(folder, plan, source, dtype, device)
     except (CompressionError, OSError):
         if model is not None:
@@ -96,14 +102,20 @@ def measure(
     measured = Measured(missing=tuple(missing))
     if text is not None and output is not None:
         layers = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
-        measured = replace(measured, layers=tuple(layers), tokens=text.tokens, text=_name(text.identity))
+        measured = replace(
+            measured, layers=tuple(layers), tokens=text.tokens, text=_name(text.identity)
+        )
     elif base is not None:
         measured = replace(measured, layers=tuple(by_weights(base, similarity, progress)))
     if speed:
         if text is None or base is None or output is None:
-            raise CompressionError("--speed needs base, output and text; name them by --model and --calibration")
+            raise CompressionError(
+                "--speed needs base, output and text; name them by --model and --calibration"
+            )
         models = base.source, output.source
-        timed = measure_speed(models, text.batches[0], output.positions, progress, device, output.dtype_name)
+        timed = measure_speed(
+            models, text.batches[0], output.positions, progress, device, output.dtype_name
+        )
         record_speed(folder, timed)
         measured = replace(measured, speed=timed)
     return measured
@@ -116,26 +128,36 @@ def read_part(
     sources = parse_sources(calibration)
     wanted = samples or max(len(sources), TOKENS // max(length, 1))
     tokenizer = load_tokenizer(model.source.folder)
-    return calibrate(sources, tokenizer, samples=wanted, length=length, seed=seed, vocab=model.vocabulary)
+    return calibrate(
+        sources, tokenizer, samples=wanted, length=length, seed=seed, vocab=model.vocabulary
+    )
 
 
 def _missing(
-    folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None
+    folder: Path,
+    plan: Plan,
+    base: OpenModel | None,
+    output: OpenModel | None,
+    text: Calibration | None,
 ) -> list[str]:
     """Return a sentence on each thing that is not measured."""
     lost = "so routed tokens, errors and similarities of outputs are not measured"
     sentences = []
     if base is None:
         sentences.append(
-            f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
+            f"The base model {plan.source.model} is not available, so the similarity of its "
+            "experts, the routed tokens "
             "before and the errors are not measured; name it with --model."
         )
     if plan.calibration is None and text is None:
-        sentences.append(f"The plan was made without any text, {lost}; name one with --calibration.")
+        sentences.append(
+            f"The plan was made without any text, {lost}; name one with --calibration."
+        )
     elif plan.calibration is not None and text is None:
         name = _name(plan.calibration)
         sentences.append(
-            f"The calibration text {name} is not available or has changed, {lost}; name it with --calibration."
+            f"The calibration text {name} is not available or has changed, {lost}; name it with "
+            "--calibration."
         )
     if output is None:
         sentences.append(f"{folder.name} holds no weights that can be run, {lost}.")
@@ -143,8 +165,11 @@ def _missing(
 
 
 def _recorded_base(plan: Plan, record: RunRecord | None, progress: Progress) -> ModelSource | None:
-    """Return the base that the run read; None for a folder that is gone, or may be another one of its name."""
-    name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
+    """Return the base that the run read; None for a folder that is gone, or may be another one of
+    its name."""
+    name, commit = (
+        (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
+    )
     # a folder here may be called like the Hub's model
     is_gone = is_local(name) if commit is not None else record is None or not Path(name).is_dir()
     return None if is_gone else locate(name, commit, progress)
@@ -155,8 +180,10 @@ def _open_base(folder: Path, plan: Plan, source: ModelSource, dtype: str, device
     opened = open_model(source, dtype, device)
     if opened.fingerprint != plan.source.fingerprint:
         raise CompressionError(
-            f"{opened.source.name} is not the model that {folder} was made from: its fingerprint is "
-            f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
+            f"{opened.source.name} is not the model that {folder} was made from: its fingerprint "
+            "is "
+            f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with "
+            "--model"
         )
     opened = as_decided(opened, plan.split, plan.expert_plan.top_k)
     if plan.expert_plan.layers:
@@ -164,8 +191,11 @@ def _open_base(folder: Path, plan: Plan, source: ModelSource, dtype: str, device
     return opened
 
 
-def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, samples: int | None) -> Calibration | None:
-    """Return a part of the plan's own text, which must give the same tokens as it did; None where it does not.
+def _recorded_text(
+    model: OpenModel, plan: Plan, record: RunRecord | None, samples: int | None
+) -> Calibration | None:
+    """Return a part of the plan's own text, which must give the same tokens as it did; None where
+    it does not.
 
     The run's record, which knows folders, repeats it, or the plan itself if that needs none.
     """
@@ -183,11 +213,14 @@ def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, sampl
 
 
 def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tensor, ...]:
-    """The first sequences of each source, by its weight: `samples` in all, or as many as 16,384 tokens fill."""
+    """The first sequences of each source, by its weight: `samples` in all, or as many as 16,384
+    tokens fill."""
     batches = calibration.batches
     present = sorted({calibration.source_of(number) for number in range(len(batches))})
     rows = max(len(present), samples or TOKENS // max(batch.shape[1] for batch in batches))
-    quota = dict(zip(present, divide(rows, [calibration.weights[source] for source in present]), strict=True))
+    quota = dict(
+        zip(present, divide(rows, [calibration.weights[source] for source in present]), strict=True)
+    )
     parts = []
     for number, batch in enumerate(batches):
         part = batch[: quota[calibration.source_of(number)]]
@@ -202,21 +235,23 @@ def _name(identity: Mapping[str, Any]) -> str:
 
 
 def shares(counts: Tensor) -> tuple[float, ...]:
-    """Each expert's share of the routed tokens: [E] -> E numbers that sum to 1; zeros where there are none."""
+    """Each expert's share of the routed tokens: [E] -> E numbers that sum to 1; zeros where there
+    are none."""
     return tuple(round(share, 6) for share in (counts / counts.sum().clamp(min=1)).tolist())
 
 
 def compared_tokens(experts: int) -> int:
     """Return on how many tokens experts are compared.
 
-    CKA by Gram matrices takes S^2 H multiplications for each expert; 4 s for 128 tokens, 256 experts, width 7168.
-    """
+    CKA by Gram matrices takes S^2 H multiplications for each expert; 4 s for 128 tokens, 256
+    experts, width 7168."""
     return 256 if experts <= 64 else 128
 
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """A way to compare a layer's experts: what it needs measured, and a label with the matrix [E, E], 0 to 1."""
+    """A way to compare a layer's experts: what it needs measured, and a label with the matrix [E,
+    E], 0 to 1."""
 
     needs: frozenset[str]
     measure: Callable[[LayerStatistics], tuple[str, Tensor]]
@@ -229,9 +264,14 @@ class Similarity:
         try:
             (label, table), experts = self.measure(stats), stats.layer.experts
             if table.shape != (experts, experts) or not bool(table.isfinite().all()):
-                raise CompressionError(f"its strategy gives no matrix of {experts} x {experts} finite numbers")
+                raise CompressionError(
+                    f"its strategy gives no matrix of {experts} x {experts} finite numbers"
+                )
         except Exception as error:  # of a plugin: a report can do without
-            what = "%s: the report lacks the similarity of its experts, which could not be compared: %s"
+            what = (
+                "%s: the report lacks the similarity of its experts, which could not be "
+                "compared: %s"
+            )
             logger.warning(what, stats.layer.name, reason_of(error))
             return None, ""
         values = table.cpu().double().clamp(0, 1).round(decimals=DIGITS).tolist()
@@ -239,7 +279,8 @@ class Similarity:
 
 
 def similarity_of(plan: Plan) -> Similarity:
-    """Return how the plan's strategy compares experts, or linear CKA of their outputs where it does not say."""
+    """Return how the plan's strategy compares experts, or linear CKA of their outputs where it does
+    not say."""
     with suppress(CompressionError):  # it need not be installed where a report is made
         strategy = load_strategy(plan.strategy, plan.strategy_options)
         measure = strategy.similarity
@@ -269,7 +310,9 @@ class _WatchedBlock:
         self.outputs = list[Tensor]()  # of one call: the base's, then the output's
         self.hooks = ExitStack()
         for model, on_block in ((output, self._block_ran), (base, self._base_ran)):
-            self.hooks.enter_context(moe_hooks(model, layer, on_output=self._experts_ran, on_block=on_block))
+            self.hooks.enter_context(
+                moe_hooks(model, layer, on_output=self._experts_ran, on_block=on_block)
+            )
 
     def _experts_ran(self, hidden: Tensor, output: Tensor) -> None:
         if self.is_decoder_layer:
@@ -291,13 +334,15 @@ class _WatchedBlock:
 
     @property
     def error(self) -> float | None:
-        """||y' - y||^2 / ||y||^2; the numerator alone where y is zero, None without tokens or a finite value."""
+        """||y' - y||^2 / ||y||^2; the numerator alone where y is zero, None without tokens or a
+        finite value."""
         error = self.missed / (self.energy or 1.0)
         return float(f"{error:.6g}") if self.calls and math.isfinite(error) else None
 
 
 class _BlockErrors(LayerVisitor):
-    """Compares the output's MoE blocks with the base's, which a pass runs; one decoder layer of each is loaded."""
+    """Compares the output's MoE blocks with the base's, which a pass runs; one decoder layer of
+    each is loaded."""
 
     def __init__(self, output: OpenModel) -> None:
         self.partial = output.partial
@@ -324,16 +369,20 @@ def measure_layers(
     progress: Progress,
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
-    """Yield each MoE layer's measures in order, on token ids [B, L]; without a base, the routed tokens after alone."""
+    """Yield each MoE layer's measures in order, on token ids [B, L]; without a base, the routed
+    tokens after alone."""
     first = base or output
     names = [layer.name for layer in output.architecture.layers]
     same_layers = output.architecture.decoder_layers == first.architecture.decoder_layers
     if names != [layer.name for layer in first.architecture.layers] or not same_layers:
         raise CompressionError(
-            f"{first.source.label} and {output.source.label} have different layers, so they are no base and its "
+            f"{first.source.label} and {output.source.label} have different layers, so they are "
+            "no base and its "
             "output; name the base with --model"
         )
-    text = Calibration(tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts))
+    text = Calibration(
+        tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts)
+    )
     after = []
     for stats in collect(output, VISITS, text, progress, seed):
         after.append(LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count)))
@@ -343,7 +392,9 @@ def measure_layers(
     errors = _BlockErrors(output)
     try:
         needs = VISITS | similarity.needs
-        for measures, stats in zip(after, collect(base, needs, text, progress, seed, along=[errors]), strict=True):
+        for measures, stats in zip(
+            after, collect(base, needs, text, progress, seed, along=[errors]), strict=True
+        ):
             matrix, label = similarity.compare(stats)
             yield replace(
                 measures,
@@ -356,13 +407,18 @@ def measure_layers(
         errors.on_layer_end("")
 
 
-def by_weights(base: OpenModel, similarity: Similarity, progress: Progress) -> Iterator[LayerMeasures]:
-    """The similarity of the base's experts a layer at a time, of their router rows where weights alone say no other."""
+def by_weights(
+    base: OpenModel, similarity: Similarity, progress: Progress
+) -> Iterator[LayerMeasures]:
+    """The similarity of the base's experts a layer at a time, of their router rows where weights
+    alone say no other."""
     if not similarity.needs <= WEIGHTS:
         similarity = Similarity(WEIGHTS, _by_router_rows)
     for stats in collect(base, WEIGHTS, None, progress):
         layer = stats.layer
-        base.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}."))
+        base.partial.load(
+            tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}.")
+        )
         yield LayerMeasures(layer.name, *similarity.compare(stats))
         base.partial.release(layer.router)
 
@@ -381,4 +437,6 @@ def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:
         raise CompressionError("its router has no matrix with a row for each")
     centred = torch.cat(rows, dim=1)
     centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
-    return "cosine of the centred router rows, negative ones as 0", (centred @ centred.T).clamp(0, 1).fill_diagonal_(1)
+    return "cosine of the centred router rows, negative ones as 0", (centred @ centred.T).clamp(
+        0, 1
+    ).fill_diagonal_(1)

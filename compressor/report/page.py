@@ -1,4 +1,5 @@
-"""A report as one HTML page, whose text alternatives and tables say in numbers what its figures show.
+"""A report as one HTML page, whose text alternatives and tables say in numbers what its figures
+show.
 
 The page and a folder of its figures as PNG each appear complete or not at all.
 """
@@ -29,7 +30,16 @@ from compressor.document.blocks import (
 from compressor.document.picture import png
 from compressor.errors import CompressionError
 from compressor.files import check_folder, check_parent, is_page, write_file, write_files
-from compressor.formatting import counted, human_bytes, joined, listed, percent, setting, share, short
+from compressor.formatting import (
+    counted,
+    human_bytes,
+    joined,
+    listed,
+    percent,
+    setting,
+    share,
+    short,
+)
 from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
 from compressor.quality_gate.report import gate_blocks
@@ -53,7 +63,15 @@ from compressor.report.figures import NAMES, figures
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
-HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
+HUB_COLUMNS = (
+    "expert",
+    "what became of it",
+    "influence",
+    "its score",
+    "AARV",
+    "its score",
+    "tokens",
+)
 
 
 def done(data: Report) -> Iterator[Block]:
@@ -62,7 +80,9 @@ def done(data: Report) -> Iterator[Block]:
     if data.measured_tokens:
         yield Facts((("Measured for this report", data.measured_on),))
     yield Heading("Command", 3)
-    yield Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
+    yield (
+        Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
+    )
     if data.missing:
         yield Heading("What is missing here", 3)
         yield Items(data.missing)
@@ -82,7 +102,12 @@ def sizes(data: Report) -> Table:
 def heldout(data: Report) -> Sequence[Block]:
     """Return loss, KL and flips on held-out text, of each source where there are several."""
     if data.heldout is None:
-        return [Text("Output and base were not compared: the run read too little text, or was told not to.")]
+        return [
+            Text(
+                "Output and base were not compared: the run read too little text, or was told not "
+                "to."
+            )
+        ]
     return heldout_blocks(data.heldout)
 
 
@@ -104,7 +129,11 @@ def gate(data: Report) -> Sequence[Block]:
 
 def cost(data: Report) -> list[Block]:
     """Return seconds by phase, and the memory that the run held at its peak."""
-    peak = f"Peak memory: {human_bytes(data.peak_memory)}." if data.peak_memory else "The peak memory was not recorded."
+    peak = (
+        f"Peak memory: {human_bytes(data.peak_memory)}."
+        if data.peak_memory
+        else "The peak memory was not recorded."
+    )
     phases = {name: seconds for name, seconds in data.seconds.items() if name != "total"}
     if not phases:
         return [Text("No times were recorded."), Text(peak)]
@@ -118,7 +147,15 @@ def speed(data: Report) -> list[Block]:
     """Return how fast base and output run on this machine; or how to measure it."""
     if data.speed is not None:
         return [data.speed.table()]
-    return [Text(("Not measured: ", Code("moe-compress report --speed"), " runs both models side by side."))]
+    return [
+        Text(
+            (
+                "Not measured: ",
+                Code("moe-compress report --speed"),
+                " runs both models side by side.",
+            )
+        )
+    ]
 
 
 def experts(plan: ExpertPlan) -> tuple[Block, ...]:
@@ -126,13 +163,16 @@ def experts(plan: ExpertPlan) -> tuple[Block, ...]:
     if not plan.layers:
         return (Text("All experts stay."),)
     legend = (
-        "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
+        "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction "
+        "and distillation. "
         "Merged: the experts joined by + became one; one that stands there alone was rescaled."
     )
     if any(map(correction_of, plan.layers)):
         legend += (
-            " Held-out error: the share of the layer's output energy that is missed on held-out calibration tokens, "
-            "to which neither plan nor reconstruction was fitted, before and after the reconstruction."
+            " Held-out error: the share of the layer's output energy that is missed on held-out "
+            "calibration tokens, "
+            "to which neither plan nor reconstruction was fitted, before and after the "
+            "reconstruction."
         )
     return experts_table(plan, "What became of each expert"), Text(legend, "note")
 
@@ -140,25 +180,41 @@ def experts(plan: ExpertPlan) -> tuple[Block, ...]:
 def similarity(data: Report) -> Iterator[Block]:
     """Yield the groups of each layer, with the similarities in and between them."""
     yield from _unmeasured(data, "similarity", "similarity of experts")
-    with_matrices = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
+    with_matrices = (
+        sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
+    )
     if not with_matrices:
-        yield Text("The matrices have too many numbers for tables; those of the groups are below.", "note")
+        yield Text(
+            "The matrices have too many numbers for tables; those of the groups are below.", "note"
+        )
     for layer in data.layers:
         plan = layer.plan
         decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
-        decided |= {name.replace("_", " ").capitalize(): setting(value) for name, value in plan.figures.items()}
+        decided |= {
+            name.replace("_", " ").capitalize(): setting(value)
+            for name, value in plan.figures.items()
+        }
         rows = []
         for slot, group in enumerate(plan.groups):
             if len(group.members) > 1:
                 pairs = within(layer, group.members)
                 least = min(pairs, default=None)
-                rows.append((f"merged, slot {slot}", listed(group.members), short(mean(pairs)), short(least)))
+                rows.append(
+                    (
+                        f"merged, slot {slot}",
+                        listed(group.members),
+                        short(mean(pairs)),
+                        short(least),
+                    )
+                )
         below: list[Block] = [Facts(decided.items())]
         if rows:
             columns = ("", "experts", "mean similarity", "least similarity")
             below.append(Table(f"{layer.name}: groups", columns, rows, {"experts"}))
         if with_matrices and layer.similarity is not None:
-            below.append(matrix(f"{layer.name}: {layer.similarity_label or 'similarity'}", layer.similarity))
+            below.append(
+                matrix(f"{layer.name}: {layer.similarity_label or 'similarity'}", layer.similarity)
+            )
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
             f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {gone([plan])}"
@@ -173,10 +229,13 @@ def matrix(caption: str, values: Matrix) -> Table:
 
 
 def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
-    """Return where the page says what it takes to measure what no layer has; nothing if a layer has it."""
+    """Return where the page says what it takes to measure what no layer has; nothing if a layer has
+    it."""
     if not data.layers or any(getattr(layer, field) for layer in data.layers):
         return []
-    remedy = ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
+    remedy = (
+        ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
+    )
     return [Text((f"The {what} was not measured", *remedy))]
 
 
@@ -189,21 +248,36 @@ def visits(data: Report) -> Iterator[Block]:
     rows = []
     for layer in layers:
         before, after = layer.visits_before or (), layer.visits_after or ()
-        rows.append((layer.name, *(short(len(shares) * max(shares, default=0)) for shares in (before, after))))
+        rows.append(
+            (
+                layer.name,
+                *(short(len(shares) * max(shares, default=0)) for shares in (before, after)),
+            )
+        )
     yield Table("Tokens of the busiest expert by the mean", ("", "before", "after"), rows)
     for layer in layers:
-        yield Details((Strong(layer.name), " ", Note("shares of experts and slots")), (shares(layer),))
+        yield Details(
+            (Strong(layer.name), " ", Note("shares of experts and slots")), (shares(layer),)
+        )
 
 
 def shares(layer: LayerReport) -> Table:
-    """Return each expert's share of the routed tokens, what became of it, and the share of its slot."""
+    """Return each expert's share of the routed tokens, what became of it, and the share of its
+    slot."""
     before = layer.visits_before or (None,) * layer.plan.experts
     slots = layer.plan.remap()
     rows = []
     for expert, became in dispositions(layer).items():
-        after = layer.visits_after[slots[expert]] if layer.visits_after and slots[expert] >= 0 else None
+        after = (
+            layer.visits_after[slots[expert]] if layer.visits_after and slots[expert] >= 0 else None
+        )
         rows.append((str(expert), percent(before[expert]), became, percent(after)))
-    columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
+    columns = (
+        "expert",
+        "routed tokens before",
+        "what became of it",
+        "routed tokens of its slot after",
+    )
     return Table(f"{layer.name}: routed tokens", columns, rows, {"what became of it"})
 
 
@@ -270,7 +344,8 @@ def lead(data: Report) -> str:
     ways = [data.strategy, *(["reconstruction"] if data.plan.correction else [])]
     ways += [WAYS.get(step["name"], step["name"]) for step in data.steps if changed(step)]
     sentence = (
-        f"{data.plan.source.model} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in "
+        f"{data.plan.source.model} with {data.experts_after} instead of "
+        f"{counted(data.experts_before, 'expert')} in "
         f"each MoE layer, by {joined([*dict.fromkeys(ways)])}."
     )
     return f"{sentence} {step_line(data.quantized)}." if data.quantized else sentence
@@ -291,7 +366,10 @@ def tiles(data: Report) -> Facts:
             worst = data.heldout.domains[0]
             quality = loss, f"{quality[1]}; worst source: {worst.domain}, {worst.loss.change:+.4f}"
     shown: dict[str, tuple[Words, str]] = {
-        "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}" if data.layers else ""),
+        "Experts per layer": (
+            f"{experts.before} → {experts.after}",
+            f"top {data.top_k}" if data.layers else "",
+        ),
         "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
         "Size on disk": (nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
         "Held-out loss": quality,
@@ -301,8 +379,11 @@ def tiles(data: Report) -> Facts:
     return Facts([(name, (value, " ", Note(note))) for name, (value, note) in shown.items()])
 
 
-def check_report(page_file: Path, folder: Path | None, overwrite: bool, names: Collection[str] = NAMES) -> None:
-    """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for figures of `names`."""
+def check_report(
+    page_file: Path, folder: Path | None, overwrite: bool, names: Collection[str] = NAMES
+) -> None:
+    """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for
+    figures of `names`."""
     check_parent(page_file, "place for the report")
     if page_file.is_dir() or page_file == folder:
         raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")
@@ -320,16 +401,24 @@ def files_of(names: Iterable[str]) -> list[str]:
     return [f"{name}.png" for name in names]
 
 
-def write_report(data: Report, page_file: Path, folder: Path | None = None, overwrite: bool = False) -> list[Path]:
+def write_report(
+    data: Report, page_file: Path, folder: Path | None = None, overwrite: bool = False
+) -> list[Path]:
     """Write the page and, into a new folder, its figures; returns the figures' files."""
     drawn = figures(data)
     return write_page(page(data, drawn), drawn, NAMES, page_file, folder, overwrite)
 
 
 def write_page(
-    text: str, drawn: Sequence[Figure], names: Collection[str], page_file: Path, folder: Path | None, overwrite: bool
+    text: str,
+    drawn: Sequence[Figure],
+    names: Collection[str],
+    page_file: Path,
+    folder: Path | None,
+    overwrite: bool,
 ) -> list[Path]:
-    """Write a page, and into a new folder its figures, of which there may be `names`; returns the figures' files."""
+    """Write a page, and into a new folder its figures, of which there may be `names`; returns the
+    figures' files."""
     # Measuring takes a while.
     check_report(page_file, folder, overwrite, names)
     written = []

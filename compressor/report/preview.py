@@ -1,4 +1,5 @@
-"""A preview of the text that calibration reads of a source: rows, columns, and the first documents token by token."""
+"""A preview of the text that calibration reads of a source: rows, columns, and the first documents
+token by token."""
 
 import logging
 import sys
@@ -42,7 +43,8 @@ class Preview:
 
 
 class _Plain:
-    """A stand-in for the tokenizer of an unknown model, which shows a chat as roles and contents."""
+    """A stand-in for the tokenizer of an unknown model, which shows a chat as roles and
+    contents."""
 
     chat_template = "role: content"
 
@@ -52,7 +54,8 @@ class _Plain:
 
 
 def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
-    """Read each source as calibration would, and show its first `most` documents; the tokenizer may be None."""
+    """Read each source as calibration would, and show its first `most` documents; the tokenizer may
+    be None."""
     previews = []
     for entry in spec.sources:
         try:
@@ -73,7 +76,9 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
     shown = list[Sequence[Piece]]()
     try:
         with quiet_transformers():
-            for document in islice(documents(entry, spec.seed, known, "calibration", left_out), spec.samples):
+            for document in islice(
+                documents(entry, spec.seed, known, "calibration", left_out), spec.samples
+            ):
                 if tokenizer is None:
                     pieces: Sequence[Any] = document.text.split()
                 else:
@@ -86,11 +91,17 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
     except HasMediaError:
         if tokenizer is None:
             raise
-        rows = read_sequences(entry, tokenizer, spec.samples, spec.sequence_length, spec.seed, ANY_VOCABULARY)
+        rows = read_sequences(
+            entry, tokenizer, spec.samples, spec.sequence_length, spec.seed, ANY_VOCABULARY
+        )
         left_out.used = len(rows)
         lengths = [row.shape[1] for row in rows]
         shown = [_named(row[0].tolist(), tokenizer) for row in rows[:most]]
-    digest = "" if tokenizer is None else read_text(spec, tokenizer, ANY_VOCABULARY).fit.identity["sha256"]
+    digest = (
+        ""
+        if tokenizer is None
+        else read_text(spec, tokenizer, ANY_VOCABULARY).fit.identity["sha256"]
+    )
     return Preview(
         entry.source,
         left_out.used,
@@ -106,31 +117,47 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
 
 
 def _named(pieces: Sequence[Any], tokenizer: Any) -> list[Piece]:
-    """Return the text of each token, and whether it is a special one; words, of no tokenizer, are none."""
+    """Return the text of each token, and whether it is a special one; words, of no tokenizer, are
+    none."""
     if tokenizer is None:
         return [(word, False) for word in pieces]
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+    special = {
+        *tokenizer.all_special_ids,
+        *(token for token, entry in added.items() if entry.special),
+    }
     return [(str(tokenizer.decode([token])), token in special) for token in pieces]
 
 
 def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
     """Return a source's preview for people."""
     facts = {"rows": f"{read.rows:,} read, {read.left_out:,} left out"}
-    named = {"columns read": read.columns, "columns of text not read": read.unread, "left out": read.reasons}
+    named = {
+        "columns read": read.columns,
+        "columns of text not read": read.unread,
+        "left out": read.reasons,
+    }
     facts |= {name: "; ".join(values) for name, values in named.items() if values}
     unit = "tokens" if is_tokens else "words"
     if read.lengths:
-        bounds = f"{min(read.lengths):,} to {max(read.lengths):,} {unit}, median {median(read.lengths):,.0f}"
+        bounds = (
+            f"{min(read.lengths):,} to {max(read.lengths):,} {unit}, median "
+            f"{median(read.lengths):,.0f}"
+        )
         facts["first documents"] = f"{len(read.lengths):,} of {bounds}"
     if is_tokens:
         facts["a sequence begins with"] = " ".join(read.opening) or "no special token"
         facts["digest of the tokens"] = read.sha256
-    return [Heading(read.source), Facts(facts.items()), *(Listing(_shown(pieces)) for pieces in read.shown)]
+    return [
+        Heading(read.source),
+        Facts(facts.items()),
+        *(Listing(_shown(pieces)) for pieces in read.shown),
+    ]
 
 
 def _shown(pieces: Sequence[Piece]) -> str:
-    """Return the first tokens of a document, special ones in brackets, with what would break the line escaped."""
+    """Return the first tokens of a document, special ones in brackets, with what would break the
+    line escaped."""
     parts = [f"⟦{text}⟧" if is_special else text for text, is_special in pieces[:MOST_PIECES]]
     more = f" ... ({len(pieces) - MOST_PIECES:,} more)" if len(pieces) > MOST_PIECES else ""
     return "|".join(parts).replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥") + more

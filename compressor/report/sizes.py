@@ -1,9 +1,10 @@
-"""Prune or quantise: shares of the experts, each in several number formats, side by side on held-out text.
+"""Prune or quantise: shares of the experts, each in several number formats, side by side on
+held-out text.
 
-All shares are planned from one calibration pass. If a correction is asked for, each is refitted, in closed form unless
-tune is named, and its layers wait on disk. Then every pair of a share and a format is a variant in one streamed pass;
-its experts are rounded to nearest as the step `quantize` rounds them, so that a pair is what `compress` would write.
-"""
+All shares are planned from one calibration pass. If a correction is asked for, each is refitted, in
+closed form unless tune is named, and its layers wait on disk. Then every pair of a share and a
+format is a variant in one streamed pass; its experts are rounded to nearest as the step `quantize`
+rounds them, so that a pair is what `compress` would write."""
 
 import tempfile
 import time
@@ -60,7 +61,8 @@ UNCUT = {"name": "base", "strategy": "base", "correction": "none"}
 
 @dataclass(slots=True, eq=False)
 class PlannedShare:
-    """A share of the experts: its plan, its refitted layers if there is a correction, and the formats to try."""
+    """A share of the experts: its plan, its refitted layers if there is a correction, and the
+    formats to try."""
 
     share: Fraction
     model: OpenModel  # whose experts the plan numbers: those of the source, or its sub-experts
@@ -68,7 +70,8 @@ class PlannedShare:
     files: CutFiles | None = None
     way: Mapping[str, str] = field(default_factory=lambda: UNCUT)  # how it was made, as rows say it
     schemes: dict[str, Scheme | None] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)  # of all tensors that would be written, by format
+    # of all tensors that would be written, by format
+    bytes: dict[str, int] = field(default_factory=dict)
     smaller: Any = field(init=False)  # the stock model with as many experts, on meta
     matrices: dict[str, list[Matrix]] = field(init=False)  # of its experts, by decoder layer
 
@@ -76,9 +79,12 @@ class PlannedShare:
         architecture = self.model.architecture
         experts = self.plan.experts
         self.smaller = build_meta(architecture.with_experts(experts), self.model.partial.dtype)
-        layers = layers_by_decoder_layer([replace(layer, experts=experts) for layer in architecture.layers])
+        layers = layers_by_decoder_layer(
+            [replace(layer, experts=experts) for layer in architecture.layers]
+        )
         self.matrices = {
-            decoder_layer: expert_matrices(self.smaller, moe_layers) for decoder_layer, moe_layers in layers.items()
+            decoder_layer: expert_matrices(self.smaller, moe_layers)
+            for decoder_layer, moe_layers in layers.items()
         }
 
     @property
@@ -102,7 +108,8 @@ class PlannedShare:
         }
 
     def cut(self, decoder_layer: str) -> dict[str, Tensor] | None:
-        """Return the loaded layer's tensors as planned, in the dtype in which experts are stored."""
+        """Return the loaded layer's tensors as planned, in the dtype in which experts are
+        stored."""
         layers = layers_by_decoder_layer(self.model.architecture.layers).get(decoder_layer)
         if layers is None:
             return None
@@ -117,7 +124,9 @@ class PlannedShare:
         return {key: value.to(self.model.partial.device) for key, value in tensors.items()}
 
     @torch.no_grad()
-    def round(self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def round(
+        self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return a cut layer's tensors with its experts rounded to nearest."""
         matrices = self.matrices[decoder_layer]
         smaller = self.smaller
@@ -129,14 +138,17 @@ class PlannedShare:
         for matrix in matrices:
             value = matrix.of(smaller)
             weight = value.to(self.stored)[None]
-            pieces = rounded(scheme, weight, scheme.ranges(weight), self.stored, largest.get(matrix.together))
+            pieces = rounded(
+                scheme, weight, scheme.ranges(weight), self.stored, largest.get(matrix.together)
+            )
             value.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
         for key, value in empty.items():
             set_tensor(smaller, key, value)
         return {**tensors, **copies}
 
     def add_schemes(self, names: Sequence[str], servers: Sequence[str]) -> list[str]:
-        """Add the formats that fit the matrices and servers, and the bytes of each; returns sentences on the others."""
+        """Add the formats that fit the matrices and servers, and the bytes of each; returns
+        sentences on the others."""
         left_out = []
         for name in names:
             try:
@@ -148,13 +160,18 @@ class PlannedShare:
         return left_out
 
     def _scheme(self, name: str, servers: Sequence[str]) -> Scheme:
-        """Return a format; raises `CompressionError` if its groups do not fit, or a server can't load it."""
-        scheme = scheme_for(name, None, {matrix.columns for matrix in chain.from_iterable(self.matrices.values())})
+        """Return a format; raises `CompressionError` if its groups do not fit, or a server can't
+        load it."""
+        scheme = scheme_for(
+            name, None, {matrix.columns for matrix in chain.from_iterable(self.matrices.values())}
+        )
         for server in servers:
             if server == TRANSFORMERS:  # the one that is installed
                 fault = loader_fault(scheme.config([]))
                 if fault is None and not find_matrices(self.model, EXPERTS).singly:
-                    fault = f"transformers loads no single experts of {self.model.architecture.family}"
+                    fault = (
+                        f"transformers loads no single experts of {self.model.architecture.family}"
+                    )
                 if fault:
                     raise CompressionError(fault)
             elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
@@ -162,13 +179,16 @@ class PlannedShare:
         return scheme
 
     def _nbytes(self, name: str) -> int:
-        """Return the bytes of the tensors that `compress` writes in a format; the base's own if nothing changes."""
+        """Return the bytes of the tensors that `compress` writes in a format; the base's own if
+        nothing changes."""
         model = self.model
         experts = self.plan.experts
         groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
         changed = self.files is not None or not all(group.untouched for group in groups)
         if name != STORED:
-            size = make_step("quantize", {"scheme": name}).step().output_size(model, experts, changed)
+            size = (
+                make_step("quantize", {"scheme": name}).step().output_size(model, experts, changed)
+            )
             assert size is not None
             return size.size.bytes
         if self.share == 1:
@@ -180,9 +200,15 @@ def substitutions(shares: Sequence[PlannedShare]) -> list[Substitution]:
     """Return every share in each of its formats; a layer is cut once for all formats."""
     cut = lru_cache(maxsize=1)(PlannedShare.cut)
 
-    def tensors(share: PlannedShare, scheme: Scheme | None, decoder_layer: str) -> dict[str, Tensor] | None:
+    def tensors(
+        share: PlannedShare, scheme: Scheme | None, decoder_layer: str
+    ) -> dict[str, Tensor] | None:
         stored = cut(share, decoder_layer)
-        return stored if scheme is None or stored is None else share.round(decoder_layer, scheme, stored)
+        return (
+            stored
+            if scheme is None or stored is None
+            else share.round(decoder_layer, scheme, stored)
+        )
 
     return [
         Substitution(partial(tensors, share, scheme), share.plan.experts)
@@ -200,10 +226,11 @@ def plan_shares(
     shares: Sequence[float | Fraction],
     folder: Path,
 ) -> tuple[list[PlannedShare], list[str]]:
-    """Plan all shares below 1 as the steps split, prune and correct; returns reasons why some are left out, too.
+    """Plan all shares below 1 as the steps split, prune and correct; returns reasons why some are
+    left out, too.
 
-    Refitted layers go into the `folder`. All experts are those of the base, neither split nor refitted.
-    """
+    Refitted layers go into the `folder`. All experts are those of the base, neither split nor
+    refitted."""
     model = base
     resolved = {}
     stage = of_stage(steps, 0)
@@ -219,7 +246,9 @@ def plan_shares(
     strategy = load_strategy(prune.strategy, prune.options)
     reads_text = bool(strategy.needs - WEIGHTS)
     method = "none" if correction is None else correction.method
-    name = " ".join([strategy.name, *(f"({option}={value})" for option, value in prune.options.items())])
+    name = " ".join(
+        [strategy.name, *(f"({option}={value})" for option, value in prune.options.items())]
+    )
     way = {"name": name, "strategy": strategy.name, "correction": method}
     planned, left_out = list[PlannedShare](), list[str]()
     specs = {}
@@ -255,11 +284,16 @@ def plan_shares(
 def compare_formats(
     run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
 ) -> Comparison:
-    """Compare each share of the experts in each format, for each strategy, correction and number of sub-experts."""
+    """Compare each share of the experts in each format, for each strategy, correction and number of
+    sub-experts."""
     ways = []
     methods = grid.corrections or (None,)
     for candidate, parts, method in product(candidates, grid.splits or ("auto",), methods):
-        options = {"strategy": candidate.strategy.name, "options": candidate.options, "protect": grid.protect}
+        options = {
+            "strategy": candidate.strategy.name,
+            "options": candidate.options,
+            "protect": grid.protect,
+        }
         ways.append(default_steps(split=parts, correct=method, **options))
     data, sets = read_texts(run, grid, text, seed)
     return measure_sizes(run, ways, data, sets, seed, grid)
@@ -273,17 +307,20 @@ def measure_sizes(
     seed: int,
     grid: Grid,
 ) -> Comparison:
-    """Compare each share of the experts in each format on the evaluation sets; only temporary files are written.
+    """Compare each share of the experts in each format on the evaluation sets; only temporary files
+    are written.
 
-    `ways` are split, prune and correct of recipes, without a number of experts. The base is always among the rows.
-    """
+    `ways` are split, prune and correct of recipes, without a number of experts. The base is always
+    among the rows."""
     refuse_several("comparing sizes")
     base = run.model
     begin = time.perf_counter()
     refuse_shared_experts(base)
     evaluator = Evaluator(base, sets)
     partial_model = base.partial
-    parameters = sum(value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied)
+    parameters = sum(
+        value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied
+    )
     rows, left_out = list[Row](), list[str]()
     planned = [PlannedShare(Fraction(1), base, untouched(base))]
     sources = [evaluation_set.name for evaluation_set in sets]
@@ -298,9 +335,12 @@ def measure_sizes(
             names = [STORED] if share.share == 1 else []  # the base
             names += grid.schemes if share.share in grid.shares else ()
             left_out += share.add_schemes(list(dict.fromkeys(names)), grid.servers)
-        for _, group in groupby(planned, key=lambda share: id(share.model)):  # whole experts, and sub-experts
+        # whole experts, and sub-experts
+        for _, group in groupby(planned, key=lambda share: id(share.model)):
             of_model = list(group)
-            results = evaluator.measure(of_model[0].model, substitutions(of_model), progress=run.progress)
+            results = evaluator.measure(
+                of_model[0].model, substitutions(of_model), progress=run.progress
+            )
             named = [(share, name) for share in of_model for name in share.schemes]
             for (share, name), figures in zip(named, results, strict=True):
                 row = Row(
@@ -330,7 +370,8 @@ def measure_sizes(
 
 
 def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
-    """Return bytes of the keys and values of these tokens; of latent attention (MLA), those of its latents.
+    """Return bytes of the keys and values of these tokens; of latent attention (MLA), those of its
+    latents.
 
     Layers without attention keep nothing that grows.
     """
@@ -343,7 +384,9 @@ def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
         numbers = rank + text.qk_rope_head_dim
     else:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        numbers = 2 * size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        numbers = (
+            2 * size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        )
     return int(sum(lengths.get(kind, 0) for kind in kinds) * numbers * dtype.itemsize)
 
 
@@ -355,21 +398,28 @@ def fitted(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[Recipe, Comparison]:
-    """Return the recipe with the share of the experts and the format that fit into the limit with the least KL.
+    """Return the recipe with the share of the experts and the format that fit into the limit with
+    the least KL.
 
-    The choice is made on held-out calibration text, with corrections in closed form where none is named.
-    Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits, or nothing need be done.
-    """
+    The choice is made on held-out calibration text, with corrections in closed form where none is
+    named. Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits,
+    or nothing need be done."""
     grid = Grid(servers=tuple(servers), nbytes=limit)
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or any(FORMAT in step.changes for step in recipe.steps):
-        raise CompressionError("--bytes chooses experts and their format: it needs the step prune, and no quantize")
+        raise CompressionError(
+            "--bytes chooses experts and their format: it needs the step prune, and no quantize"
+        )
     if prune.is_sized:
-        raise CompressionError("--bytes finds the number of experts; leave out --experts and --ratio")
+        raise CompressionError(
+            "--bytes finds the number of experts; leave out --experts and --ratio"
+        )
     if prune.top_k is not None:
         raise CompressionError("--bytes compares models of one top-k; leave out --top-k")
     assert recipe.model is not None
-    with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as run:
+    with open_run(
+        recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident
+    ) as run:
         data = read_calibration(run, recipe.calibration, recipe.seed, HELDOUT)
         sets = [EvaluationSet("held-out calibration text", data.heldout_batches)]
         sizes = measure_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
@@ -378,7 +428,8 @@ def fitted(
     best = sizes.fitting[0]
     if best is sizes.base:
         raise CompressionError(
-            f"{sizes.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be done"
+            f"{sizes.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be "
+            "done"
         )
     return recipe.model_copy(update={"steps": concrete(recipe.steps, best)}), sizes
 
@@ -388,8 +439,15 @@ def concrete(steps: Sequence[StepOptions], row: Row) -> tuple[StepOptions, ...]:
     idle: tuple[str, ...] = ("split",) if row.split == 1 else ()
     if row.share == 1:
         idle = ("split", "prune", "correct")
-    changes: dict[str, dict[str, Any]] = {"split": {"parts": row.split}, "prune": {"ratio": 1 - (row.share or 1.0)}}
-    chosen = [step.model_copy(update=changes.get(step.name, {})) for step in steps if step.name not in idle]
+    changes: dict[str, dict[str, Any]] = {
+        "split": {"parts": row.split},
+        "prune": {"ratio": 1 - (row.share or 1.0)},
+    }
+    chosen = [
+        step.model_copy(update=changes.get(step.name, {}))
+        for step in steps
+        if step.name not in idle
+    ]
     if not row.is_stored:
         chosen.append(make_step("quantize", {"scheme": row.scheme}))
     return tuple(chosen)

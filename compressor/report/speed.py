@@ -1,8 +1,9 @@
-"""Inference speed and memory of base and output on this machine, by stock transformers, side by side in one run.
+"""Inference speed and memory of base and output on this machine, by stock transformers, side by
+side in one run.
 
-Both models are in memory and take turns to continue the same tokens greedily with a KV cache, so that what else the
-machine does meets both. Nothing else is optimised: servers are faster, and their ratios can differ.
-"""
+Both models are in memory and take turns to continue the same tokens greedily with a KV cache, so
+that what else the machine does meets both. Nothing else is optimised: servers are faster, and their
+ratios can differ."""
 
 import math
 import time
@@ -43,16 +44,26 @@ class _Clock(BaseStreamer):
 
 
 def measure_speed(
-    sources: Sequence[ModelSource], prompt: Tensor, positions: int | None, progress: Progress, device: str, dtype: str
+    sources: Sequence[ModelSource],
+    prompt: Tensor,
+    positions: int | None,
+    progress: Progress,
+    device: str,
+    dtype: str,
 ) -> Speed:
     """Time base and output, `sources` in this order, on a prompt of token ids [1, L].
 
-    Raises `CompressionError` where a model does not generate text, or both do not fit in memory together.
-    """
+    Raises `CompressionError` where a model does not generate text, or both do not fit in memory
+    together."""
     place = pick_device(device)
     needed = sum(weight_bytes(source, dtype) for source in sources)
-    if any(needed + HEADROOM > (memory_budget(held) or math.inf) for held in (torch.device("cpu"), place)):
-        raise CompressionError(f"base and output need {human_bytes(needed)}, more than the memory; leave out --speed")
+    if any(
+        needed + HEADROOM > (memory_budget(held) or math.inf)
+        for held in (torch.device("cpu"), place)
+    ):
+        raise CompressionError(
+            f"base and output need {human_bytes(needed)}, more than the memory; leave out --speed"
+        )
     positions = positions or PROMPT + NEW_TOKENS
     new = min(NEW_TOKENS, max(2, positions // 4))
     prompt = prompt[:1, : min(PROMPT, positions - new)].to(place)
@@ -68,16 +79,21 @@ def measure_speed(
     models.clear()
     free(place)
     base, output = torch.stack([torch.stack(run) for run in runs[1:]]).median(0).values.tolist()
-    return Speed(place.type, dtype, prompt.shape[1], new, REPETITIONS, *zip(base, output, strict=True))
+    return Speed(
+        place.type, dtype, prompt.shape[1], new, REPETITIONS, *zip(base, output, strict=True)
+    )
 
 
 def _generate(model: Any, prompt: Tensor, new: int) -> Tensor:
-    """Seconds of a prompt and of each token after the first, and bytes that the model occupies: [3], float64.
+    """Seconds of a prompt and of each token after the first, and bytes that the model occupies:
+    [3], float64.
 
     On a CPU the bytes are those of the weights; on a GPU, with what a generation allocates at most.
     """
     on_gpu = prompt.device.type == "cuda"
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    weights = {
+        tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())
+    }
     memory = sum(weights.values())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(prompt.device)

@@ -39,13 +39,16 @@ class TaskRun:
     def read(
         cls, named: TaskOptions, grid: Grid, device: str, dtype: str, cache: Path | None = None
     ) -> "TaskRun | None":
-        """Load the tasks; None if none are named. Raises `CompressionError` for those that there aren't."""
+        """Load the tasks; None if none are named. Raises `CompressionError` for those that there
+        aren't."""
         if not named.tasks:
             for name in named.model_fields_set:
                 raise CompressionError(f"--{name.replace('_', '-')} is of tasks; name --tasks, too")
             return None
         if grid.schemes or grid.constants:
-            raise CompressionError("--tasks compares models with fewer experts; leave out number formats and --format")
+            raise CompressionError(
+                "--tasks compares models with fewer experts; leave out number formats and --format"
+            )
         refuse_several("--tasks")
         options = EvaluationOptions.of(named, device, dtype)
         return cls(resolve_tasks(options), options, cache or default_folder())
@@ -57,7 +60,8 @@ class TaskRun:
     def answer(
         self, model: OpenModel, plan: ExpertPlan, files: CutFiles | None, progress: Progress
     ) -> tuple[ItemScores, ...]:
-        """Write the smaller model of a plan, with refitted layers from `files`, and have it answer the tasks.
+        """Write the smaller model of a plan, with refitted layers from `files`, and have it answer
+        the tasks.
 
         Its files are gone afterwards. An equal model's results are taken from an earlier run.
         """
@@ -76,8 +80,8 @@ class TaskRun:
 def with_differences(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows with each task's difference to the first row, the base.
 
-    Of the rows of a size, those that lost no more than the best one, as far as the items can tell, are its equals.
-    """
+    Of the rows of a size, those that lost no more than the best one, as far as the items can tell,
+    are its equals."""
     base, *smaller = [replace(row, tasks=paired(rows[0], row)) for row in rows]
     results = [base]
     for row in smaller:
@@ -92,12 +96,15 @@ def _best(rows: Sequence[Row], task: str) -> Row:
 
 
 def paired(before: Row, after: Row) -> dict[str, TaskGate]:
-    """Return the drop between two rows for each task, and over all items if there are several tasks.
+    """Return the drop between two rows for each task, and over all items if there are several
+    tasks.
 
     Bounds and verdicts are those of a gate without options.
     """
     gate = GateOptions(tasks=tuple(task.task for task in before.answers))
-    tasks, pooled = judge(before.answers, after.answers, gate.max_drop, gate.task_drop, gate.confidence)
+    tasks, pooled = judge(
+        before.answers, after.answers, gate.max_drop, gate.task_drop, gate.confidence
+    )
     shown = [*tasks]
     if pooled is not None and len(tasks) > 1:
         shown.append(pooled)

@@ -21,9 +21,12 @@ from compressor.run_record import read_record
 
 
 def plan_blocks(plan: Plan, path: Path) -> list[Block]:
-    """Return a row for each layer of a plan that was written there, what came of its steps, and their names."""
+    """Return a row for each layer of a plan that was written there, what came of its steps, and
+    their names."""
     title = f"Plan by {plan.strategy}, written to {path}"
-    blocks: list[Block] = [experts_table(plan.expert_plan, title) if plan.expert_plan.layers else Text(title)]
+    blocks: list[Block] = [
+        experts_table(plan.expert_plan, title) if plan.expert_plan.layers else Text(title)
+    ]
     for step in plan.steps:
         if step.decision is not None:
             blocks += make_step(step.name, step.options).step().describe(step.to_dict())
@@ -33,11 +36,15 @@ def plan_blocks(plan: Plan, path: Path) -> list[Block]:
 
 
 def outcome_blocks(outcome: Outcome) -> list[Block]:
-    """Return sizes, what came of each step, held-out text, the facts, and the commands that make sense next."""
+    """Return sizes, what came of each step, held-out text, the facts, and the commands that make
+    sense next."""
     decided = outcome.expert_plan.layers and outcome.strategy != KEPT_WHOLE
-    blocks: list[Block] = [size_table(f"Compressed by {outcome.strategy}" if decided else "Done", outcome.sizes())]
+    blocks: list[Block] = [
+        size_table(f"Compressed by {outcome.strategy}" if decided else "Done", outcome.sizes())
+    ]
     for step in outcome.plan.steps:
-        if step.name != QUANTIZE or step.to_dict() == outcome.quantized:  # not undone by later steps
+        # not undone by later steps
+        if step.name != QUANTIZE or step.to_dict() == outcome.quantized:
             blocks += make_step(step.name, step.options).step().describe(step.to_dict())
     if outcome.heldout is not None:
         blocks += heldout_blocks(outcome.heldout)
@@ -75,12 +82,15 @@ def attempts_table(attempts: Sequence[Attempt]) -> list[Block]:
         return []
     rows = []
     for attempt in attempts:
-        rows.append((str(attempt.experts), attempt.result.verdict, "yes" if attempt.accepted else "no"))
+        rows.append(
+            (str(attempt.experts), attempt.result.verdict, "yes" if attempt.accepted else "no")
+        )
     return [Table("Models tried", ("experts per layer", "verdict", "accepted"), rows)]
 
 
 def dry_run_blocks(run: DryRun) -> list[Block]:
-    """Return a run in advance: steps, shapes before and after, servers, text, memory, and the power of its gate."""
+    """Return a run in advance: steps, shapes before and after, servers, text, memory, and the power
+    of its gate."""
     steps = []
     for number, step in enumerate(run.steps, 1):
         options = ", ".join(f"{name}={value}" for name, value in step["options"].items())
@@ -89,7 +99,9 @@ def dry_run_blocks(run: DryRun) -> list[Block]:
     for name, before in asdict(run.before).items():
         after = getattr(run.after, name)
         write = human_bytes if "bytes" in name else human_count if "parameters" in name else str
-        what = f"{name.removeprefix('layer_')} of an MoE layer" if name.startswith("layer_") else name
+        what = (
+            f"{name.removeprefix('layer_')} of an MoE layer" if name.startswith("layer_") else name
+        )
         shapes.append((what, write(before), write(after), share(after, before)))
     blocks: list[Block] = [
         Text(f"Dry run of {run.model}: nothing is written."),
@@ -100,18 +112,39 @@ def dry_run_blocks(run: DryRun) -> list[Block]:
     ]
     for text in run.texts:
         held = f", {text.heldout:.1%} of them held out" if text.heldout else ""
-        sizes = [f"{text.samples:,} sequences of {text.sequence_length:,} tokens{held}"] if text.samples else []
+        sizes = (
+            [f"{text.samples:,} sequences of {text.sequence_length:,} tokens{held}"]
+            if text.samples
+            else []
+        )
         sizes += [f"{count:,} of {length:,} ({name})" for name, count, length in text.parts]
-        blocks.append(Text(f"Text: {text.tokens:,} tokens of {', '.join(text.sources)}: {'; '.join(sizes)}"))
+        blocks.append(
+            Text(f"Text: {text.tokens:,} tokens of {', '.join(text.sources)}: {'; '.join(sizes)}")
+        )
     if not run.texts:
         blocks.append(Text("Text: none is read"))
     layers, hidden = human_bytes(run.layers_memory), human_bytes(run.activations)
-    spill = ", in files beyond 4 GB" if run.memory < run.layers_memory + run.activations + run.samples else ""
+    spill = (
+        ", in files beyond 4 GB"
+        if run.memory < run.layers_memory + run.activations + run.samples
+        else ""
+    )
     held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
     if run.samples:
-        held += f", {human_bytes(run.samples)} for outputs of all experts on the sampled tokens of a layer"
-    whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
+        held += (
+            f", {human_bytes(run.samples)} for outputs of all experts on the sampled tokens "
+            "of a layer"
+        )
+    whole = (
+        f"; {human_bytes(run.whole_memory)} for a whole model that is trained"
+        if run.whole_memory
+        else ""
+    )
     resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
-    solving = "; correct takes about as much again" if any(step["name"] == "correct" for step in run.steps) else ""
+    solving = (
+        "; correct takes about as much again"
+        if any(step["name"] == "correct" for step in run.steps)
+        else ""
+    )
     blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))
     return blocks if run.gate is None else [*blocks, *power_blocks(run.gate)]

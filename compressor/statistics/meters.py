@@ -29,9 +29,11 @@ from compressor.model.experts import (
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import TINY, as_call, stream_weights, token_dim
 
-NORMALISED = 1e-3  # share by which one expert more changes the weights of others where these are normalised
+# share by which one expert more changes the weights of others where these are normalised
+NORMALISED = 1e-3
 
-SmallerRouter = Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
+# (experts) -> the router module, on meta, of a model with that many
+SmallerRouter = Callable[[int], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class RouterArguments:
 
     positional: tuple[Any, ...] = ()
     by_keyword: Mapping[str, Any] = field(default_factory=dict)
-    dims: Mapping[int | str, int | None] = field(default_factory=dict)  # which dimension counts tokens, if one does
+    # which dimension counts tokens, if one does
+    dims: Mapping[int | str, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_keyword", MappingProxyType(dict(self.by_keyword)))
@@ -68,7 +71,8 @@ class Observed(LayerWeights):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """A call of the experts: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled.
+    """A call of the experts: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows`
+    [s] are sampled.
 
     `media` [T] says which tokens stand for pictures, video or sound.
     """
@@ -83,7 +87,8 @@ class ExpertsCall:
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:
-    """A call of the router: logits [T, E or more], its arguments, each after a keyword or None, and sampled `rows`."""
+    """A call of the router: logits [T, E or more], its arguments, each after a keyword or None, and
+    sampled `rows`."""
 
     batch: tuple[int, int]  # source and number
     rows: Tensor
@@ -107,7 +112,8 @@ class Meter:
         """Observe a batch that has passed the router."""
 
     def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
-        """Observe the experts' `outputs` [m, H], in the computing dtype, for choices of some tokens of a batch.
+        """Observe the experts' `outputs` [m, H], in the computing dtype, for choices of some tokens
+        of a batch.
 
         `norms` [m] are the outputs' L2 norms.
         """
@@ -119,7 +125,8 @@ class Meter:
         """Bring together the sums and samples of all ranks."""
 
     def combine(self, scales: Sequence[float]) -> None:
-        """Add up the sums of all sources, each times its scale, and put samples in the order of sources and batches."""
+        """Add up the sums of all sources, each times its scale, and put samples in the order of
+        sources and batches."""
 
     def finish(self) -> Any:
         """Return the value of the statistic."""
@@ -144,7 +151,8 @@ class Sum(Meter):
         self.total = self.totals[source]
 
     def add(self, places: Tensor, values: Tensor) -> None:
-        """Add values [m, width] to the rows of these experts [m], or [m] to entries of the flattened sum."""
+        """Add values [m, width] to the rows of these experts [m], or [m] to entries of the
+        flattened sum."""
         values = as_float64(values)
         sums = torch.zeros_like(self.total).view(-1, *values.shape[1:])
         sums.index_add_(0, places.to(values.device), values)
@@ -212,7 +220,8 @@ class NormSum(Sum):
 
 
 class StreamEnergySum(Sum):
-    """Squared norms of gated outputs, relative to the token's hidden state after the decoder layer."""
+    """Squared norms of gated outputs, relative to the token's hidden state after the decoder
+    layer."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
@@ -235,7 +244,8 @@ class StreamEnergySum(Sum):
 
 
 def _in_float64(choices: Choices, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield experts [n], gate weights [n, 1] and `values` [n, width] of 4,096 choices at a time, those in float64."""
+    """Yield experts [n], gate weights [n, 1] and `values` [n, width] of 4,096 choices at a time,
+    those in float64."""
     columns = (choices.experts, choices.weights[:, None], values)
     for experts, weights, part in zip(*(column.split(CHUNK) for column in columns), strict=True):
         yield experts, as_float64(weights), as_float64(part)
@@ -285,7 +295,8 @@ class TokenSum(Sum):
 
 
 class PairSum(TokenSum):
-    """[E, E] of the tokens that chose both experts: their number, or products of gated norms or gated outputs."""
+    """[E, E] of the tokens that chose both experts: their number, or products of gated norms or
+    gated outputs."""
 
     def __init__(self, observed: Observed, of: Literal["tokens", "norms", "outputs"]) -> None:
         super().__init__(observed, observed.layer.experts)
@@ -297,7 +308,9 @@ class PairSum(TokenSum):
             products = gated @ gated.mT
         else:
             weights = as_float64(choices.weights)
-            sizes = self.by_token(choices, (weights * norms).abs() if self.of == "norms" else (weights != 0).double())
+            sizes = self.by_token(
+                choices, (weights * norms).abs() if self.of == "norms" else (weights != 0).double()
+            )
             products = sizes[:, :, None] * sizes[:, None]
         index = self.by_token(choices, choices.experts)
         pairs = index[:, :, None] * len(self.total) + index[:, None]
@@ -305,13 +318,14 @@ class PairSum(TokenSum):
 
 
 class DeletionSum(TokenSum):
-    """||y - y'||^2 of deleting each expert over its tokens: y' is what they get when the router takes its next expert.
+    """||y - y'||^2 of deleting each expert over its tokens: y' is what they get when the router
+    takes its next expert.
 
-    The next one, and how gate weights share what is left, are those of the live router asked for one expert more. With
-    g the gate weights of the chosen experts, g_r that of the next on their scale and s the sum of g, y' is
-    s / (s - g_e + g_r) (y - g_e f_e + g_r f_r) where weights are normalised over what is chosen, else without the
-    factor. Where there is no next expert, g_r is 0.
-    """
+    The next one, and how gate weights share what is left, are those of the live router asked for
+    one expert more. With g the gate weights of the chosen experts, g_r that of the next on their
+    scale and s the sum of g, y' is s / (s - g_e + g_r) (y - g_e f_e + g_r f_r) where weights are
+    normalised over what is chosen, else without the factor. Where there is no next expert, g_r is
+    0."""
 
     routed: RouterCall | None = None
     weight: Tensor  # [T] gate weights of the batch's next experts
@@ -330,7 +344,9 @@ class DeletionSum(TokenSum):
         def keep(choices: Choices, outputs: Tensor) -> None:
             self.refill[choices.tokens] = choices.weights[:, None] * outputs.float()
 
-        observed_forward(self.observed.experts, call.hidden, following[:, None], self.weight[:, None], keep)
+        observed_forward(
+            self.observed.experts, call.hidden, following[:, None], self.weight[:, None], keep
+        )
 
     def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
         gates = self.by_token(choices, choices.weights.float())
@@ -346,7 +362,8 @@ class DeletionSum(TokenSum):
         self.add(self.by_token(choices, choices.experts).flatten(), damage.flatten())
 
     def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's next expert [T], its gate weight [T] beside those in use, and `normalised` []."""
+        """Return each token's next expert [T], its gate weight [T] beside those in use, and
+        `normalised` []."""
         tokens, top_k = call.index.shape
         none = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
         nothing = none, none.float(), none.new_zeros((), dtype=torch.bool)
@@ -355,7 +372,8 @@ class DeletionSum(TokenSum):
             return nothing
         positional, by_keyword = as_call(self.routed.arguments)
         with another_top_k(observed.router, observed.block, observed.config, top_k + 1):
-            output = observed.router.forward(*positional, **by_keyword)  # past the hooks of those who watch
+            # past the hooks of those who watch
+            output = observed.router.forward(*positional, **by_keyword)
         weights, index = (part.reshape(-1, part.shape[-1]) for part in output[1:3])
         if index.shape != (tokens, top_k + 1):  # a router that looks its experts up
             return nothing
@@ -428,7 +446,9 @@ class RouterOrders(Sample):
     """The experts of every token in the order of the router's logits, 2 bytes each."""
 
     def router_called(self, call: RouterCall) -> None:
-        order = call.logits[:, : self.observed.layer.experts].argsort(dim=-1, descending=True, stable=True)
+        order = call.logits[:, : self.observed.layer.experts].argsort(
+            dim=-1, descending=True, stable=True
+        )
         self.parts.append((call.batch, order.to(torch.int16)))
 
     def finish(self) -> Tensor:
@@ -441,18 +461,23 @@ class RouterArgumentsSample(Sample):
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
         block = observed.block
-        self.owned = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
+        # no reference: it must be freed
+        self.owned = {id(value) for value in (*block.parameters(), *block.buffers())}
 
     def router_called(self, call: RouterCall) -> None:
         if call.rows.numel():
-            arguments = [(name, *self._rows(value, len(call.logits), call.rows)) for name, value in call.arguments]
+            arguments = [
+                (name, *self._rows(value, len(call.logits), call.rows))
+                for name, value in call.arguments
+            ]
             self.parts.append((call.batch, arguments))
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
-        """Return a router argument's dimension of tokens and sampled rows: [S, ...] of [T, ...], or [1, S, ...].
+        """Return a router argument's dimension of tokens and sampled rows: [S, ...] of [T, ...], or
+        [1, S, ...].
 
-        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
-        """
+        An argument that does not go by tokens, such as a bias held by the parent block, comes back
+        as it is with None."""
         dim = None if id(value) in self.owned else token_dim(value, tokens)
         if dim is None:
             return None, value
@@ -496,13 +521,16 @@ class ExpertOutputs(Sample):
             part = slice(begin, begin + step)
             index = torch.arange(len(outputs[part]), device=hidden.device).expand(len(hidden), -1)
             choices = Choices.of(index, index, index.shape[1])
-            chosen = apply_expert(experts, expert_parameters(experts, part), hidden[choices.tokens], choices)
+            chosen = apply_expert(
+                experts, expert_parameters(experts, part), hidden[choices.tokens], choices
+            )
             outputs[part] = chosen.view_as(outputs[part])
         return outputs
 
 
 def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
-    """Mix each token [S, H] with another one in random proportion (section 3.4 of arXiv:2407.09590)."""
+    """Mix each token [S, H] with another one in random proportion (section 3.4 of
+    arXiv:2407.09590)."""
     generator = torch.Generator().manual_seed(seed)
     partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
     share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)

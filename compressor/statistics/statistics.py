@@ -1,10 +1,10 @@
 """Statistics of one MoE layer, measured while every calibration batch passes it; frozen afterwards.
 
-A statistic is an entry of `LayerStatistics` with a meter, which sees every batch that passes the layer and returns the
-value at the end. Sums are over all tokens routed to an expert, in float64. Samples are of S of the tokens. Gate weights
-are those that an expert's output is multiplied by. One pass over the layers measures all that strategies need, each
-source's tokens apart. T tokens of a batch, E experts, K top-k, H hidden.
-"""
+A statistic is an entry of `LayerStatistics` with a meter, which sees every batch that passes the
+layer and returns the value at the end. Sums are over all tokens routed to an expert, in float64.
+Samples are of S of the tokens. Gate weights are those that an expert's output is multiplied by. One
+pass over the layers measures all that strategies need, each source's tokens apart. T tokens of a
+batch, E experts, K top-k, H hidden."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,16 +57,20 @@ from compressor.statistics.meters import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Routers = Callable[[MoeLayer, int], Any]  # the router module of a layer in a model with so many experts
+# the router module of a layer in a model with so many experts
+Routers = Callable[[MoeLayer, int], Any]
 
 
 class Statistic(Generic[T]):
-    """The shape and meaning of a statistic, and its meter with options; as an attribute of statistics, its value.
+    """The shape and meaning of a statistic, and its meter with options; as an attribute of
+    statistics, its value.
 
-    One that was not declared as a need is an error, not a guess. Without a meter it is measured elsewhere.
-    """
+    One that was not declared as a need is an error, not a guess. Without a meter it is measured
+    elsewhere."""
 
-    def __init__(self, shape: str, meaning: str, meter: type[Meter] | None = None, **options: Any) -> None:
+    def __init__(
+        self, shape: str, meaning: str, meter: type[Meter] | None = None, **options: Any
+    ) -> None:
         self.shape = shape
         self.meaning = meaning
         self.meter = meter
@@ -80,7 +84,8 @@ class Statistic(Generic[T]):
             return cast(T, self)
         if self.name not in stats.values:
             raise CompressionError(
-                f"statistic {self.name!r} was not collected for {stats.layer.name}; the strategy must declare it in "
+                f"statistic {self.name!r} was not collected for {stats.layer.name}; the strategy "
+                "must declare it in "
                 "its NEEDS"
             )
         return cast(T, stats.values[self.name])
@@ -97,40 +102,62 @@ class LayerStatistics:
     tokens: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    sources: tuple["LayerStatistics", ...] = ()  # sums over each source's tokens, where there are several
+    # sums over each source's tokens, where there are several
+    sources: tuple["LayerStatistics", ...] = ()
     shares: Tensor | None = None  # [N, E] of the score of each source, where these are balanced
 
     routed_count = Statistic[Tensor]("[E]", "tokens sent to each expert", GateSum, power=0)
     modality_count = Statistic[Tensor](
-        "[E, 2]", "tokens of text, and of pictures, video or sound, sent to each expert", ModalityCount
+        "[E, 2]",
+        "tokens of text, and of pictures, video or sound, sent to each expert",
+        ModalityCount,
     )
     gate_weight_sum = Statistic[Tensor]("[E]", "sum of gate weights over those tokens", GateSum)
     probability_sum = Statistic[Tensor](
-        "[E]", "softmax of the router logits (over a skip expert too), summed over all tokens", ProbabilitySum
+        "[E]",
+        "softmax of the router logits (over a skip expert too), summed over all tokens",
+        ProbabilitySum,
     )
-    norm_sum = Statistic[Tensor]("[E]", "L2 norm of the expert's output, summed over its tokens", NormSum)
-    squared_norm_sum = Statistic[Tensor]("[E]", "square of that norm, summed over its tokens", NormSum, power=2)
-    gated_norm_sum = Statistic[Tensor]("[E]", "gate weight times the norm, summed over its tokens", NormSum, gated=True)
-    squared_gate_sum = Statistic[Tensor]("[E]", "square of the gate weight, summed over its tokens", GateSum, power=2)
+    norm_sum = Statistic[Tensor](
+        "[E]", "L2 norm of the expert's output, summed over its tokens", NormSum
+    )
+    squared_norm_sum = Statistic[Tensor](
+        "[E]", "square of that norm, summed over its tokens", NormSum, power=2
+    )
+    gated_norm_sum = Statistic[Tensor](
+        "[E]", "gate weight times the norm, summed over its tokens", NormSum, gated=True
+    )
+    squared_gate_sum = Statistic[Tensor](
+        "[E]", "square of the gate weight, summed over its tokens", GateSum, power=2
+    )
     squared_gate_output_sum = Statistic[Tensor](
-        "[E, H]", "square of the gate weight times the expert's output, summed over its tokens", SquaredGateOutputSum
+        "[E, H]",
+        "square of the gate weight times the expert's output, summed over its tokens",
+        SquaredGateOutputSum,
     )
     squared_gated_norm_sum = Statistic[Tensor](
-        "[E]", "square of gate weight times the norm, summed over its tokens", NormSum, gated=True, power=2
+        "[E]",
+        "square of gate weight times the norm, summed over its tokens",
+        NormSum,
+        gated=True,
+        power=2,
     )
     stream_energy_sum = Statistic[Tensor](
         "[E]",
-        "that square over the squared norm of the token's hidden state behind the decoder layer, summed alike",
+        "that square over the squared norm of the token's hidden state behind the decoder layer, "
+        "summed alike",
         StreamEnergySum,
     )
     squared_neuron_sum = Statistic[Tensor](
         "[E, I]",
-        "square of the gate weight times what each neuron gives the down projection, summed over the expert's tokens",
+        "square of the gate weight times what each neuron gives the down projection, summed over "
+        "the expert's tokens",
         SquaredNeuronSum,
     )
     squared_deletion_sum = Statistic[Tensor](
         "[E]",
-        "square of how far the layer's output moves when the expert is deleted and the router takes its next one, "
+        "square of how far the layer's output moves when the expert is deleted and the router "
+        "takes its next one, "
         "summed over its tokens",
         DeletionSum,
     )
@@ -139,26 +166,41 @@ class LayerStatistics:
         "[E, E]", "product of their gated norms, summed over those tokens", PairSum, of="norms"
     )
     pair_product_sum = Statistic[Tensor](
-        "[E, E]", "inner product of their gated outputs, summed over those tokens", PairSum, of="outputs"
+        "[E, E]",
+        "inner product of their gated outputs, summed over those tokens",
+        PairSum,
+        of="outputs",
     )
     router_orders = Statistic[Tensor](
-        "[T, E]", "all experts from the highest router logit to the lowest, at every token, int16", RouterOrders
+        "[T, E]",
+        "all experts from the highest router logit to the lowest, at every token, int16",
+        RouterOrders,
     )
-    inputs = Statistic[Tensor]("[S, H]", "inputs of the experts at the sampled tokens", CallSample, part="hidden")
+    inputs = Statistic[Tensor](
+        "[S, H]", "inputs of the experts at the sampled tokens", CallSample, part="hidden"
+    )
     router_logits = Statistic[Tensor]("[S, E]", "router logits there", RouterLogits)
     top_k_index = Statistic[Tensor]("[S, K]", "experts chosen there", CallSample, part="index")
     top_k_weights = Statistic[Tensor]("[S, K]", "their gate weights", CallSample, part="weights")
     router_arguments = Statistic[RouterArguments](
-        "", "positional and by keyword, what the router was called with there", RouterArgumentsSample
+        "",
+        "positional and by keyword, what the router was called with there",
+        RouterArgumentsSample,
     )
     expert_outputs = Statistic[Tensor]("[E, S, H]", "every expert's output there", ExpertOutputs)
     mixed_outputs = Statistic[Tensor](
-        "[E, S, H]", "every expert's output on random mixtures of those inputs", ExpertOutputs, mixed=True
+        "[E, S, H]",
+        "every expert's output on random mixtures of those inputs",
+        ExpertOutputs,
+        mixed=True,
     )
-    weights = Statistic[LayerWeights]("", "the layer's live experts and router modules, to be read only", Weights)
+    weights = Statistic[LayerWeights](
+        "", "the layer's live experts and router modules, to be read only", Weights
+    )
     rank_change = Statistic[Tensor](
         "[E]",
-        "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
+        "AARV: places by which the ranks of later routers' chosen experts change without the "
+        "expert, on average over "
         "all tokens, summed over those routers; 0 where there are none",
     )
 
@@ -170,13 +212,17 @@ class LayerStatistics:
         return replace(self, values={**self.values, **values}, sources=sources)
 
 
-STATISTICS = {name: value for name, value in vars(LayerStatistics).items() if isinstance(value, Statistic)}
+STATISTICS = {
+    name: value for name, value in vars(LayerStatistics).items() if isinstance(value, Statistic)
+}
 ALL = frozenset(STATISTICS)
 WEIGHTS = frozenset({"weights"})
 OUTPUTS = frozenset({"expert_outputs", "mixed_outputs"})  # of all experts on the sampled tokens
 ATTRIBUTED = frozenset({"rank_change"})  # measured over all layers
 # the output of a planned layer can be computed from these
-RECONSTRUCTION = frozenset({"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"})
+RECONSTRUCTION = frozenset(
+    {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
+)
 
 
 def check_needs(needs: frozenset[str], strategy: str) -> None:
@@ -184,13 +230,15 @@ def check_needs(needs: frozenset[str], strategy: str) -> None:
     unknown = sorted(needs - ALL)
     if unknown:
         raise CompressionError(
-            f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; known are "
+            f"strategy {strategy!r} needs the statistic {unknown[0]!r}, which does not exist; "
+            "known are "
             f"{', '.join(sorted(ALL))}"
         )
 
 
 class Collector:
-    """Measures the statistics `needs` of one layer while batches pass it, each source weighted to its share."""
+    """Measures the statistics `needs` of one layer while batches pass it, each source weighted to
+    its share."""
 
     def __init__(
         self,
@@ -207,19 +255,27 @@ class Collector:
         self.tokens = torch.zeros(len(shares), dtype=torch.long)  # by source
         self.source = 0
         experts, router, block = map(model.get_submodule, (layer.name, layer.router, layer.block))
-        self.observed = Observed(experts, router, block, smaller_router, layer, model.config, seed, len(shares))
+        self.observed = Observed(
+            experts, router, block, smaller_router, layer, model.config, seed, len(shares)
+        )
         self.meters = {
             name: entry.meter(self.observed, **entry.options)
             for name, entry in STATISTICS.items()
             if name in needs and entry.meter is not None
         }
-        self.infinite = torch.zeros((), dtype=torch.long, device=experts.down_proj.device)  # batches with such inputs
-        watching = [meter for meter in self.meters.values() if type(meter).experts_ran is not Meter.experts_ran]
+        # batches with such inputs
+        self.infinite = torch.zeros((), dtype=torch.long, device=experts.down_proj.device)
+        watching = [
+            meter
+            for meter in self.meters.values()
+            if type(meter).experts_ran is not Meter.experts_ran
+        ]
         self.watches_experts = bool(watching)  # which needs a slower forward
         self.hooks = ExitStack()
 
     def observe(self, ids: Tensor, rows: Tensor, batch: int = 0, source: int = 0) -> None:
-        """Observe a batch of token ids [B, L] while it runs; the tokens at `rows` [s] are sampled."""
+        """Observe a batch of token ids [B, L] while it runs; the tokens at `rows` [s] are
+        sampled."""
         self.detach()
         self.source = source
         self.batch = (source, batch), rows, media_of(ids).flatten()
@@ -240,10 +296,11 @@ class Collector:
         self.hooks.close()
 
     def _seen(self, tokens: int) -> tuple[tuple[int, int], Tensor, Tensor]:
-        """Return the current batch, its sampled rows among the `tokens` that the layer sees, and their media mask [T].
+        """Return the current batch, its sampled rows among the `tokens` that the layer sees, and
+        their media mask [T].
 
-        A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
-        """
+        A layer may see the tokens of pictures alone, or all others; of other tokens no rows are
+        sampled."""
         batch, rows, media = self.batch
         if tokens != len(media):
             parts = [part for part in self.parts if int(part.sum()) == tokens]
@@ -267,12 +324,20 @@ class Collector:
         for meter in self.meters.values():
             meter.experts_called(call)
 
-    def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+    def _router_ran(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
+    ) -> None:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
         are_probabilities = ((logits.sum(-1) - 1).abs() < 1e-2).all() & (logits >= 0).all()
-        logarithms = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # whose softmax is the same
+        # whose softmax is the same
+        logarithms = logits.clamp(min=torch.finfo(torch.float32).tiny).log()
         batch, rows, _ = self._seen(len(logits))
-        call = RouterCall(batch, rows, torch.where(are_probabilities, logarithms, logits), as_arguments(args, kwargs))
+        call = RouterCall(
+            batch,
+            rows,
+            torch.where(are_probabilities, logarithms, logits),
+            as_arguments(args, kwargs),
+        )
         for meter in self.meters.values():
             meter.router_called(call)
 
@@ -291,17 +356,23 @@ class Collector:
         self.detach()
         if self.infinite:
             raise CompressionError(
-                f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
+                f"{self.layer.name}: its inputs are not finite on the calibration data; try "
+                "--dtype float32"
             )
         by_source = self.tokens.tolist()
         tokens = sum(by_source)
         samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]
         if samples and tokens and not any(meter.parts for meter in samples):
             logger.warning(
-                "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
+                "%s: its experts see other tokens than the calibration's, so samples of them are "
+                "empty",
+                self.layer.name,
             )
         whole = sum(self.shares)
-        scales = [share / whole * tokens / max(seen, 1) for share, seen in zip(self.shares, by_source, strict=True)]
+        scales = [
+            share / whole * tokens / max(seen, 1)
+            for share, seen in zip(self.shares, by_source, strict=True)
+        ]
         values = dict[str, Any]()
         for name, meter in self.meters.items():
             meter.combine(scales)
@@ -317,7 +388,8 @@ class Collector:
 
 
 def smaller_routers(architecture: Architecture) -> Routers:
-    """Return a function that returns a layer's router in a model with fewer experts, built once, on meta."""
+    """Return a function that returns a layer's router in a model with fewer experts, built once, on
+    meta."""
     built = cache(lambda count: build_meta(architecture.with_experts(count), torch.float32))
     return lambda layer, count: built(count).get_submodule(layer.router)
 
@@ -345,7 +417,10 @@ class CalibrationCollector(Collector):
             count = sum(sizes) if sampled is None else round(sampled * calibration.weights[source])
             rows = sample_rows(sizes, count, seed)
             self.rows |= dict(zip(numbers, rows, strict=True))
-        shares = [weight if source in batches else 0.0 for source, weight in enumerate(calibration.weights)]
+        shares = [
+            weight if source in batches else 0.0
+            for source, weight in enumerate(calibration.weights)
+        ]
         super().__init__(layer, model.partial.model, needs, seed, partial(routers, layer), shares)
 
     def enter(self, batch: int) -> None:
@@ -353,10 +428,13 @@ class CalibrationCollector(Collector):
         self.detach()
         if batch in self.rows:
             calibration = self.calibration
-            self.observe(calibration.batches[batch], self.rows[batch], batch, calibration.source_of(batch))
+            self.observe(
+                calibration.batches[batch], self.rows[batch], batch, calibration.source_of(batch)
+            )
 
     def finish(self) -> LayerStatistics:
-        """Return the statistics of the layer: of all batches on the first rank, and without values on others."""
+        """Return the statistics of the layer: of all batches on the first rank, and without values
+        on others."""
         self.detach()
         if not ranks().is_alone:
             self.infinite = ranks().all_reduce(self.infinite.cpu())
@@ -378,18 +456,21 @@ def collect(
     along: Sequence[LayerVisitor] = (),
     finishing: Sequence[Tensor] = (),
 ) -> Iterator[LayerStatistics]:
-    """Yield the statistics of every MoE layer in order, valid until the next one; one layer is in memory at a time.
+    """Yield the statistics of every MoE layer in order, valid until the next one; one layer is in
+    memory at a time.
 
-    Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the batches go on to the
-    model's output; others go `along`. This rank's `finishing` batches follow the calibration's and reach the output.
-    """
+    Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the
+    batches go on to the model's output; others go `along`. This rank's `finishing` batches follow
+    the calibration's and reach the output."""
     routers = smaller_routers(model.architecture)
     if calibration is None:
         if needs - WEIGHTS:
             raise CompressionError("this strategy needs calibration data; pass --calibration")
         yield from _from_weights(model, needs, routers, progress, seed)
         return
-    watching = _Watching(lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed))
+    watching = _Watching(
+        lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed)
+    )
     visitors = [watching, *along] if end is None else [watching, end, *along]
     batches = (*calibration.batches, *finishing)
     more = range(len(calibration.batches), len(batches))
@@ -423,9 +504,13 @@ def _from_weights(
         return
     progress.start("plan", len(layers))
     for layer in layers:
-        model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
+        model.partial.load(
+            tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}.")
+        )
         try:
-            yield Collector(layer, model.partial.model, needs, seed, partial(routers, layer)).finish()
+            yield Collector(
+                layer, model.partial.model, needs, seed, partial(routers, layer)
+            ).finish()
         finally:
             model.partial.release(layer.block)
             give_back()

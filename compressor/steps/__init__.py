@@ -1,1 +1,2 @@
-"""The steps of a compression, one package each; found through entry points, as third parties' are."""
+"""The steps of a compression, one package each; found through entry points, as third parties'
+are."""

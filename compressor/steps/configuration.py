@@ -1,4 +1,5 @@
-"""The output's config.json: the base's, with the number of experts and all that depends on it rewritten."""
+"""The output's config.json: the base's, with the number of experts and all that depends on it
+rewritten."""
 
 import copy
 import logging
@@ -12,7 +13,13 @@ from typing import Any
 
 from compressor.checkpoint.reader import MODELOPT, WEIGHTS, packs_nothing
 from compressor.errors import CompressionError
-from compressor.model.architecture import PER_LAYER, Architecture, build_meta, kernel_fields, with_fields
+from compressor.model.architecture import (
+    PER_LAYER,
+    Architecture,
+    build_meta,
+    kernel_fields,
+    with_fields,
+)
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.model.remote_code import without_code
 from compressor.recipe.plan import ExpertPlan
@@ -20,13 +27,22 @@ from compressor.recipe.plan import ExpertPlan
 PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
 WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
-PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
-HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
+# how entries of quantization_config that are regular expressions begin
+PREFIXES = ("re:", "+:", "-:")
+# fields that count multi-token-prediction heads
+HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")
 COUNTS = {  # names that configs have for the number of routed experts in a layer
-    *("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts"),
+    *(
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "num_routed_experts",
+        "moe_num_experts",
+    ),
     *("num_moe_experts", "n_experts", "moe_n_experts"),
 }
-TEXTS = ("text_config", "llm_config", "language_config")  # where the language model's fields may stand
+# where the language model's fields may stand
+TEXTS = ("text_config", "llm_config", "language_config")
 
 Renames = Mapping[str, str | None]  # new names of experts; None for a dropped one
 Fields = Mapping[str, Any]  # of a config, or values at dotted paths
@@ -36,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
-    """Set a field of `config` in its JSON, by the name that it has there; in a list, in place of its value."""
+    """Set a field of `config` in its JSON, by the name that it has there; in a list, in place of
+    its value."""
     *parents, name = path.split(".")
     for parent in parents:
         config = getattr(config, parent)
@@ -45,7 +62,8 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
     names = {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
     node = raw
     for parent in parents:
-        if parent in node or not names & node.keys():  # fields of the text may stand at the top level
+        # fields of the text may stand at the top level
+        if parent in node or not names & node.keys():
             node = node.setdefault(parent, {})
     for alias in sorted(names & set(node)) or [name]:
         stored = node.get(alias)
@@ -57,7 +75,8 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
 
 
 def _second_counts(raw: Fields, config: Any, path: str) -> Iterator[tuple[str, ...]]:
-    """Yield the keys to other fields that count what the one at `path` does, as converters write."""
+    """Yield the keys to other fields that count what the one at `path` does, as converters
+    write."""
     *_, name = path.split(".")
     for parents in ((), *((key,) for key in TEXTS if isinstance(raw.get(key), dict))):
         node = reduce(getitem, parents, raw)
@@ -67,7 +86,8 @@ def _second_counts(raw: Fields, config: Any, path: str) -> Iterator[tuple[str, .
 
 
 def announces_head(field: str) -> bool:
-    """Return True if a config field of this name counts the layers of a multi-token-prediction head."""
+    """Return True if a config field of this name counts the layers of a multi-token-prediction
+    head."""
     return HEADS.fullmatch(field) is not None
 
 
@@ -81,7 +101,8 @@ def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str, Any], list[str]]:
-    """Return a config whose fields count the `heads` that are stored, and dotted names of those that were set to zero.
+    """Return a config whose fields count the `heads` that are stored, and dotted names of those
+    that were set to zero.
 
     A field stays where the stock model `config` has other tensors without it.
     """
@@ -98,10 +119,19 @@ def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str,
         node[name] = heads
         layers = node.get("num_hidden_layers")
         for key, entries in node.items():  # lists of layers may go on with those of the heads
-            if isinstance(entries, list) and isinstance(layers, int) and len(entries) == layers + value:
+            if (
+                isinstance(entries, list)
+                and isinstance(layers, int)
+                and len(entries) == layers + value
+            ):
                 node[key] = entries[: layers + heads]
         if heads:
-            logger.warning("config.json says %s %d, and %d are stored, which the output says", path, value, heads)
+            logger.warning(
+                "config.json says %s %d, and %d are stored, which the output says",
+                path,
+                value,
+                heads,
+            )
     return counted, [] if heads else list(wrong)
 
 
@@ -113,7 +143,9 @@ def _has(config: Any, path: str) -> bool:
     return True
 
 
-def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan) -> dict[str, str | None]:
+def expert_renames(
+    architecture: Architecture, layout: Layout, plan: ExpertPlan
+) -> dict[str, str | None]:
     """Return the new name of each expert that is stored by itself; None for a dropped one."""
     plans = plan.by_module
     renames: dict[str, str | None] = {}
@@ -135,11 +167,14 @@ def all_renames(
 
 
 def _tells_experts_apart(pattern: str, renames: Renames) -> bool:
-    """Return True if a pattern, or a part of a name, would mean another expert once they are renumbered."""
+    """Return True if a pattern, or a part of a name, would mean another expert once they are
+    renumbered."""
     is_regular = pattern.startswith(PREFIXES)
     if not is_regular and not WILDCARD.search(pattern):
         named = PART_OF_NAME.search(pattern)
-        return named is not None and any(new != old and old.endswith(f".{named[0]}") for old, new in renames.items())
+        return named is not None and any(
+            new != old and old.endswith(f".{named[0]}") for old, new in renames.items()
+        )
     begin = "" if is_regular else WILDCARD.split(pattern)[0]
     matches = re.compile(pattern.partition(":")[2] if is_regular else translate(pattern)).match
     for old, new in renames.items():
@@ -159,7 +194,8 @@ def _renumber_text(text: str, renames: Renames) -> str | None:
             return None if new is None else new + text[len(old) :]
     if _tells_experts_apart(text, renames):
         raise CompressionError(
-            f"{text!r}, by which config.json or {MODELOPT} says what is quantised, speaks of single experts, which get "
+            f"{text!r}, by which config.json or {MODELOPT} says what is quantised, speaks of "
+            "single experts, which get "
             "other numbers; write it with full module names"
         )
     return text
@@ -171,7 +207,10 @@ def renumbered_quantization(node: Any, renames: Renames) -> Any:
     Raises `CompressionError` for a pattern of some.
     """
     if isinstance(node, dict):
-        entries = {_renumber_text(key, renames): renumbered_quantization(value, renames) for key, value in node.items()}
+        entries = {
+            _renumber_text(key, renames): renumbered_quantization(value, renames)
+            for key, value in node.items()
+        }
         return {name: value for name, value in entries.items() if name is not None}
     if isinstance(node, list):
         items = [renumbered_quantization(item, renames) for item in node]
@@ -202,12 +241,15 @@ def _drop_counts_of_layers(node: dict[str, Any]) -> None:
 
 
 def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str, Any]:
-    """Return the fields, by dotted path, that have another value than in a config before; quantisation aside."""
+    """Return the fields, by dotted path, that have another value than in a config before;
+    quantisation aside."""
     changed = dict[str, Any]()
     for key, value in after.items():
         known = before.get(key)
         if isinstance(value, dict) and key != "quantization_config":
-            changed |= changed_fields(known if isinstance(known, dict) else {}, value, f"{prefix}{key}.")
+            changed |= changed_fields(
+                known if isinstance(known, dict) else {}, value, f"{prefix}{key}."
+            )
         elif value != known and not isinstance(value, dict):
             changed[f"{prefix}{key}"] = value
     return changed
@@ -216,7 +258,8 @@ def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str,
 def config_with(
     raw: Fields, architecture: Architecture, fields: Fields, heads: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it.
+    """(config.json with other values at dotted paths, dotted names of fields set to zero); stock
+    loading reads it.
 
     Fields that count multi-token-prediction heads say how many are stored: `heads`.
     """
@@ -242,7 +285,8 @@ def output_config(
     head_renames: Renames = NONE,
     heads: int = 0,
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config.json of the output, dotted names of fields set to zero because their tensors are left out).
+    """(config.json of the output, dotted names of fields set to zero because their tensors are left
+    out).
 
     `head_renames` are those of the experts of the multi-token-prediction `heads` that are kept.
     """
@@ -253,7 +297,9 @@ def output_config(
             if dequantized_dtype is not None:
                 del node["quantization_config"]
             else:
-                node["quantization_config"] = renumbered_quantization(node["quantization_config"], renames)
+                node["quantization_config"] = renumbered_quantization(
+                    node["quantization_config"], renames
+                )
     if dequantized_dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dequantized_dtype

@@ -1,13 +1,14 @@
-"""Cutting a loaded decoder layer by its plan, keeping it on disk, and naming it as `save_pretrained` would.
+"""Cutting a loaded decoder layer by its plan, keeping it on disk, and naming it as
+`save_pretrained` would.
 
-Output goes through the model where stored tensors cannot be mixed as they are: quantised experts that are merged (the
-output is then plain), experts whose neurons are aligned first, and storage that only transformers' reversible
-conversions understand.
+Output goes through the model where stored tensors cannot be mixed as they are: quantised experts
+that are merged (the output is then plain), experts whose neurons are aligned first, and storage
+that only transformers' reversible conversions understand.
 
-Before experts are mixed, their neurons may be brought into one order: weight matching of Ainsworth et al. 2023,
-arXiv:2209.04836, as MC-SMoE (Li et al. 2024, arXiv:2310.01334) uses it. An expert whose intermediate neurons stand in
-another order computes the same, a mean over unlike orders does not.
-"""
+Before experts are mixed, their neurons may be brought into one order: weight matching of Ainsworth
+et al. 2023, arXiv:2209.04836, as MC-SMoE (Li et al. 2024, arXiv:2310.01334) uses it. An expert
+whose intermediate neurons stand in another order computes the same, a mean over unlike orders does
+not."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,13 @@ from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import TORCH_DTYPES, is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
-from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
+from compressor.model.experts import (
+    ExpertsView,
+    Parameters,
+    expert_parameters,
+    parameter_names,
+    projections,
+)
 from compressor.model.layout import Layout
 from compressor.model.loading import PartialModel, load_converted, saved_names, set_tensor
 from compressor.model.moe_layer import MoeLayer
@@ -49,11 +56,11 @@ Tensors = Mapping[str, Tensor]  # by state-dict key
 
 @torch.no_grad()
 def matching(experts: Any, head: int, member: int) -> Tensor:
-    """Return the order p [I] of the member's neurons in which they fit the head's best: the same one every time.
+    """Return the order p [I] of the member's neurons in which they fit the head's best: the same
+    one every time.
 
-    Maximises sum_i <gate_h[i], gate_m[p(i)]> + <up_h[i], up_m[p(i)]> + <down_h[:, i], down_m[:, p(i)]> with float32
-    products; biases do not count.
-    """
+    Maximises sum_i <gate_h[i], gate_m[p(i)]> + <up_h[i], up_m[p(i)]> + <down_h[:, i], down_m[:,
+    p(i)]> with float32 products; biases do not count."""
     from scipy.optimize import linear_sum_assignment
 
     ours = projections(experts, head)
@@ -67,7 +74,8 @@ def matching(experts: Any, head: int, member: int) -> Tensor:
 
 
 def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
-    """Return one parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
+    """Return one parameter of an expert with its neurons in the order [I], or with some of them
+    alone [n]."""
     if name == "down_proj_bias":
         return value
     if name == "down_proj":
@@ -83,7 +91,8 @@ def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
 
 
 def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
-    """Return the experts module with the neurons of the members of every group with a head in the head's order."""
+    """Return the experts module with the neurons of the members of every group with a head in the
+    head's order."""
     orders = {}
     for group in groups:
         for member in group.members:
@@ -98,7 +107,8 @@ def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
 
 @torch.no_grad()
 def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Parameters:
-    """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists at a time."""
+    """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists
+    at a time."""
     shares = list(members)
     parameters = Parameters()
     for name in parameter_names(experts):
@@ -107,13 +117,15 @@ def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Para
 
 
 def merged_parameters(experts: Any, group: Group) -> Parameters:
-    """Parameters of one merged expert in float32: scale * sum(coefficient * member), aligned to the head if any."""
+    """Parameters of one merged expert in float32: scale * sum(coefficient * member), aligned to the
+    head if any."""
     view = aligned_experts(experts, [group]) if group.aligned else experts
     return mixed_parameters(view, weighted_members(group))
 
 
 def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
-    """Return a router's tensor cut by the plan, with equal rows made distinct where a token may get some of them only.
+    """Return a router's tensor cut by the plan, with equal rows made distinct where a token may get
+    some of them only.
 
     It may where some of an expert's parts go, or where the top-k is no multiple of them.
     """
@@ -144,8 +156,11 @@ def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters
 
 
 @torch.no_grad()
-def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> Parameters:
-    """Return the tensors that the plans change in these loaded layers of `model`, by state-dict key."""
+def cut_layers(
+    model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]
+) -> Parameters:
+    """Return the tensors that the plans change in these loaded layers of `model`, by state-dict
+    key."""
     state = model.state_dict()
     cut = Parameters()
     for layer in layers:
@@ -173,7 +188,8 @@ def cut_keys(layer: MoeLayer) -> list[str]:
 
 @dataclass(frozen=True)
 class CutFiles:
-    """Cut and corrected tensors of finished layers, a file each, so that an interrupted run need not repeat them.
+    """Cut and corrected tensors of finished layers, a file each, so that an interrupted run need
+    not repeat them.
 
     A file that cannot be read, as after a loss of power, counts as none: its layer is made anew.
     """
@@ -205,20 +221,25 @@ class CutFiles:
 
 
 def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
-    """Return True if the output is made through the model, as stored tensors cannot be picked or mixed."""
+    """Return True if the output is made through the model, as stored tensors cannot be picked or
+    mixed."""
     stored_as_is = layout.regular and not plan.reorders and not refitted
     return not stored_as_is or (layout.quantized and not plan.is_drop)
 
 
-def cut_or_kept(partial: PartialModel, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
-    """Return a layer's cut tensors by state-dict key; from `files` if it was cut already, and else it is loaded."""
+def cut_or_kept(
+    partial: PartialModel, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer
+) -> Tensors:
+    """Return a layer's cut tensors by state-dict key; from `files` if it was cut already, and else
+    it is loaded."""
     if files is None:
         partial.load([*partial.keys_under(layer.name), *cut_keys(layer)])
         return cut_layers(partial.model, [layer], plan.by_module)
     kept = files.tensors(layer)
     if not kept:
         raise CompressionError(
-            f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
+            f"{layer.name}: its corrected tensors can no longer be read from the work folder; run "
+            "the command again"
         )
     for key, value in kept.items():  # in float32, and refitted
         refuse_overflow(key, value.to(wanted_dtype(partial.model, key)))
@@ -239,9 +260,9 @@ def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 class Conversion:
     """Output made by loading `partial` decoder layer by decoder layer; "" is the rest of the model.
 
-    Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`. Those in `own`
-    have the dtype that base and plan give, which is not the partial model's.
-    """
+    Its tensors have the names and shapes in which stock `save_pretrained` would write the model
+    `small`. Those in `own` have the dtype that base and plan give, which is not the partial
+    model's."""
 
     partial: PartialModel
     architecture: Architecture
@@ -250,7 +271,11 @@ class Conversion:
     computing: torch.dtype = torch.float32  # in which `cut` computed
 
     def _keys_of(self, decoder_layer: str) -> list[str]:
-        others = () if decoder_layer else tuple(f"{other}." for other in self.architecture.decoder_layers)
+        others = (
+            ()
+            if decoder_layer
+            else tuple(f"{other}." for other in self.architecture.decoder_layers)
+        )
         keys = self.partial.keys_under(decoder_layer)
         return [key for key in keys if not key.startswith(others) and key not in self.partial.tied]
 
@@ -267,14 +292,16 @@ class Conversion:
         return outputs
 
     def _dtype(self, key: str) -> torch.dtype:
-        """Return the dtype in which an entry is written: the widest of its stored tensors, if they are plain."""
+        """Return the dtype in which an entry is written: the widest of its stored tensors, if they
+        are plain."""
         stored = self.partial.stored_as(key)
         if stored and all(info.is_plain for info in stored):
             return TORCH_DTYPES[widest(stored)]
         return wanted_dtype(self.small, key)
 
     def _as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in its own dtype: with all digits where nothing but a rounding has changed it."""
+        """Return a tensor in its own dtype: with all digits where nothing but a rounding has
+        changed it."""
         own = self.own[name]
         dtype = TORCH_DTYPES[own.dtype]
         if own.content is not None and own.shape == tuple(tensor.shape):
@@ -285,7 +312,9 @@ class Conversion:
 
     def read(self, path: Path, keys: Iterable[str]) -> Parameters:
         """Return tensors by state-dict key from a file that `produce` has filled."""
-        load_converted(self.small, load_tensors(path), "cpu", get_model_conversion_mapping(self.small))
+        load_converted(
+            self.small, load_tensors(path), "cpu", get_model_conversion_mapping(self.small)
+        )
         state = self.small.state_dict()
         tensors = {key: state[key].detach() for key in keys}
         for key, value in state.items():
@@ -310,6 +339,9 @@ class Conversion:
         tensors = {key: state[key] for key in keys if key not in tensors} | tensors
         tensors = {key: _rounded(key, value, self._dtype(key)) for key, value in tensors.items()}
         for name, tensor in saved_names(self.small, tensors):
-            yield name, _checked_bytes(name, self._as_stored(name, tensor) if name in self.own else tensor)
+            yield (
+                name,
+                _checked_bytes(name, self._as_stored(name, tensor) if name in self.own else tensor),
+            )
         for key in fresh:
             self.partial.release(key.rpartition(".")[0])

@@ -1,7 +1,7 @@
 """From an opened model and a plan to the job of writing it.
 
-The layers of multi-token-prediction heads are cut like the others; what stands beside them is copied.
-"""
+The layers of multi-token-prediction heads are cut like the others; what stands beside them is
+copied."""
 
 import json
 import logging
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, MODELOPT, TORCH_DTYPES, Size, modelopt_file, refuse_links
+from compressor.checkpoint.reader import (
+    DTYPE_NAMES,
+    MODELOPT,
+    TORCH_DTYPES,
+    Size,
+    modelopt_file,
+    refuse_links,
+)
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import TEMPLATES
@@ -32,7 +39,12 @@ from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
 from compressor.recipe.step import OutputSize
 from compressor.records import read_object
-from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
+from compressor.steps.configuration import (
+    all_renames,
+    expert_renames,
+    output_config,
+    renumbered_quantization,
+)
 from compressor.steps.cutting import Conversion, CutFiles, cut_or_kept, through_model
 from compressor.steps.state import State
 from compressor.steps.tensors import (
@@ -50,23 +62,29 @@ Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it
 
 logger = logging.getLogger(__name__)
 
-CARRIED = re.compile(  # what loaders read, and licences: other files speak of how another model was made
-    r"((generation|(audio_)?tokenizer|hf_quant|feature_extractor|(\w+_)?(pre)?processor)_config|configuration)\.json"
-    r"|(tokenizer|tekken|vocab|merges|encoder|added_tokens|special_tokens_map|normalizer)([.-].+)?\.(json|txt)"
-    r"|vocab|.+\.(jinja|tiktoken|spm|bpe|codes|vocab)|.+\.model(\.v\d\w*)?|dict\.txt|chat_template\.json"
+# what loaders read, and licences: other files speak of how another model was made
+CARRIED = re.compile(
+    r"((generation|(audio_)?tokenizer|hf_quant|feature_extractor"
+    r"|(\w+_)?(pre)?processor)_config|configuration)\.json"
+    r"|(tokenizer|tekken|vocab|merges|encoder|added_tokens|special_tokens_map"
+    r"|normalizer)([.-].+)?\.(json|txt)"
+    r"|vocab|.+\.(jinja|tiktoken|spm|bpe|codes|vocab)|.+\.model(\.v\d\w*)?|dict\.txt"
+    r"|chat_template\.json"
     r"|(system_prompt|licen[cs]e|notice|copying)([._-](?!(md|py)$).*)?",
     re.IGNORECASE,
 )
 
 
 def carried_files(folder: Path) -> dict[str, bytes | Path]:
-    """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence.
+    """Files that travel with the weights: generation config, tokenizer, chat templates, processors,
+    licence.
 
-    None is hidden, and no config names code, which stays behind. Raises `CompressionError` naming a file that is a link
-    out of the folder.
-    """
+    None is hidden, and no config names code, which stays behind. Raises `CompressionError` naming a
+    file that is a link out of the folder."""
     refuse_links(folder)
-    files: dict[str, bytes | Path] = {path.name: path for path in _visible(folder) if CARRIED.fullmatch(path.name)}
+    files: dict[str, bytes | Path] = {
+        path.name: path for path in _visible(folder) if CARRIED.fullmatch(path.name)
+    }
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))
@@ -85,7 +103,8 @@ def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes |
 
 
 def stored_partial(model: OpenModel) -> PartialModel:
-    """Return the model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
+    """Return the model in the checkpoint's own dtype on the CPU, whatever dtype and device it is
+    opened with."""
     return model.partial.computing_in(stored_dtype(model), torch.device("cpu"))
 
 
@@ -98,12 +117,13 @@ def stored_dtype(model: OpenModel) -> torch.dtype:
     return NARROWED.get(dtype, dtype)
 
 
-def output_size(model: OpenModel, experts: int, changed: bool = False, through: bool = False) -> Size:
+def output_size(
+    model: OpenModel, experts: int, changed: bool = False, through: bool = False
+) -> Size:
     """Return the parameters and bytes of the output when every MoE layer keeps `experts`.
 
-    They stay as they are stored, unless they are `changed`: merged, corrected or trained; or all tensors are made
-    `through` the model.
-    """
+    They stay as they are stored, unless they are `changed`: merged, corrected or trained; or all
+    tensors are made `through` the model."""
     changed = through or (changed and model.layout.quantized)
     if model.stored_parts and not changed:
         return Size.of(model.stored_parts.cut(model, even_plan(model, experts)))
@@ -115,7 +135,8 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
 
 
 def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
-    """Return a plan that keeps up to this number of experts of each layer, equally many of each routing group."""
+    """Return a plan that keeps up to this number of experts of each layer, equally many of each
+    routing group."""
     layers = list[LayerPlan]()
     for layer in model.architecture.layers:
         kept = {slot * layer.experts // experts for slot in range(experts)}
@@ -124,7 +145,8 @@ def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
 
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
-    """Parameters of the experts that a token is not routed to, over all layers of the output with `experts` in each."""
+    """Parameters of the experts that a token is not routed to, over all layers of the output with
+    `experts` in each."""
     small = build_meta(model.architecture.with_experts(experts))
     idle = 0
     for layer in model.architecture.layers:
@@ -138,19 +160,22 @@ def _kept_heads(model: OpenModel, plan: ExpertPlan) -> tuple[Head, ...]:
 
 
 def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
-    """Refuse a plan that was made for another model, or for one with another head; returns the heads that it keeps."""
+    """Refuse a plan that was made for another model, or for one with another head; returns the
+    heads that it keeps."""
     heads = _kept_heads(model, plan)
     check_layers(plan, (*model.architecture.layers, *(head.named for head in heads)))
     return heads
 
 
 def left_out_of(model: OpenModel, plan: ExpertPlan) -> tuple[str, ...]:
-    """Return the base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
+    """Return the base's tensors that are not in the output: no part of the stock model, nor of a
+    head that is kept."""
     kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
     return tuple(name for name in model.layout.left_out if name not in kept)
 
 
-Conversions = dict[str, Callable[[], Named]]  # by decoder layer: names and bytes of tensors that are made at once
+# by decoder layer: names and bytes of tensors that are made at once
+Conversions = dict[str, Callable[[], Named]]
 
 
 def _cut(
@@ -159,15 +184,20 @@ def _cut(
     plan: ExpertPlan,
     files: CutFiles | None,
 ) -> tuple[list[OutputTensor], Conversions]:
-    """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial` model by layer."""
+    """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial`
+    model by layer."""
     architecture = model.architecture
     if partial is None:
-        return plan_outputs(model.checkpoint, model.layout.roles, plan, architecture.decoder_layers), {}
+        return plan_outputs(
+            model.checkpoint, model.layout.roles, plan, architecture.decoder_layers
+        ), {}
     own = own_outputs(model, partial, plan, model.layout.roles)
     conversion = replace(conversion_of(model, partial, plan.experts), own=own)
     produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files))
     all_layers = ("", *architecture.decoder_layers)
-    return conversion.outputs(all_layers), {decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers}
+    return conversion.outputs(all_layers), {
+        decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers
+    }
 
 
 def conversion_of(model: OpenModel, partial: PartialModel, experts: int) -> Conversion:
@@ -179,7 +209,8 @@ def conversion_of(model: OpenModel, partial: PartialModel, experts: int) -> Conv
 def own_outputs(
     model: OpenModel, partial: PartialModel, plan: ExpertPlan, roles: Mapping[str, Role]
 ) -> dict[str, OutputTensor]:
-    """Return a plan's tensors, as base and plan alone give them, whose dtype is not that of the `partial` model."""
+    """Return a plan's tensors, as base and plan alone give them, whose dtype is not that of the
+    `partial` model."""
     parts = model.architecture.layers[0].parts
     is_quantized = model.layout.quantized
     tensors = model.checkpoint.tensors
@@ -188,7 +219,9 @@ def own_outputs(
         if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized)):
             whole[name] = role
     outputs = plan_outputs(model.checkpoint, whole, plan, model.architecture.decoder_layers)
-    for name, role, _, stored in expert_slots(roles, plan.by_module, parts) if parts > 1 and not is_quantized else ():
+    for name, role, _, stored in (
+        expert_slots(roles, plan.by_module, parts) if parts > 1 and not is_quantized else ()
+    ):
         infos = [tensors[member] for member, _ in stored]
         outputs.append(OutputTensor(name, widest(infos), infos[0].shape, role.decoder_layer))
     return {output.name: output for output in outputs if output.dtype != DTYPE_NAMES[partial.dtype]}
@@ -197,7 +230,8 @@ def own_outputs(
 def _cut_head(
     head: Head, plan: ExpertPlan, files: CutFiles | None, dtype: torch.dtype
 ) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
-    """Return a head's decoder layer under its stored names, and what experts' names become (None: dropped).
+    """Return a head's decoder layer under its stored names, and what experts' names become (None:
+    dropped).
 
     What goes through the head's model does so in `dtype`.
     """
@@ -212,7 +246,9 @@ def _cut_head(
     outputs, conversions = _cut(small, partial, alone, files)
 
     def converted() -> Named:
-        return ((name_of(name), content) for name, content in conversions[head.layer.decoder_layer]())
+        return (
+            (name_of(name), content) for name, content in conversions[head.layer.decoder_layer]()
+        )
 
     stored = [
         replace(output, name=name_of(output.name), decoder_layer=decoder_layer)
@@ -226,13 +262,18 @@ def _cut_head(
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
-    """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
+    """Check a written folder against the stock model of its config, and the heads whose tensors
+    have these `names`."""
     config = load_config(folder)
-    for path, expected in {model.architecture.count_field: experts, **model.architecture.written}.items():
+    for path, expected in {
+        model.architecture.count_field: experts,
+        **model.architecture.written,
+    }.items():
         value = attrgetter(path)(config)
         if value != expected:
             raise CompressionError(
-                f"the written config says {path} {value} instead of {expected}; please report this model"
+                f"the written config says {path} {value} instead of {expected}; please report "
+                "this model"
             )
     verify_checkpoint(folder, experts, names)
     check_carried(folder, model.source.folder)
@@ -240,7 +281,8 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
     missing = set(names) - {name for head in heads for name in head.names.stored}
     if missing or any(head.layer.experts != experts for head in heads):
         raise CompressionError(
-            f"the written multi-token-prediction heads lack {', '.join(sorted(missing)) or 'the planned experts'}; "
+            "the written multi-token-prediction heads lack "
+            f"{', '.join(sorted(missing)) or 'the planned experts'}; "
             "please report this model"
         )
 
@@ -284,20 +326,35 @@ def make_job(
             yield from conversions[decoder_layer]()
         yield from stored_decoder_layer(all_outputs, decoder_layer)
 
-    dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
-    config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads))
+    dequantized = (
+        str(partial.dtype).removeprefix("torch.")
+        if partial is not None and layout.quantized
+        else None
+    )
+    config, zeroed = output_config(
+        stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads)
+    )
     files_beside = files_with(model, config)
     quantization = files_beside.pop(MODELOPT, None)
     if quantization is not None and dequantized is None:
         moved = all_renames(architecture, layout, plan, head_renames)
-        files_beside[MODELOPT] = json_bytes(renumbered_quantization(modelopt_file(stored.folder), moved))
+        files_beside[MODELOPT] = json_bytes(
+            renumbered_quantization(modelopt_file(stored.folder), moved)
+        )
     if dequantized is not None and through is None:
         sizes = Size.of(all_outputs).bytes, Size.of(stored.tensors.values()).bytes
-        message = "changed experts cannot stay quantised, so all weights are written in %s: %s, the source has %s"
+        message = (
+            "changed experts cannot stay quantised, so all weights are written in %s: %s, "
+            "the source has %s"
+        )
         logger.warning(message, dequantized, *map(human_bytes, sizes))
     return OutputJob(
         outputs=all_outputs,
-        decoder_layers=("", *architecture.decoder_layers, *(head.names.decoder_layer for head in heads)),
+        decoder_layers=(
+            "",
+            *architecture.decoder_layers,
+            *(head.names.decoder_layer for head in heads),
+        ),
         produce=produce,
         files=files_beside,
         verify=bind(_verify, model, plan.experts, [*head_outputs]),
@@ -313,8 +370,8 @@ def plain_job(state: State) -> OutputJob:
 def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None = None) -> OutputJob:
     """Return the job with each stored tensor changed, and with these fields of config.json.
 
-    `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are known by that.
-    """
+    `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are
+    known by that."""
     stored = {output.name: output for output in job.outputs}
 
     def produce(decoder_layer: str) -> Named:
@@ -330,12 +387,17 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     return replace(job, outputs=outputs, produce=produce, files=files)
 
 
-def rewritten_size(model: OpenModel, experts: int, change: Change, changed: bool = False) -> OutputSize:
-    """Return the size of `rewritten` output with this number of experts in each layer; no weight is read.
+def rewritten_size(
+    model: OpenModel, experts: int, change: Change, changed: bool = False
+) -> OutputSize:
+    """Return the size of `rewritten` output with this number of experts in each layer; no weight is
+    read.
 
     `changed`: other steps write experts anew, in a plain dtype.
     """
-    job = make_job(model, even_plan(model, experts), through=stored_partial(model) if changed else None)
+    job = make_job(
+        model, even_plan(model, experts), through=stored_partial(model) if changed else None
+    )
     return OutputSize(Size.of(_changed(output, change) for output in job.outputs))
 
 

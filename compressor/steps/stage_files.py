@@ -1,4 +1,5 @@
-"""The files of a stage's decoder layers, each written once and in its final form while the layer is loaded."""
+"""The files of a stage's decoder layers, each written once and in its final form while the layer is
+loaded."""
 
 import shutil
 from dataclasses import replace
@@ -15,7 +16,14 @@ from compressor.model.streaming import LayerVisitor
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import EXPERTS, Step
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.steps.cutting import Conversion, CutFiles, Tensors, cut_keys, cut_or_kept, through_model
+from compressor.steps.cutting import (
+    Conversion,
+    CutFiles,
+    Tensors,
+    cut_keys,
+    cut_or_kept,
+    through_model,
+)
 from compressor.steps.job import conversion_of, own_outputs, stored_partial
 from compressor.steps.state import State
 from compressor.steps.tensors import plan_outputs, stored_decoder_layer
@@ -26,9 +34,8 @@ from compressor.tensor_cache import save_tensors
 class StageFiles(CutFiles, LayerVisitor):
     """Layers of a stage in their final files; beside these, only their plans are kept.
 
-    Refitted layers are saved with their tensors, others while they are loaded. In a pass, it writes the decoder layers
-    without experts.
-    """
+    Refitted layers are saved with their tensors, others while they are loaded. In a pass, it writes
+    the decoder layers without experts."""
 
     def __init__(self, state: State, writer: LayerWriter) -> None:
         assert state.work is not None
@@ -40,7 +47,8 @@ class StageFiles(CutFiles, LayerVisitor):
         self.label = tuple(state.stage_label)
         self.refitted = state.refits
         self.is_stopped = False
-        self.waiting = dict[str, tuple[LayerPlan, Tensors]]()  # until all MoE layers of their decoder layer are there
+        # until all MoE layers of their decoder layer are there
+        self.waiting = dict[str, tuple[LayerPlan, Tensors]]()
         self.conversions = dict[int, Conversion]()  # by experts
 
     @property
@@ -54,7 +62,8 @@ class StageFiles(CutFiles, LayerVisitor):
 
     @cached_property
     def through(self) -> bool:
-        """True if all layers are made through the model; a plan for which this is otherwise stops the writing."""
+        """True if all layers are made through the model; a plan for which this is otherwise stops
+        the writing."""
         return through_model(self.model.layout, ExpertPlan(0, ()), self.refitted)
 
     def file(self, decoder_layer: str) -> Path:
@@ -73,7 +82,11 @@ class StageFiles(CutFiles, LayerVisitor):
         self.file(layer.decoder_layer).unlink(missing_ok=True)  # made by another plan
         save_tensors(self._path(layer), {}, layer_to_dict(plan))
         self.waiting[layer.name] = plan, tensors
-        layers = [other for other in self.model.architecture.layers if other.decoder_layer == layer.decoder_layer]
+        layers = [
+            other
+            for other in self.model.architecture.layers
+            if other.decoder_layer == layer.decoder_layer
+        ]
         if all(other.name in self.waiting for other in layers):
             plans = tuple(self.waiting[other.name][0] for other in layers)
             self._write(layer.decoder_layer, ExpertPlan(len(plan.groups), plans))
@@ -110,10 +123,13 @@ class StageFiles(CutFiles, LayerVisitor):
     def _write(self, decoder_layer: str, plan: ExpertPlan) -> None:
         """Write the file of a decoder layer that is loaded."""
         layout = self.model.layout
-        roles = {name: role for name, role in layout.roles.items() if role.decoder_layer == decoder_layer}
+        roles = {
+            name: role for name, role in layout.roles.items() if role.decoder_layer == decoder_layer
+        }
         behind = self.model.partial.device.type != "cpu"
         views = self.model.checkpoint.read_all(roles) if behind and not self.refitted else {}
-        if through_model(layout, plan, self.refitted) != self.through:  # then all layers have to be written otherwise
+        # then all layers have to be written otherwise
+        if through_model(layout, plan, self.refitted) != self.through:
             self.is_stopped = True
             self.writer.flush()
             shutil.rmtree(self.stage, ignore_errors=True)
@@ -133,7 +149,8 @@ class StageFiles(CutFiles, LayerVisitor):
 
 
 def stage_files(state: State, writer: LayerWriter) -> StageFiles | None:
-    """Return the files of a stage of which a layer's output is known as soon as it is planned, or refitted; else None.
+    """Return the files of a stage of which a layer's output is known as soon as it is planned, or
+    refitted; else None.
 
     Then no step changes layers in a way of its own, and none is split but in a refit.
     """

@@ -1,4 +1,5 @@
-"""The state between steps: the model as it is now, its base, the text, the plan so far and the work folder."""
+"""The state between steps: the model as it is now, its base, the text, the plan so far and the work
+folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,8 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
 from compressor.steps.workdir import Workdir
 
-# The run's text (None), with a part for each step that needs one, and texts of single steps, by number in the run.
+# The run's text (None), with a part for each step that needs one, and texts of single steps, by
+# number in the run.
 Texts = Mapping[int | None, TextBatches]
 
 
@@ -30,7 +32,8 @@ class State:
 
     source: OpenModel  # the run's input, as it is stored
     base: OpenModel  # the result is compared with it: the source, unless another one is named
-    model: OpenModel  # the step's input: split, with another top-k, or the checkpoint of earlier stages
+    # the step's input: split, with another top-k, or the checkpoint of earlier stages
+    model: OpenModel
     steps: tuple[Step[Any], ...]
     plan: Plan
     progress: Progress
@@ -38,11 +41,14 @@ class State:
     texts: Texts
     work: Workdir | None = None  # None if nothing is written
     number: int = 0
-    first: int = 0  # number of the first of these steps in the plan: earlier ones were done by earlier runs
+    # number of the first of these steps in the plan: earlier ones were done by earlier runs
+    first: int = 0
     parts: int = 1  # sub-experts of each of the source's experts
     shared: dict[str, Any] = field(default_factory=dict)  # values that steps compute once
-    evaluator: Evaluator | None = None  # of the output; a pass over the base lets it keep the base's answers
-    stage_files: CutFiles | None = None  # that write this stage's layers while they are loaded, where that is possible
+    # of the output; a pass over the base lets it keep the base's answers
+    evaluator: Evaluator | None = None
+    # that write this stage's layers while they are loaded, where that is possible
+    stage_files: CutFiles | None = None
 
     @property
     def text(self) -> TextBatches | None:
@@ -91,13 +97,19 @@ class State:
 
     @property
     def deciding(self) -> int | None:
-        """The number of the step that decides in this stage which experts stay; None if there is none."""
-        numbers = [number for number in self.stage if {EXPERTS, CONSTANTS} & self.step_at(number).options.changes]
+        """The number of the step that decides in this stage which experts stay; None if there is
+        none."""
+        numbers = [
+            number
+            for number in self.stage
+            if {EXPERTS, CONSTANTS} & self.step_at(number).options.changes
+        ]
         return numbers[0] if numbers else None
 
     @property
     def refits(self) -> bool:
-        """Return True if experts of this stage are refitted, so that whole layers wait to be written."""
+        """Return True if experts of this stage are refitted, so that whole layers wait to be
+        written."""
         return self.options_of(Correct) is not None
 
     def expert_plan(self) -> ExpertPlan:
@@ -111,14 +123,16 @@ class State:
         return self.work.kept(self.number, name)
 
     def cut(self) -> CutFiles:
-        """Return the files of this stage's refitted layers, which are written at once or wait to be."""
+        """Return the files of this stage's refitted layers, which are written at once or wait to
+        be."""
         assert self.work is not None
         if self.stage_files is not None and self.refits:
             return self.stage_files
         return CutFiles(self.work.kept(self.stage[0], "layers"))
 
     def teacher_outputs(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
-        """Return the batches of this step's text, the base's outputs on them, and an evaluator on held-out text.
+        """Return the batches of this step's text, the base's outputs on them, and an evaluator on
+        held-out text.
 
         The base runs once for all steps that share a text: one pass, which processes share.
         """
@@ -133,7 +147,8 @@ class State:
     def _run_teacher(
         self, text: TextBatches, first: int
     ) -> tuple[Evaluator, dict[str, Sequence[torch.Tensor]], dict[str, list[Distributions]]]:
-        """Run the base on the batches of all steps from `first` on that read this text, and on its held-out part."""
+        """Run the base on the batches of all steps from `first` on that read this text, and on its
+        held-out part."""
         assert self.work is not None
         evaluator = Evaluator(self.base, text.heldout)
         batches = {}
@@ -145,7 +160,11 @@ class State:
                 if step.needs_teacher_hidden:
                     hidden.append(name)
         folder = self.work.folder / "kept" / f"base-{str(text.identity['sha256'])[:16]}"
-        return evaluator, batches, read_base(self.base, batches, evaluator, self.progress, folder, hidden)
+        return (
+            evaluator,
+            batches,
+            read_base(self.base, batches, evaluator, self.progress, folder, hidden),
+        )
 
 
 def untouched(model: OpenModel) -> ExpertPlan:
@@ -153,7 +172,10 @@ def untouched(model: OpenModel) -> ExpertPlan:
     whole = ExpertPlan.whole(model)
     if model.is_split:
         return whole
-    heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in fitting_heads(model, whole.experts))
+    heads = (
+        LayerPlan.keep(head.named, range(whole.experts))
+        for head in fitting_heads(model, whole.experts)
+    )
     return replace(whole, layers=(*whole.layers, *heads))
 
 

@@ -1,9 +1,9 @@
 """The output's tensors of a plan: bytes that are copied, rows that are picked, rows that are mixed.
 
 Nothing here is read before it is written: the `content` of an `OutputTensor` yields its bytes.
-Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are linear; a quantised
-checkpoint that must be mixed goes through the dequantised model instead (`compressor.steps.cutting`).
-"""
+Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are
+linear; a quantised checkpoint that must be mixed goes through the dequantised model instead
+(`compressor.steps.cutting`)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,8 @@ from compressor.errors import CompressionError
 from compressor.model.layout import Role
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 
-STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the precision of bfloat16
+# by which each further one of equal router rows is shorter: the precision of bfloat16
+STEP = 2.0**-7
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -40,7 +41,8 @@ Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their byt
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the output. `content` yields its bytes in order; None: they are made with its decoder layer.
+    """One tensor of the output. `content` yields its bytes in order; None: they are made with its
+    decoder layer.
 
     `density` is how many of the model's weights an element stands for.
     """
@@ -72,14 +74,17 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputJob:
-    """One checkpoint to write. `produce` yields the names and bytes of a decoder layer's tensors."""
+    """One checkpoint to write. `produce` yields the names and bytes of a decoder layer's
+    tensors."""
 
     outputs: tuple[OutputTensor, ...]
     decoder_layers: tuple[str, ...]  # in order; "" is the rest of the model
     produce: Callable[[str], Named]
     files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
-    verify: Callable[[Path], None]  # by the first process; raises CompressionError when the written folder is not good
-    zeroed: tuple[str, ...] = ()  # config fields set to zero, as the tensors that they announce are left out
+    # by the first process; raises CompressionError when the written folder is not good
+    verify: Callable[[Path], None]
+    # config fields set to zero, as the tensors that they announce are left out
+    zeroed: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +93,8 @@ class OutputJob:
 
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
-    """Return the (member, coefficient) pairs of a group's merged expert, or of its router row, without zeros."""
+    """Return the (member, coefficient) pairs of a group's merged expert, or of its router row,
+    without zeros."""
     coefficients = group.router_coefficients
     if not router:
         coefficients = tuple(share * group.scale for share in group.coefficients)
@@ -97,7 +103,8 @@ def weighted_members(group: Group, router: bool = False) -> list[tuple[int, floa
 
 
 def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """sum(coefficient * member) of (member, coefficient), at least one, in float32 at the least; [...] each.
+    """sum(coefficient * member) of (member, coefficient), at least one, in float32 at the least;
+    [...] each.
 
     Beside the sum, one member exists at a time if they are made as they are asked for.
     """
@@ -110,22 +117,27 @@ def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
 
 
 def mixed(name: str, members: Weighted) -> Tensor:
-    """Return one row: the sum of (member, coefficient), cast once to the widest dtype; a single member as it is."""
+    """Return one row: the sum of (member, coefficient), cast once to the widest dtype; a single
+    member as it is."""
     if not members:
-        raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
+        raise CompressionError(
+            f"tensor {name!r}: all coefficients of a group are zero; give it a positive one"
+        )
     if _is_picked(members):
         return members[0][0]
     row = mix(members).to(reduce(torch.promote_types, [member.dtype for member, _ in members]))
     if not is_finite(row) and not all(is_finite(member) for member, _ in members):
         raise CompressionError(
-            f"tensor {name!r} holds infinity for an expert that is to be merged, as a selection bias that switches it "
+            f"tensor {name!r} holds infinity for an expert that is to be merged, as a selection "
+            "bias that switches it "
             "off does; use a strategy that drops experts, such as reap, or --protect it"
         )
     return refuse_overflow(name, row)
 
 
 def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
-    """Return a tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
+    """Return a tensor in which the groups' rows along `dim` stand, then those of no routed
+    expert."""
     rows = []
     for group in plan.groups:
         members = weighted_members(group, router)
@@ -142,9 +154,13 @@ def in_order_of(layer_names: Sequence[str], outputs: Iterable[OutputTensor]) -> 
 
 
 def plan_outputs(
-    checkpoint: Checkpoint, roles: Mapping[str, Role], plan: ExpertPlan, layer_names: tuple[str, ...]
+    checkpoint: Checkpoint,
+    roles: Mapping[str, Role],
+    plan: ExpertPlan,
+    layer_names: tuple[str, ...],
 ) -> list[OutputTensor]:
-    """Return the output's tensors with these roles in the order of the layers, stored as the base stores them."""
+    """Return the output's tensors with these roles in the order of the layers, stored as the base
+    stores them."""
     plans = plan.by_module
     outputs = []
     for name, role in roles.items():
@@ -161,23 +177,28 @@ def plan_outputs(
             before = info.shape[: role.dim]
             shape = (*before, len(layer_plan.groups) + role.extra, *info.shape[role.dim + 1 :])
             content = partial(_fused, checkpoint, info, role, layer_plan)
-            outputs.append(OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density))
+            outputs.append(
+                OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density)
+            )
     for name, role, _, stored in expert_slots(roles, plans):
         infos = [checkpoint.tensors[member] for member, _ in stored] or [checkpoint.tensors[name]]
         _refuse_mixing(infos, stored)
         content = partial(_mixed, checkpoint, name, stored)
         dtype = widest(infos)
-        outputs.append(OutputTensor(name, dtype, infos[0].shape, role.decoder_layer, content, infos[0].density))
+        outputs.append(
+            OutputTensor(name, dtype, infos[0].shape, role.decoder_layer, content, infos[0].density)
+        )
     return in_order_of(layer_names, outputs)
 
 
 def expert_slots(
     roles: Mapping[str, Role], plans: Mapping[str, LayerPlan], parts: int = 1
 ) -> Iterator[tuple[str, Role, Group, list[tuple[str, float]]]]:
-    """Yield the tensors of experts that are stored by themselves: name, role, group and stored members with shares.
+    """Yield the tensors of experts that are stored by themselves: name, role, group and stored
+    members with shares.
 
-    Members are the `parts` of stored experts. A group has no tensor, such as a scale, that none of its members has.
-    """
+    Members are the `parts` of stored experts. A group has no tensor, such as a scale, that none of
+    its members has."""
     families: dict[str, dict[int, str]] = {}
     for name, role in roles.items():
         if role.kind == "expert" and role.layer in plans:
@@ -185,10 +206,18 @@ def expert_slots(
     for names in families.values():
         role = roles[next(iter(names.values()))]
         for slot, group in enumerate(plans[role.layer].groups):
-            members = [(member // parts, share) for member, share in weighted_members(group, role.is_router)]
+            members = [
+                (member // parts, share)
+                for member, share in weighted_members(group, role.is_router)
+            ]
             stored = [(names[expert], share) for expert, share in members if expert in names]
             if stored or not members:
-                yield names.get(slot) or _renumbered(stored[0][0], members[0][0], slot), role, group, stored
+                yield (
+                    names.get(slot) or _renumbered(stored[0][0], members[0][0], slot),
+                    role,
+                    group,
+                    stored,
+                )
 
 
 def _renumbered(name: str, expert: int, slot: int) -> str:
@@ -204,12 +233,14 @@ def _refuse_mixing(infos: Iterable[TensorInfo], members: Sequence[tuple[object, 
     for info in infos:
         if not (info.is_plain or _is_picked(members)):
             raise CompressionError(
-                f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
+                f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; "
+                "merging needs a plain dtype"
             )
 
 
 def widest(infos: Iterable[TensorInfo]) -> str:
-    """Return the dtype that holds every number of these stored tensors: their own if they are alike."""
+    """Return the dtype that holds every number of these stored tensors: their own if they are
+    alike."""
     names = {info.dtype for info in infos}
     if len(names) == 1:
         return names.pop()
@@ -231,18 +262,25 @@ def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iter
     yield tensor_bytes_view(remap_table(checkpoint.read(info.name), plan.remap()))
 
 
-def _mixed(checkpoint: Checkpoint, name: str, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
-    """Yield the bytes of a mean of stored tensors, or of a single one as it lies in its mapped file."""
+def _mixed(
+    checkpoint: Checkpoint, name: str, members: Sequence[tuple[str, float]]
+) -> Iterator[Piece]:
+    """Yield the bytes of a mean of stored tensors, or of a single one as it lies in its mapped
+    file."""
     rows = [(checkpoint.read_checked(member), share) for member, share in members]
     yield tensor_bytes_view(mixed(name, rows))
 
 
-def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
-    """Yield the bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
+def _fused(
+    checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
+) -> Iterator[Piece]:
+    """Yield the bytes of a tensor of all experts: row by row, or at once where rows lie scattered
+    or are compared."""
     dim = role.dim
     value = checkpoint.read(info.name)
     apart = role.is_router and len(plan.groups) < plan.experts
-    if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
+    # small tensors such as biases [1, E] or gates [H, E]
+    if apart or math.prod(info.shape[:dim]) > 1:
         refuse_nan(info.name, info.file, value)
         rows = mixed_rows(info.name, value, dim, plan, role.is_router)
         yield tensor_bytes_view(distinct_rows(rows, dim, len(plan.groups)) if apart else rows)
@@ -264,13 +302,15 @@ def refuse_overflow(name: str, computed: Tensor) -> Tensor:
     if not is_finite(computed):
         dtype = str(computed.dtype).removeprefix("torch.")
         raise CompressionError(
-            f"tensor {name!r} overflows {dtype} when its experts are merged; plan with another merge or a smaller scale"
+            f"tensor {name!r} overflows {dtype} when its experts are merged; plan with another "
+            "merge or a smaller scale"
         )
     return computed
 
 
 def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
-    """Replace expert ids [V, K] by slots; a dropped id becomes the lowest slot that its row does not name yet."""
+    """Replace expert ids [V, K] by slots; a dropped id becomes the lowest slot that its row does
+    not name yet."""
     slots = torch.tensor(remap, dtype=torch.long)
     mapped = slots[table.long()]
     count = int(slots.max()) + 1
@@ -281,13 +321,14 @@ def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
 
 
 def distinct_rows(value: Tensor, dim: int, experts: int) -> Tensor:
-    """Return the tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
+    """Return the tensor with each further one of equal router rows along `dim` shorter by `STEP`;
+    itself if all differ.
 
-    Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
-    them, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two equal
-    logits, and which of the two experts runs would depend on how a program orders ties. `experts` rows are compared,
-    none of a bias. The first of equal rows then has the largest logit wherever that is positive.
-    """
+    Rows are equal as those of an expert's parts are. While all parts are there, a token is routed
+    to all or none of them, whatever the order of equal logits. Once some are dropped, the edge of
+    the top-k can fall between two equal logits, and which of the two experts runs would depend on
+    how a program orders ties. `experts` rows are compared, none of a bias. The first of equal rows
+    then has the largest logit wherever that is positive."""
     before = equal_rows_before(value, dim, experts)
     if not bool(before.any()):
         return value
@@ -299,14 +340,16 @@ def distinct_rows(value: Tensor, dim: int, experts: int) -> Tensor:
 
 
 def equal_rows_before(value: Tensor, dim: int, experts: int) -> Tensor:
-    """Return for each of the first `experts` rows along a dimension the number of equal rows before it.
+    """Return for each of the first `experts` rows along a dimension the number of equal rows before
+    it.
 
     No row of a bias has any, nor one of a tensor on meta.
     """
     if value.is_meta or value.numel() == value.shape[dim]:
         return torch.zeros(experts)
     rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
-    alike = (rows[:, None, :1] == rows[None, :, :1]).all(2)  # most rows differ in their first number
+    # most rows differ in their first number
+    alike = (rows[:, None, :1] == rows[None, :, :1]).all(2)
     for one, other in alike.tril(-1).nonzero().tolist():
         alike[one, other] = torch.equal(rows[one], rows[other])
     return alike.tril(-1).sum(1)

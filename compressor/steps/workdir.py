@@ -1,15 +1,15 @@
-"""A run's work folder: it holds the output until that is complete, and a killed run is resumed from it.
+"""A run's work folder: it holds the output until that is complete, and a killed run is resumed from
+it.
 
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
-    lock            held by the run
-    journal.json    the run's key and date, and the decision and result of each finished step
-    kept/           tensors and plans that steps keep for a run that resumes after a kill
-    stage-N/        the checkpoint after the layerwise steps from step N on: one file per decoder layer
-    output/         the finished checkpoint, verified, gated and then renamed to OUT
+    lock            held by the run journal.json    the run's key and date, and the decision and
+    result of each finished step kept/           tensors and plans that steps keep for a run that
+    resumes after a kill stage-N/        the checkpoint after the layerwise steps from step N on:
+    one file per decoder layer output/         the finished checkpoint, verified, gated and then
+    renamed to OUT
 
-A layer's file is written beside, flushed and renamed. Its header says which steps made it; one that cannot be read, as
-after a loss of power, counts as none.
-"""
+A layer's file is written beside, flushed and renamed. Its header says which steps made it; one that
+cannot be read, as after a loss of power, counts as none."""
 
 import json
 import math
@@ -26,7 +26,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compressor import distributed
-from compressor.checkpoint.reader import DTYPE_BITS, INDEX_NAME, SINGLE_NAME, Checkpoint, TensorInfo, read_header
+from compressor.checkpoint.reader import (
+    DTYPE_BITS,
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    TensorInfo,
+    read_header,
+)
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import (
@@ -59,7 +66,8 @@ JOURNAL = "journal.json"
 SMALL = 2**25  # bytes of a layer's file that is joined with others, which writes it a second time
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 Advance = Callable[[str], None]
-WRITERS = 2  # tensors processed at once: checking one for NaN and copying another keep two cores busy
+# tensors processed at once: checking one for NaN and copying another keep two cores busy
+WRITERS = 2
 STEPS = "steps"  # in a header's metadata: names of the steps that made the file
 
 
@@ -80,10 +88,13 @@ class Workdir:
         self._save()
 
     def _journal(self) -> tuple[str, dict[int, dict[str, Any]]]:
-        with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
+        # none, or a broken one
+        with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):
             content = read_object(self.folder / JOURNAL)
             if content["key"] == self.key:
-                return str(content["date"]), {int(number): entry for number, entry in content["steps"]}
+                return str(content["date"]), {
+                    int(number): entry for number, entry in content["steps"]
+                }
         clear(self.folder)
         return prompt_date(), {}
 
@@ -122,11 +133,11 @@ class Workdir:
 
 @contextmanager
 def open_workdir(out: Path) -> Iterator[Workdir]:
-    """Open the work folder of `out`, on storage that all processes see; the first of them holds its lock.
+    """Open the work folder of `out`, on storage that all processes see; the first of them holds its
+    lock.
 
-    An error clears it; after a kill, a run of the same key resumes from it. Raises `CompressionError` while
-    another run holds it.
-    """
+    An error clears it; after a kill, a run of the same key resumes from it. Raises
+    `CompressionError` while another run holds it."""
     with wrap_full_disk(work_folder(out).parent), distributed.held(out) as folder:
         try:
             yield Workdir(out, folder)
@@ -137,10 +148,11 @@ def open_workdir(out: Path) -> Iterator[Workdir]:
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint.
+    """Refuse an output folder that exists, or one that `overwrite` must not replace because it is
+    no checkpoint.
 
-    What a run killed while publishing left is finished: a replaced output is put back, or a work folder dropped.
-    """
+    What a run killed while publishing left is finished: a replaced output is put back, or a work
+    folder dropped."""
     out = Path(os.path.abspath(out))
     check_parent(out)
     if is_free(out):
@@ -167,17 +179,23 @@ def is_written(stage: Path) -> bool:
 
 
 def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
-    """Write the files of a job that are not there yet; processes take turns. `steps` label those that make them."""
+    """Write the files of a job that are not there yet; processes take turns. `steps` label those
+    that make them."""
     if ranks().is_first:
         folder.mkdir(parents=True, exist_ok=True)
     ranks().barrier()
-    files = {decoder_layer: f"{decoder_layer or 'rest'}.safetensors" for decoder_layer in job.decoder_layers}
+    files = {
+        decoder_layer: f"{decoder_layer or 'rest'}.safetensors"
+        for decoder_layer in job.decoder_layers
+    }
     with LayerWriter() as writer:
         for number, (decoder_layer, file) in enumerate(files.items()):
             done = made_by(folder / file)
             is_done = done is not None and done[: len(steps)] == tuple(steps)
             if ranks().takes_turn(number) and not is_done:
-                outputs = [output for output in job.outputs if output.decoder_layer == decoder_layer]
+                outputs = [
+                    output for output in job.outputs if output.decoder_layer == decoder_layer
+                ]
                 writer.write(folder / file, outputs, job.produce(decoder_layer), steps)
             advance(decoder_layer or "embeddings and head")
     ranks().barrier()
@@ -189,7 +207,8 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
 
 
 def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
-    """Write the layer files of a stage anew with other values for some tensors, by stored name, of the same dtype."""
+    """Write the layer files of a stage anew with other values for some tensors, by stored name, of
+    the same dtype."""
     stored = Checkpoint(folder)
     with LayerWriter() as writer:
         for file in sorted({stored.tensors[name].file for name in tensors}):
@@ -199,7 +218,9 @@ def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
                 writer.write(folder / file, infos, _changed(stored, infos, tensors), (*steps, step))
 
 
-def _changed(stored: Checkpoint, infos: Iterable[TensorInfo], tensors: Mapping[str, Tensor]) -> Named:
+def _changed(
+    stored: Checkpoint, infos: Iterable[TensorInfo], tensors: Mapping[str, Tensor]
+) -> Named:
     for info in infos:
         value = tensors.get(info.name)
         value = stored.read(info.name) if value is None else refuse_overflow(info.name, value)
@@ -207,7 +228,8 @@ def _changed(stored: Checkpoint, infos: Iterable[TensorInfo], tensors: Mapping[s
 
 
 def assemble(stage: Path, output: Path, max_shard_bytes: int | None) -> None:
-    """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer."""
+    """Make the finished checkpoint of a stage's files, small ones joined, with config and
+    tokenizer."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     stored = Checkpoint(stage)
@@ -215,7 +237,11 @@ def assemble(stage: Path, output: Path, max_shard_bytes: int | None) -> None:
     file_of = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
         for number, infos in enumerate(shard_files, start=1):
-            shard = f"model-{number:05d}-of-{len(shard_files):05d}.safetensors" if len(shard_files) > 1 else SINGLE_NAME
+            shard = (
+                f"model-{number:05d}-of-{len(shard_files):05d}.safetensors"
+                if len(shard_files) > 1
+                else SINGLE_NAME
+            )
             file_of |= dict.fromkeys(infos, shard)
             sources = list(dict.fromkeys(info.file for info in infos))
             if len(sources) == 1 and len(infos) == len(read_header(stage / sources[0])):
@@ -262,7 +288,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def publish(work: Workdir, overwrite: bool) -> None:
-    """Rename the finished output into place; what it replaces, and the work folder, are deleted only afterwards."""
+    """Rename the finished output into place; what it replaces, and the work folder, are deleted
+    only afterwards."""
     check_target(work.out, overwrite)  # something may have been put there since the run began
     replaced = work.folder / REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
@@ -275,7 +302,9 @@ def publish(work: Workdir, overwrite: bool) -> None:
     clear(work.folder, {LOCK})
 
 
-def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]) -> tuple[bytes, dict[str, int]]:
+def header_of(
+    outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
+) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file of these tensors, and where each begins.
 
     Wide dtypes come first, so that all are aligned.
@@ -289,7 +318,11 @@ def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]
     for output in sorted(outputs, key=lambda output: -DTYPE_BITS[output.dtype]):
         offsets[output.name] = position
         end = position + output.nbytes
-        entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [position, end]}
+        entries[output.name] = {
+            "dtype": output.dtype,
+            "shape": list(output.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -336,18 +369,25 @@ class LayerWriter:
         steps: Sequence[str],
         behind: bool = False,
     ) -> None:
-        """Write exactly these `outputs` from the tensors `produced`, whose bytes a thread takes if `behind`."""
+        """Write exactly these `outputs` from the tensors `produced`, whose bytes a thread takes if
+        `behind`."""
         before = self._flushed
         if behind:
             tensors = list(produced)
-            self._flushed = self._flusher.submit(lambda: self._fill(path, outputs, iter(tensors), steps)())
+            self._flushed = self._flusher.submit(
+                lambda: self._fill(path, outputs, iter(tensors), steps)()
+            )
         else:
             self._flushed = self._flusher.submit(self._fill(path, outputs, produced, steps))
         if before is not None:  # at most one file waits for the disk
             before.result()
 
     def _fill(
-        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], produced: Named, steps: Sequence[str]
+        self,
+        path: Path,
+        outputs: Sequence[TensorInfo | OutputTensor],
+        produced: Named,
+        steps: Sequence[str],
     ) -> Callable[[], None]:
         """Write a file beside its place, and return what flushes it and puts it there."""
         header, offsets = header_of(outputs, steps)
@@ -367,9 +407,13 @@ class LayerWriter:
             with ThreadPoolExecutor(WRITERS) as pool:
                 running = deque[Future[None]]()
                 for name, content in produced:
-                    assert name in offsets, f"tensor {name!r} was made and has no place in the output"
+                    assert name in offsets, (
+                        f"tensor {name!r} was made and has no place in the output"
+                    )
                     offset = offsets.pop(name)
-                    running.append(pool.submit(_write_tensor, content, file, offset, sizes[name], name))
+                    running.append(
+                        pool.submit(_write_tensor, content, file, offset, sizes[name], name)
+                    )
                     if len(running) > WRITERS:
                         running.popleft().result()
                 for task in running:

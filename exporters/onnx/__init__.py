@@ -1,9 +1,10 @@
-"""A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute the same.
+"""A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute
+the same.
 
-The graph is traced without its large weights, and those go from the source into their file one layer at a time, while
-the stock model answers everything that the graph will be asked. Then ONNX Runtime is asked; where the model does not
-fit into memory, the graph's weights are mapped from their file.
-"""
+The graph is traced without its large weights, and those go from the source into their file one
+layer at a time, while the stock model answers everything that the graph will be asked. Then ONNX
+Runtime is asked; where the model does not fit into memory, the graph's weights are mapped from
+their file."""
 
 import os
 from collections.abc import Mapping
@@ -39,7 +40,13 @@ from compressor.steps.workdir import check_space, check_target, put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS, Reference, observe
-from exporters.onnx.trace import AbsentWeight, absent_weight, export_graph, trace_inputs, traced_model
+from exporters.onnx.trace import (
+    AbsentWeight,
+    absent_weight,
+    export_graph,
+    trace_inputs,
+    traced_model,
+)
 from exporters.onnx.verify import (
     EXACT,
     HALF,
@@ -56,7 +63,8 @@ INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where op
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 FORMATS = {"none": None, **SCHEMES}  # of the experts' weights
 OPSETS = range(18, 24)
-EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
+# above this the weights lie in a file of their own; a graph file ends at 2 GB
+EXTERNAL_BYTES = 64 * 2**20
 RECORD = "onnx_export.json"
 PACKAGES = (
     "onnx",
@@ -91,14 +99,19 @@ class ExportOptions:
 
     opset: int = option(20, "Version of the ONNX operators.", OPSETS)
     dtype: str = option("fp32", "Data type of the weights: fp32 or fp16.", DTYPES)
-    quantize: str = option("none", "Experts' weights: none, int8 (by row) or int4 (by blocks of 32).", FORMATS)
+    quantize: str = option(
+        "none", "Experts' weights: none, int8 (by row) or int4 (by blocks of 32).", FORMATS
+    )
     past: bool = option(True, "Have the KV cache as inputs and outputs.")
     overwrite: bool = option(False, "Replace an existing output.")
-    external_bytes: int = option(EXTERNAL_BYTES, "Bytes of weights above which they go to a file of their own.")
+    external_bytes: int = option(
+        EXTERNAL_BYTES, "Bytes of weights above which they go to a file of their own."
+    )
     tokens: int = option(TOKENS, "Greedy tokens to compare with the checkpoint's.")
     stream: bool | None = option(
         None,
-        "Map the weights from their file to verify (default: where the model does not fit into memory).",
+        "Map the weights from their file to verify (default: where the model does not fit into "
+        "memory).",
     )
 
     @property
@@ -137,40 +150,51 @@ class ExportSummary:
         }
 
     def describe(self) -> tuple[Block, ...]:
-        """Return the MoE layers of the graph that are a single node, and how well it agrees with the stock model."""
+        """Return the MoE layers of the graph that are a single node, and how well it agrees with
+        the stock model."""
         checked = self.verification
         cost = self.rounding
         facts = {
-            "file": f"{human_bytes(self.nbytes)}{', weights in a file of their own' if self.external else ''}",
+            "file": human_bytes(self.nbytes)
+            + (", weights in a file of their own" if self.external else ""),
             "nodes": str(self.nodes),
-            "MoE layers as one node": f"{len(self.routes) - len(self.fallen_back)} of {len(self.routes)}",
-            "largest logit difference": f"{checked.largest_difference:.1e} (allowed {checked.tolerance:.1e})",
+            "MoE layers as one node": f"{len(self.routes) - len(self.fallen_back)} of "
+            f"{len(self.routes)}",
+            "largest logit difference": f"{checked.largest_difference:.1e} (allowed "
+            f"{checked.tolerance:.1e})",
             "compared with": checked.reference,
             "verified": checked.how,
             "greedy tokens": f"{checked.tokens_equal} of {checked.tokens_compared} the same",
         }
         if checked.ties:
-            facts["near ties of routers"] = f"{checked.ties} of {checked.tokens} tokens got another expert"
+            facts["near ties of routers"] = (
+                f"{checked.ties} of {checked.tokens} tokens got another expert"
+            )
         if cost is not None:
             facts["cost of rounding"] = (
-                f"logits differ by up to {cost.largest_difference:.2g} of {cost.largest_logit:.2g}, "
+                f"logits differ by up to {cost.largest_difference:.2g} of "
+                f"{cost.largest_logit:.2g}, "
                 f"{cost.same_choice:.1%} of argmax tokens the same"
             )
-        others = (Text(f"{route.layer}: {route.route}, since {route.reason}") for route in self.fallen_back)
+        others = (
+            Text(f"{route.layer}: {route.route}, since {route.reason}")
+            for route in self.fallen_back
+        )
         return Heading(f"{self.model} as ONNX"), Facts(tuple(facts.items())), *others
 
 
 class GraphFile:
     """A graph in the making: `program` is an onnx_ir model whose large weights are absent.
 
-    They go to a file of their own if all tensors together have more than `external_bytes`, and to the graph otherwise.
-    """
+    They go to a file of their own if all tensors together have more than `external_bytes`, and to
+    the graph otherwise."""
 
     def __init__(self, program: Any, folder: Path, external_bytes: int) -> None:
         self.program = program
         self.folder = folder
         self.values = dict(program.graph.initializers)
-        self.absent: dict[str, dict[str, AbsentWeight]] = {}  # by the tensor of the model, then by the initialiser
+        # by the tensor of the model, then by the initialiser
+        self.absent: dict[str, dict[str, AbsentWeight]] = {}
         for key, value in self.values.items():
             absent = absent_weight(value)
             if absent is not None:
@@ -196,7 +220,9 @@ class GraphFile:
         for key, absent in self.absent[source].items():
             content = absent.made_of(value.detach())
             traced = self.values[key].const_value
-            assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
+            assert (
+                tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes
+            ), source
             if key in self.offsets:
                 self._write(key, content.reshape(-1).view(torch.uint8).numpy().data)
             else:
@@ -223,7 +249,9 @@ class GraphFile:
         try:
             onnx.checker.check_model(str(self.folder / GRAPH), full_check=True)
         except Exception as error:  # a class for each kind of fault
-            raise CompressionError(f"the exported graph is not sound ONNX: {reason_of(error)}") from error
+            raise CompressionError(
+                f"the exported graph is not sound ONNX: {reason_of(error)}"
+            ) from error
 
     def _write(self, key: str, content: Any) -> None:
         with (self.folder / WEIGHTS).open("r+b") as file:
@@ -240,7 +268,8 @@ def export(
     options: ExportOptions | None = None,
     progress: Progress | None = None,
 ) -> ExportSummary:
-    """Export the checkpoint in `folder` to `out`: graph, weights, configs, tokenizer, and a record of the verification.
+    """Export the checkpoint in `folder` to `out`: graph, weights, configs, tokenizer, and a record
+    of the verification.
 
     Raises `CompressionError` and leaves nothing if it fails.
     """
@@ -257,9 +286,17 @@ def export(
     )
     with new_folder(out, partial(check_target, out, options.overwrite)) as content:
         graph, routes, reference, original = write_graph(opened, content, options, progress)
-        mapped = not fits_whole(opened.source, "float32", "cpu") if options.stream is None else options.stream
+        mapped = (
+            not fits_whole(opened.source, "float32", "cpu")
+            if options.stream is None
+            else options.stream
+        )
         exported = Graph(content / GRAPH, mapped)
-        changes = [f"experts rounded to {options.scheme.describe()}"] if options.scheme is not None else []
+        changes = (
+            [f"experts rounded to {options.scheme.describe()}"]
+            if options.scheme is not None
+            else []
+        )
         bounds = EXACT
         if options.dtype == "fp16":
             changes.insert(0, "weights rounded to float16")
@@ -290,11 +327,12 @@ def export(
 def write_graph(
     opened: OpenModel, folder: Path, options: ExportOptions, progress: Progress
 ) -> tuple[GraphFile, tuple[LayerRoute, ...], Reference, Reference | None]:
-    """Trace the model, observe the stock one, and write each layer's weights while its cases pass them.
+    """Trace the model, observe the stock one, and write each layer's weights while its cases pass
+    them.
 
-    Returns the graph, how each MoE layer is written, the stock model's logits (with rounded weights where they are
-    rounded), and those before rounding if so. At most two layers, the graph and the embedding are in memory.
-    """
+    Returns the graph, how each MoE layer is written, the stock model's logits (with rounded weights
+    where they are rounded), and those before rounding if so. At most two layers, the graph and the
+    embedding are in memory."""
     scheme = options.scheme
     inner = opened.partial
     if options.past and not inner.model.can_generate():
@@ -310,7 +348,9 @@ def write_graph(
     progress.advance("graph")
     by_decoder_layer: dict[str, list[str]] = {}
     for source in graph.absent:
-        by_decoder_layer.setdefault(decoder_layer_of(source, opened.architecture.decoder_layers), []).append(source)
+        by_decoder_layer.setdefault(
+            decoder_layer_of(source, opened.architecture.decoder_layers), []
+        ).append(source)
     nodes = {route.layer for route in routes if route.reason is None}
 
     def shown(partial: PartialModel, decoder_layer: str) -> None:
@@ -321,10 +361,17 @@ def write_graph(
             if scheme is not None:
                 round_experts(experts, scheme)
             if name in nodes:
-                tensors |= {f"{name}.{key}": value for key, value in moe_node(experts, scheme)[1].items()}
+                tensors |= {
+                    f"{name}.{key}": value for key, value in moe_node(experts, scheme)[1].items()
+                }
             vars(experts).pop(SCALES, None)
         for source in by_decoder_layer.get(decoder_layer, ()):
-            graph.put(source, tensors[source] if source in tensors else partial.model.get_parameter_or_buffer(source))
+            graph.put(
+                source,
+                tensors[source]
+                if source in tensors
+                else partial.model.get_parameter_or_buffer(source),
+            )
         give_back()
 
     original = None if scheme is None else observe(opened, False, 0, progress)
@@ -343,7 +390,10 @@ def read_summary(out: Path) -> ExportSummary:
     """Return what `export` returned, from the record that it left in `out`."""
     record = read_object(out / RECORD)
     kinds = get_type_hints(ExportSummary)
-    recorded = {name: value_as(record.get(name), kinds[name], f"{out / RECORD}: {name}") for name in RECORDED}
+    recorded = {
+        name: value_as(record.get(name), kinds[name], f"{out / RECORD}: {name}")
+        for name in RECORDED
+    }
     return ExportSummary(folder=out, **_sizes(out), **recorded)
 
 
@@ -353,7 +403,8 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 
 def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, and the configs inside it, without how weights are quantised: the graph's are not."""
+    """A config, and the configs inside it, without how weights are quantised: the graph's are
+    not."""
     config = {}
     for name, value in raw.items():
         if name != "quantization_config":
@@ -361,8 +412,11 @@ def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
-    """Write configs, tokenizer and the record, without times and folders, so that equal runs give equal records."""
+def _write_files(
+    opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary
+) -> None:
+    """Write configs, tokenizer and the record, without times and folders, so that equal runs give
+    equal records."""
     files = carried_files(opened.source.folder)
     files.pop(MODELOPT, None)  # as config.json says nothing of quantisation any more
     carried = sorted(files)
@@ -378,7 +432,9 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "versions": versions(PACKAGES),
         "source": opened.source.label,
         "files": carried,
-        "options": {name: value for name, value in asdict(options).items() if name not in UNRECORDED},
+        "options": {
+            name: value for name, value in asdict(options).items() if name not in UNRECORDED
+        },
         **{name: result[name] for name in RECORDED},
     }
     config = plain_config(without_code(opened.checkpoint.raw_config))

@@ -1,13 +1,14 @@
-"""One `com.microsoft.MoE` or `QMoE` node for each MoE layer: which stock experts modules it can express, and how.
+"""One `com.microsoft.MoE` or `QMoE` node for each MoE layer: which stock experts modules it can
+express, and how.
 
-The node routes by itself (softmax of router logits, top-k, renormalise). Given the logarithm of the weights that the
-stock router chose as logits, its renormalised softmax is those weights over their sum, whatever the router: softmax,
-sigmoid, groups, corrections. The sum is multiplied in afterwards.
+The node routes by itself (softmax of router logits, top-k, renormalise). Given the logarithm of the
+weights that the stock router chose as logits, its renormalised softmax is those weights over their
+sum, whatever the router: softmax, sigmoid, groups, corrections. The sum is multiplied in
+afterwards.
 
-In a QMoE node the experts have 8 or 4 bits and everything else is as it was: the node dequantises 8 bits per row
-itself, and at accuracy level 0 4 bits in blocks too. So the stock model with its rounded weights computes what the node
-does.
-"""
+In a QMoE node the experts have 8 or 4 bits and everything else is as it was: the node dequantises 8
+bits per row itself, and at accuracy level 0 4 bits in blocks too. So the stock model with its
+rounded weights computes what the node does."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from exporters.onnx.quantise import Scheme, codes, pack, rounded
 
 IMPLEMENTATION = "moe_compressor_onnx"  # the name under which transformers knows `experts_forward`
 ROUTE = "onnx_route"  # an experts module's attribute: its `MoeNode`
-SCALES = "onnx_scales"  # an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
+# an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
+SCALES = "onnx_scales"
 FALLBACK = "batched_mm"  # the stock implementation of layers that the node cannot express
 SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16 too
 
@@ -33,7 +35,8 @@ Attributes = dict[str, Any]  # of a node
 
 
 def swiglu(alpha: float = 1.0, beta: float = 0.0, limit: float | None = None) -> Attributes:
-    """Return the attributes of the activation g * sigmoid(alpha * g) * (u + beta) on rows g0, u0, g1, u1, ...
+    """Return the attributes of the activation g * sigmoid(alpha * g) * (u + beta) on rows g0, u0,
+    g1, u1, ...
 
     With a limit, g is at most `limit` and u lies within plus and minus `limit`.
     """
@@ -59,7 +62,8 @@ KINDS = {  # the node's names of activation functions
     "silu": "silu",  # the function
     "LinearActivation": "identity",
 }
-GATES: Mapping[str, Callable[[Any], Attributes]] = {  # of stock experts with a gate other than act_fn(g) * u
+# of stock experts with a gate other than act_fn(g) * u
+GATES: Mapping[str, Callable[[Any], Attributes]] = {
     "BeamExperts": lambda experts: swiglu(),
     "DeepseekV4Experts": lambda experts: swiglu(limit=experts.limit),
     "Glm5NextTextExperts": lambda experts: swiglu(limit=experts.swiglu_limit),
@@ -71,7 +75,8 @@ GATES: Mapping[str, Callable[[Any], Attributes]] = {  # of stock experts with a 
 
 
 def activation(experts: Any) -> Attributes | None:
-    """Return the attributes of the activation between the node's projections that does what the stock module's does.
+    """Return the attributes of the activation between the node's projections that does what the
+    stock module's does.
 
     None where the node has no such activation.
     """
@@ -102,16 +107,19 @@ def supported(experts: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MoeNode:
-    """A node of the domain com.microsoft: its type, the module's tensors after token and logits, its attributes."""
+    """A node of the domain com.microsoft: its type, the module's tensors after token and logits,
+    its attributes."""
 
     name: str
     tensors: tuple[str | None, ...]
     attributes: Mapping[str, Any]
-    padding: int = 0  # zeros that the node wants after each token's values, and gives after its outputs
+    # zeros that the node wants after each token's values, and gives after its outputs
+    padding: int = 0
 
 
 def first_rows(experts: Any, value: Tensor) -> Tensor:
-    """The first projection's weight or bias with rows g0, u0, g1, u1, ... from rows of gates, then of ups."""
+    """The first projection's weight or bias with rows g0, u0, g1, u1, ... from rows of gates, then
+    of ups."""
     if not (experts.has_gate and experts.is_concatenated):
         return value
     half = value.shape[1] // 2
@@ -119,7 +127,8 @@ def first_rows(experts: Any, value: Tensor) -> Tensor:
 
 
 def node_tensors(experts: Any) -> dict[str, Tensor]:
-    """The module's tensors as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the biases if any."""
+    """The module's tensors as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the
+    biases if any."""
     names = parameter_names(experts)  # two weights, then two biases or none
     tensors = {name: getattr(experts, name).detach() for name in names}
     if experts.is_transposed:
@@ -129,12 +138,13 @@ def node_tensors(experts: Any) -> dict[str, Tensor]:
 
 
 def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
-    """A rounded module's tensors as the node wants them, zeros added so that both widths are whole blocks.
+    """A rounded module's tensors as the node wants them, zeros added so that both widths are whole
+    blocks.
 
-    Packed codes [E, 2I, H] or [E, I, H] and [E, H, I] (half as wide for 4 bits), scales float32 [E, rows] or
-    [E, rows, B] by the weight's name and `_scales`, the biases if any. Outputs of the first projection's added rows
-    meet the second's added columns, which are 0; outputs of the second's added rows are cut off.
-    """
+    Packed codes [E, 2I, H] or [E, I, H] and [E, H, I] (half as wide for 4 bits), scales float32 [E,
+    rows] or [E, rows, B] by the weight's name and `_scales`, the biases if any. Outputs of the
+    first projection's added rows meet the second's added columns, which are 0; outputs of the
+    second's added rows are cut off."""
     first, second, *biases = parameter_names(experts)
     plain = node_tensors(experts)
     scales = getattr(experts, SCALES)
@@ -155,7 +165,8 @@ def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
-    """The node of a supported module, QMoE if `round_experts` has rounded it, and its tensors by name.
+    """The node of a supported module, QMoE if `round_experts` has rounded it, and its tensors by
+    name.
 
     For each projection these are weight, scales if rounded, and bias.
     """
@@ -164,7 +175,9 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
     first, second, *biases = parameter_names(experts)
     first_bias, second_bias = biases or (None, None)
     if scheme is None or not hasattr(experts, SCALES):
-        return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), node_tensors(experts)
+        return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), node_tensors(
+            experts
+        )
     attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}
     if scheme.block is not None:
         attributes |= {"block_size": scheme.block, "accuracy_level": 0}
@@ -175,10 +188,11 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
 
 @torch.no_grad()
 def round_experts(experts: Any, scheme: Scheme) -> None:
-    """Replace a module's weights by the rounded ones, one expert at a time; the scales are kept with the module.
+    """Replace a module's weights by the rounded ones, one expert at a time; the scales are kept
+    with the module.
 
-    A module that no node can express is left as it is. Of weights that are absent, the scales are absent too.
-    """
+    A module that no node can express is left as it is. Of weights that are absent, the scales are
+    absent too."""
     if supported(experts) is not None:
         return
     kept = {}
@@ -186,16 +200,20 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
         old = getattr(experts, name)
         if isinstance(old, FakeTensor):
             rows = old.transpose(1, 2) if experts.is_transposed else old  # [E, outputs, inputs]
-            kept[name] = rows.new_empty(*rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32)
+            kept[name] = rows.new_empty(
+                *rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32
+            )
             continue
         # new memory: a loaded tensor may lie in a file that is only read
         new = torch.empty_like(old)
         scales = []
         for expert, (weight, target) in enumerate(zip(old, new, strict=True)):
-            rows, filled = (weight.T, target.T) if experts.is_transposed else (weight, target)  # [outputs, inputs]
+            # [outputs, inputs]
+            rows, filled = (weight.T, target.T) if experts.is_transposed else (weight, target)
             if not bool(torch.isfinite(rows).all()):
                 raise CompressionError(
-                    f"{name} of expert {expert} holds a value that is not finite, so it has no scale; "
+                    f"{name} of expert {expert} holds a value that is not finite, so it has no "
+                    "scale; "
                     "export the checkpoint with --quantize none"
                 )
             value, expert_scales = rounded(rows, scheme)
@@ -207,24 +225,31 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
 
 
 def routing_logits(index: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """[T, K], [T, K] -> [T, E]: logarithms of the weights; an expert chosen twice gets the sum, one with 0 nothing."""
+    """[T, K], [T, K] -> [T, E]: logarithms of the weights; an expert chosen twice gets the sum, one
+    with 0 nothing."""
     dense = torch.zeros(weights.shape[0], experts, dtype=torch.float32, device=weights.device)
     return dense.scatter_add(1, index, weights.float()).clamp(min=SMALLEST).log()
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Stand in for an experts module while it is traced: [T, H], [T, K], [T, K] -> [T, H]."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     route: MoeNode | None = getattr(self, ROUTE, None)
     if route is None:
-        stock: Tensor = ALL_EXPERTS_FUNCTIONS[FALLBACK](self, hidden_states, top_k_index, top_k_weights)
+        stock: Tensor = ALL_EXPERTS_FUNCTIONS[FALLBACK](
+            self, hidden_states, top_k_index, top_k_weights
+        )
         return stock
     logits = routing_logits(top_k_index, top_k_weights, self.num_experts).to(hidden_states.dtype)
     tensors = [None if name is None else getattr(self, name) for name in route.tensors]
     while tensors[-1] is None:
         tensors.pop()
-    inputs = nn.functional.pad(hidden_states, (0, route.padding)) if route.padding else hidden_states
+    inputs = (
+        nn.functional.pad(hidden_states, (0, route.padding)) if route.padding else hidden_states
+    )
     output: Tensor = torch.onnx.ops.symbolic(
         f"com.microsoft::{route.name}",
         [inputs, logits, *tensors],
@@ -247,7 +272,8 @@ class LayerRoute:
 
 
 def use_nodes(model: nn.Module, scheme: Scheme | None = None) -> tuple[LayerRoute, ...]:
-    """Bring every experts module into its node's layout in place, to be traced: a node has no values in torch."""
+    """Bring every experts module into its node's layout in place, to be traced: a node has no
+    values in torch."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -1,8 +1,9 @@
-"""Symmetric integers for weights of experts: one scale for each output row, or for each block of the inputs.
+"""Symmetric integers for weights of experts: one scale for each output row, or for each block of
+the inputs.
 
-Every value is rounded to the nearest multiple of its scale. A scale is the one of a few that gives the smallest
-squared error: somewhat below the largest value over the largest code, a few values are cut off and all others gain.
-"""
+Every value is rounded to the nearest multiple of its scale. A scale is the one of a few that gives
+the smallest squared error: somewhat below the largest value over the largest code, a few values are
+cut off and all others gain."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-RATIOS = tuple(1 - step / 40 for step in range(17))  # of the scale at which nothing is cut off: 1, 0.975, ..., 0.6
+# of the scale at which nothing is cut off: 1, 0.975, ..., 0.6
+RATIOS = tuple(1 - step / 40 for step in range(17))
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The bits of a code, and the number of inputs that share a scale: all of a row without a block."""
+    """The bits of a code, and the number of inputs that share a scale: all of a row without a
+    block."""
 
     bits: int
     block: int | None = None
@@ -42,7 +45,8 @@ SCHEMES: Mapping[str, Scheme] = {"int8": Scheme(8), "int4": Scheme(4, 32)}
 
 
 def blocks(weight: Tensor, scheme: Scheme) -> Tensor:
-    """[..., K] -> [..., B, S]: the values that share a scale, the last block filled up with zeros."""
+    """[..., K] -> [..., B, S]: the values that share a scale, the last block filled up with
+    zeros."""
     width = weight.shape[-1]
     filled = pad(weight, (0, scheme.padding(width)))
     return filled.reshape(*filled.shape[:-1], -1, scheme.block or width)
@@ -54,16 +58,20 @@ def _steps(values: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
 
 
 def best_scales(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Scales [..., B] of a float32 weight [..., K], none of them 0; the larger of two equally good ones."""
+    """Scales [..., B] of a float32 weight [..., K], none of them 0; the larger of two equally good
+    ones."""
     values = blocks(weight, scheme)
     full = values.abs().amax(-1) / scheme.highest
-    smallest = torch.finfo(torch.float32).tiny  # of a block of zeros too, whose codes are 0 whatever the scale
+    # of a block of zeros too, whose codes are 0 whatever the scale
+    smallest = torch.finfo(torch.float32).tiny
     best = full.clamp(min=smallest)
     least = torch.full_like(full, torch.inf)
     for ratio in RATIOS:
         scales = (full * ratio).clamp(min=smallest)
         # relative to the scale at ratio 1, for the squares of small weights are 0 in float32
-        misses = (_steps(values, scales, scheme) * scales[..., None] - values) / full.clamp(min=smallest)[..., None]
+        misses = (_steps(values, scales, scheme) * scales[..., None] - values) / full.clamp(
+            min=smallest
+        )[..., None]
         error = misses.square().sum(-1)
         better = error < least
         best = torch.where(better, scales, best)
@@ -72,8 +80,13 @@ def best_scales(weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def codes(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """The nearest codes, [..., K] and [..., B] -> int8 [..., K]; of a dequantised weight, exactly its own codes."""
-    return _steps(blocks(weight, scheme), scales, scheme).flatten(-2)[..., : weight.shape[-1]].to(torch.int8)
+    """The nearest codes, [..., K] and [..., B] -> int8 [..., K]; of a dequantised weight, exactly
+    its own codes."""
+    return (
+        _steps(blocks(weight, scheme), scales, scheme)
+        .flatten(-2)[..., : weight.shape[-1]]
+        .to(torch.int8)
+    )
 
 
 def dequantise(codes: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
@@ -90,6 +103,7 @@ def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Tensor, scheme: Scheme) -> Tensor:
-    """Codes int8 [..., K] as unsigned bytes: [..., K], or [..., K / 2] for pairs of 4 bits, the first one low."""
+    """Codes int8 [..., K] as unsigned bytes: [..., K], or [..., K / 2] for pairs of 4 bits, the
+    first one low."""
     unsigned = (codes.to(torch.int16) + scheme.highest + 1).to(torch.uint8)
     return unsigned if scheme.bits == 8 else unsigned[..., 0::2] | unsigned[..., 1::2] << 4

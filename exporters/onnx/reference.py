@@ -1,7 +1,8 @@
-"""The stock model's logits on everything that an ONNX graph is verified on: many shapes, chunks, padding, decoding.
+"""The stock model's logits on everything that an ONNX graph is verified on: many shapes, chunks,
+padding, decoding.
 
-They come first, one decoder layer in memory at a time, so that model and graph need not be in memory together.
-"""
+They come first, one decoder layer in memory at a time, so that model and graph need not be in
+memory together."""
 
 import inspect
 import math
@@ -36,7 +37,8 @@ NUDGE_SEED = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Some tokens [B, S] with their mask [B, S], cut into chunks, and once observed the stock model's logits."""
+    """Some tokens [B, S] with their mask [B, S], cut into chunks, and once observed the stock
+    model's logits."""
 
     name: str
     tokens: Tensor
@@ -56,7 +58,8 @@ class Reference:
 
     model: str
     cases: tuple[Case, ...]
-    sensitivity: float = 0.0  # how far a logit moves if every layer's input does by one unit in its last place
+    # how far a logit moves if every layer's input does by one unit in its last place
+    sensitivity: float = 0.0
 
     @property
     def largest(self) -> float:
@@ -81,11 +84,16 @@ def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
     text = config.get_text_config(decoder=True)
     vocabulary = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
     ordinary = torch.tensor(sorted(set(range(vocabulary)) - special_tokens(config)))
-    return ordinary[torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))]
+    return ordinary[
+        torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))
+    ]
 
 
-def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Tokens [B, S] after `past` others with mask [B, past + S] and positions, as far as the model takes them."""
+def model_inputs(
+    model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Tokens [B, S] after `past` others with mask [B, past + S] and positions, as far as the model
+    takes them."""
     rows, length = tokens.shape
     mask = torch.ones(rows, past + length, dtype=torch.long) if mask is None else mask
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:].contiguous()
@@ -95,15 +103,19 @@ def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None 
 
 
 def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
-    """A copy of logits [B, S, V] in float32; raises `CompressionError` where they are not those of tokens [B, S]."""
+    """A copy of logits [B, S, V] in float32; raises `CompressionError` where they are not those of
+    tokens [B, S]."""
     if logits.shape[:2] != tokens.shape:
         name = type(model).__name__
-        raise CompressionError(f"{name} cannot be exported: it does not give one row of logits for each token")
+        raise CompressionError(
+            f"{name} cannot be exported: it does not give one row of logits for each token"
+        )
     return logits.float().clone()
 
 
 def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
-    """Return all cases that stock model and graph compute; for a model that generates, also `tokens` after a prompt.
+    """Return all cases that stock model and graph compute; for a model that generates, also
+    `tokens` after a prompt.
 
     With `past` some come in chunks, with the cache of one handed to the next.
     """
@@ -115,14 +127,18 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     is_long = rotation.get("rope_type") == "longrope"
     turn = rotation.get("original_max_position_embeddings") if is_long else None
 
-    def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:
+    def ask(
+        name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None
+    ) -> None:
         mask = torch.ones_like(tokens) if mask is None else mask
         if turn and chunks and chunks[0] <= turn < tokens.shape[1]:
-            chunks = ()  # keys in the cache keep the rotations for short texts, those of the whole text don't
+            # keys in the cache keep the rotations for short texts, those of the whole text don't
+            chunks = ()
         cases.append(Case(name, tokens, mask, chunks or (tokens.shape[1],)))
 
     for number, (rows, wanted) in enumerate(SHAPES):
-        length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
+        # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
+        length = min(wanted, longest)
         ask(f"prefill {rows} x {length}", random_tokens(config, rows, length, number))
     mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
     ask("left padding", random_tokens(config, len(PADDING), PADDED_LENGTH, 11), mask=mask)
@@ -157,7 +173,8 @@ class _WidenedModel(PartialModel):
     decoder_layers: tuple[str, ...] = ()
 
     def load(self, keys: Iterable[str]) -> None:
-        """Fill these entries; those of a layer keep their dtype, for they are still to be written."""
+        """Fill these entries; those of a layer keep their dtype, for they are still to be
+        written."""
         wanted = list(keys)
         super().load(wanted)
         widen(self.model, (key for key in wanted if not decoder_layer_of(key, self.decoder_layers)))
@@ -172,7 +189,8 @@ def widen(model: Any, keys: Iterable[str]) -> None:
 
 
 class _Observer(LayerVisitor):
-    """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits in the cases."""
+    """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits in
+    the cases."""
 
     repeatable = True
 
@@ -189,7 +207,9 @@ class _Observer(LayerVisitor):
         """The layer's own forward, of nudged values for the nudged batch."""
         if self.cases[self.at.batch].name != NUDGED_NAME:
             return layer_forward
-        return lambda hidden_states, *args, **kwargs: layer_forward(nudge(hidden_states), *args, **kwargs)
+        return lambda hidden_states, *args, **kwargs: layer_forward(
+            nudge(hidden_states), *args, **kwargs
+        )
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
         if self.shown is not None:
@@ -198,10 +218,14 @@ class _Observer(LayerVisitor):
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         case = self.cases[batch]
-        self.cases[batch] = replace(case, logits=per_token(self.partial.model, case.tokens, output.logits))
+        self.cases[batch] = replace(
+            case, logits=per_token(self.partial.model, case.tokens, output.logits)
+        )
 
 
-def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, shown: Shown | None = None) -> Reference:
+def observe(
+    opened: OpenModel, past: bool, tokens: int, progress: Progress, shown: Shown | None = None
+) -> Reference:
     """Compute all logits that a graph of this model is compared with, in float32.
 
     Every layer is `shown` when it is loaded, in its own dtype, before anything passes it.
@@ -222,4 +246,6 @@ def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, show
         Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
     *answered, nudged = visitor.cases
     change = float((answered[NUDGED].logits - nudged.logits).abs().max())
-    return Reference(type(partial.model).__name__, tuple(answered), change if math.isfinite(change) else 0.0)
+    return Reference(
+        type(partial.model).__name__, tuple(answered), change if math.isfinite(change) else 0.0
+    )

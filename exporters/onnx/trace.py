@@ -1,7 +1,8 @@
-"""The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs.
+"""The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs
+and outputs.
 
-Large weights are absent while the graph is traced: their initialisers have an `AbsentWeight` in place of values.
-"""
+Large weights are absent while the graph is traced: their initialisers have an `AbsentWeight` in
+place of values."""
 
 import contextlib
 import io
@@ -38,7 +39,8 @@ SAMPLES = (
     (3, 7),
 )
 SAMPLE_LENGTH = 3
-CHUNKS = 2.5  # of a layer that works in chunks; from one or fewer, a trace would learn that there is one
+# of a layer that works in chunks; from one or fewer, a trace would learn that there is one
+CHUNKS = 2.5
 LARGEST_CHUNK = 1024  # of a recurrent layer; longer ones are windows of attention
 RENAMED = {"keys": "key", "values": "value", "cache": CACHE}
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
@@ -48,10 +50,11 @@ SMALL = 8192  # elements: with larger constants the optimiser computes nothing
 
 @dataclass(frozen=True, slots=True)
 class AbsentWeight:
-    """The source of an initialiser in the traced model: a tensor's name, and the order of its axes if changed.
+    """The source of an initialiser in the traced model: a tensor's name, and the order of its axes
+    if changed.
 
-    Called, it stands in for the absent values before the optimiser, which looks for equal small tensors.
-    """
+    Called, it stands in for the absent values before the optimiser, which looks for equal small
+    tensors."""
 
     source: str
     order: tuple[int, ...] | None = None
@@ -73,7 +76,8 @@ def absent_weight(value: Any) -> AbsentWeight | None:
 
 
 def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, FakeTensorMode]:
-    """The stock model of an empty `partial` with its small tensors, and the mode of its absent weights.
+    """The stock model of an empty `partial` with its small tensors, and the mode of its absent
+    weights.
 
     Both weights of experts are there or neither, rounded by a scheme. Tied weights stay tied.
     """
@@ -91,7 +95,9 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
         value = partial.empty[key]
         if source not in stand_ins:
             with mode:
-                stand_ins[source] = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=False)
+                stand_ins[source] = nn.Parameter(
+                    torch.empty_like(value, device="cpu"), requires_grad=False
+                )
         set_tensor(partial.model, key, stand_ins[source])
     if scheme is not None:
         for module in experts.values():
@@ -104,11 +110,13 @@ class TraceInputs:
     """The inputs that a model is traced with: example inputs, and the cache tensors among them."""
 
     sample: dict[str, Any]
-    cache: Mapping[str, Mapping[int, str]]  # by name in the graph: which axes grow with what (batch or past)
+    # by name in the graph: which axes grow with what (batch or past)
+    cache: Mapping[str, Mapping[int, str]]
 
 
 def fresh_cache(model: Any) -> Any:
-    """An empty stock cache whose sliding layers keep every key: the mask applies the window, the graph stays one."""
+    """An empty stock cache whose sliding layers keep every key: the mask applies the window, the
+    graph stays one."""
     from transformers import cache_utils as stock
 
     cache = stock.DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -117,17 +125,21 @@ def fresh_cache(model: Any) -> Any:
             cache.layers[index] = stock.DynamicLayer()
         elif type(layer) is stock.LinearAttentionAndSlidingWindowAttentionLayer:
             states = layer.number_of_states
-            cache.layers[index] = stock.LinearAttentionAndFullAttentionLayer(number_of_states=states)
+            cache.layers[index] = stock.LinearAttentionAndFullAttentionLayer(
+                number_of_states=states
+            )
     return cache
 
 
 def graph_name(path: str) -> str:
-    """past_key_values.layers.3.keys or cache.layers.3.keys -> past_key_values.3.key; other states keep their names."""
+    """past_key_values.layers.3.keys or cache.layers.3.keys -> past_key_values.3.key; other states
+    keep their names."""
     return ".".join(RENAMED.get(part, part) for part in path.split(".") if part != "layers")
 
 
 def present_name(name: str) -> str:
-    """past_key_values.3.key -> present.3.key: the output that holds a cache tensor after the new tokens."""
+    """past_key_values.3.key -> present.3.key: the output that holds a cache tensor after the new
+    tokens."""
     return name.replace(CACHE, "present", 1)
 
 
@@ -141,16 +153,21 @@ def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
             axes[axis] = known[sizes]
         elif sizes[0] != sizes[1]:
             raise CompressionError(
-                f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the past grows from "
-                f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
+                f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the "
+                "past grows from "
+                f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it "
+                "with --no-past"
             )
     return axes
 
 
 def sample_length(config: Any) -> int:
-    """Return the number of tokens to trace with: a few, or enough for several chunks of recurrent layers."""
+    """Return the number of tokens to trace with: a few, or enough for several chunks of recurrent
+    layers."""
     fields = vars(config.get_text_config(decoder=True)).items()
-    chunks = [value for name, value in fields if name.endswith("chunk_size") and isinstance(value, int)]
+    chunks = [
+        value for name, value in fields if name.endswith("chunk_size") and isinstance(value, int)
+    ]
     return max([SAMPLE_LENGTH, *(int(CHUNKS * size) for size in chunks if size <= LARGEST_CHUNK)])
 
 
@@ -160,11 +177,11 @@ def _sample_tokens(rows: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> TraceInputs:
-    """Example inputs in the model's own dtype; of the cache, the shapes at two sizes tell which axes are dynamic.
+    """Example inputs in the model's own dtype; of the cache, the shapes at two sizes tell which
+    axes are dynamic.
 
-    In the `mode` of absent weights only shapes are worked out, and the cache is filled with zeros. Without one the
-    model computes, so its experts must not be in a node's layout yet.
-    """
+    In the `mode` of absent weights only shapes are worked out, and the cache is filled with zeros.
+    Without one the model computes, so its experts must not be in a node's layout yet."""
     from transformers.exporters.utils import get_leaf_tensors
 
     argument = cache_argument(model)
@@ -195,11 +212,15 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
     one, two = (get_leaf_tensors({argument: cache}) for cache in caches)
     if set(one) != set(two) or not one:
         name = type(model).__name__
-        raise CompressionError(f"the cache of {name} is not made of tensors alone; export it with --no-past")
+        raise CompressionError(
+            f"the cache of {name} is not made of tensors alone; export it with --no-past"
+        )
     tensors = {graph_name(path): _axes(path, value, two[path]) for path, value in one.items()}
     for layer in caches[0].layers:
         for name, value in vars(layer).items():
-            filled = tree_map_only(FakeTensor, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype), value)
+            filled = tree_map_only(
+                FakeTensor, lambda fake: torch.zeros(fake.shape, dtype=fake.dtype), value
+            )
             setattr(layer, name, filled)
     for module in model.modules():  # rotary embeddings for long texts keep what they compute
         for name in [name for name, value in vars(module).items() if isinstance(value, FakeTensor)]:
@@ -220,8 +241,8 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _symbolic_minimum(model: Any) -> Iterator[None]:
-    """Keep `min` and `max` of a length in the graph: a sparse attention's min(index_topk, length) would be decided by
-    the example's length, and be wrong for every other one."""
+    """Keep `min` and `max` of a length in the graph: a sparse attention's min(index_topk, length)
+    would be decided by the example's length, and be wrong for every other one."""
 
     def extremum(plain: Any, symbolic: Any, *values: Any, **options: Any) -> Any:
         traced = len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values)
@@ -248,24 +269,33 @@ def _rotation_fault(model: Any, error: BaseException) -> str | None:
     if not rotations or not is_branch:
         return None
     return (
-        f"its rotary embeddings ({', '.join(rotations)}) take another branch for longer texts, and a "
-        "graph has only one; set rope_type to default in a copy's config.json for texts that need no "
+        f"its rotary embeddings ({', '.join(rotations)}) take another branch for longer texts, "
+        "and a "
+        "graph has only one; set rope_type to default in a copy's config.json for texts that need "
+        "no "
         "scaling"
     )
 
 
 def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
-    """The onnx_ir model of a stock model, with clean names and axes; raises `CompressionError` with the reason."""
+    """The onnx_ir model of a stock model, with clean names and axes; raises `CompressionError` with
+    the reason."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     dynamic = torch.export.Dim.AUTO
     shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample}
     if inputs.cache:
-        shapes[cache_argument(model)] = [dict.fromkeys(axes, dynamic) for axes in inputs.cache.values()]
+        shapes[cache_argument(model)] = [
+            dict.fromkeys(axes, dynamic) for axes in inputs.cache.values()
+        ]
     settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset, optimize=False)
     try:
         with _quiet(), _symbolic_minimum(model):
-            program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
+            program = (
+                OnnxExporter()
+                .export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings)
+                .program
+            )
             optimise(program)
     except Exception as error:  # torch and onnxscript raise many classes
         cause: BaseException = error
@@ -280,7 +310,8 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
 
 
 def optimise(program: Any) -> None:
-    """Do to an onnx_ir model, in place, what torch.onnx does after a trace, without the values of absent weights."""
+    """Do to an onnx_ir model, in place, what torch.onnx does after a trace, without the values of
+    absent weights."""
     import onnx_ir
     from onnx_ir.passes.common import InlinePass
     from onnxscript.optimizer import optimize_ir
@@ -303,7 +334,8 @@ def optimise(program: Any) -> None:
 
 
 def turn_absent(program: Any) -> None:
-    """Fold every transposition of an absent weight that nothing else reads into the order of its axes."""
+    """Fold every transposition of an absent weight that nothing else reads into the order of its
+    axes."""
     import onnx_ir
 
     for node in list(program.graph):
@@ -337,11 +369,11 @@ def turn_absent(program: Any) -> None:
 
 @contextlib.contextmanager
 def quick_matching() -> Iterator[None]:
-    """While the block runs, a pattern with several outputs is tried only on nodes that may be the first of them.
+    """While the block runs, a pattern with several outputs is tried only on nodes that may be the
+    first of them.
 
-    onnxscript's matcher lists the whole graph once for each node and each such pattern: for a hundred layers that
-    takes longer than all the rest of an export.
-    """
+    onnxscript's matcher lists the whole graph once for each node and each such pattern: for a
+    hundred layers that takes longer than all the rest of an export."""
     try:
         from onnxscript.rewriter._basics import MatchResult
         from onnxscript.rewriter._matcher import SimplePatternMatcher
@@ -364,7 +396,8 @@ def quick_matching() -> Iterator[None]:
 
 
 def divide_by_roots(program: Any) -> int:
-    """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place; returns how many there were.
+    """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place; returns how many
+    there were.
 
     A trace writes RMS norms the first way; ONNX Runtime 1.31 fuses the second into one operator.
     """
@@ -413,8 +446,10 @@ def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str,
             size = value.shape[axis]
             if isinstance(size, int):
                 raise CompressionError(
-                    f"the stock model cannot be traced as one ONNX graph: its Python code depends on the {name} axis "
-                    f"of {value.name} (a loop over tokens, say), which the trace fixes at the example's {size}"
+                    "the stock model cannot be traced as one ONNX graph: its Python code depends "
+                    f"on the {name} axis "
+                    f"of {value.name} (a loop over tokens, say), which the trace fixes at the "
+                    f"example's {size}"
                 )
             if size.value is not None:
                 names.setdefault(size.value, name)

@@ -15,18 +15,22 @@ from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference
 
 STOCK = "the stock model in float32"
 WHOLE = "the whole graph, the likeliest token after each of a given text"
-MAPPED = "the whole graph with its weights mapped from their file, the likeliest token after each of a given text"
+MAPPED = (
+    "the whole graph with its weights mapped from their file, the likeliest token after each "
+    "of a given text"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The error that logits may have: `absolute`, or `relative` times the largest logit if that is more.
+    """The error that logits may have: `absolute`, or `relative` times the largest logit if that is
+    more.
 
-    A model that amplifies rounding is as far from itself in another order of adding: a graph may be off by `units`
-    times what one unit in the last place of the layers' inputs moves the logits, up to a thousandth of the largest. A
-    fault of a graph moves them by far more. In rounded arithmetic a router's near tie may be broken differently, and
-    the token gets another expert: up to a `share` of the tokens may lie beyond.
-    """
+    A model that amplifies rounding is as far from itself in another order of adding: a graph may be
+    off by `units` times what one unit in the last place of the layers' inputs moves the logits, up
+    to a thousandth of the largest. A fault of a graph moves them by far more. In rounded arithmetic
+    a router's near tie may be broken differently, and the token gets another expert: up to a
+    `share` of the tokens may lie beyond."""
 
     absolute: float
     relative: float
@@ -61,9 +65,11 @@ class Verification:
     tokens_equal: int
     reference: str = STOCK
     how: str = WHOLE  # or with mapped weights
-    ties: int = 0  # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
+    # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
+    ties: int = 0
     tokens: int = 0  # whose logits were compared
-    sensitivity: float = 0.0  # how far one unit in the last place of its layers' inputs moves the stock logits
+    # how far one unit in the last place of its layers' inputs moves the stock logits
+    sensitivity: float = 0.0
 
 
 def compare(
@@ -73,10 +79,11 @@ def compare(
     label: str = STOCK,
     how: str = WHOLE,
 ) -> Verification:
-    """Compare a graph's logits [B, S, V] of each case with the stock model's, with the same rounded weights if any.
+    """Compare a graph's logits [B, S, V] of each case with the stock model's, with the same rounded
+    weights if any.
 
-    Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties.
-    """
+    Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be
+    near ties."""
     bound = tolerance.of(reference)
     cases = []
     ties = 0
@@ -86,13 +93,16 @@ def compare(
     for case, computed in zip(reference.cases, logits, strict=True):
         if computed.shape != case.logits.shape:
             computed = torch.full_like(case.logits, torch.nan)
-        gaps = (computed[case.mask.bool()] - case.real).abs().amax(-1)  # [T], infinite where there is no number
+        # [T], infinite where there is no number
+        gaps = (computed[case.mask.bool()] - case.real).abs().amax(-1)
         gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
         beyond = ~(gaps <= bound)
         if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
             raise CompressionError(
-                f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its logits differ from the "
-                f"stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}; nothing was written"
+                f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its "
+                "logits differ from the "
+                f"stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}; nothing was "
+                "written"
             )
         cases.append((case.name, float(gaps.where(~beyond, 0.0).max())))
         ties = ties + int(beyond.sum())
@@ -105,7 +115,11 @@ def compare(
         largest_difference=max(largest for _, largest in cases),
         tolerance=bound,
         largest_logit=reference.largest,
-        shapes=tuple((len(case.tokens), case.tokens.shape[1]) for case in reference.cases if case.name != CONTINUED),
+        shapes=tuple(
+            (len(case.tokens), case.tokens.shape[1])
+            for case in reference.cases
+            if case.name != CONTINUED
+        ),
         cases=tuple(cases),
         tokens_compared=compared,
         tokens_equal=equal,
@@ -139,11 +153,11 @@ def rounding_cost(before: Reference, after: Reference) -> RoundingCost:
 
 
 class Graph:
-    """A graph on disk in ONNX Runtime: as whoever uses it will run it, or with its weights `mapped` from their file.
+    """A graph on disk in ONNX Runtime: as whoever uses it will run it, or with its weights `mapped`
+    from their file.
 
-    Mapped weights take no memory of the process. Pages come from the disk as nodes read them, and go where memory is
-    short; so nothing is optimised in a way that copies a weight.
-    """
+    Mapped weights take no memory of the process. Pages come from the disk as nodes read them, and
+    go where memory is short; so nothing is optimised in a way that copies a weight."""
 
     def __init__(self, path: Path, mapped: bool = False) -> None:
         """Raises `CompressionError` for a graph that ONNX Runtime does not load."""
@@ -168,13 +182,16 @@ class Graph:
         """The case chunk by chunk, the cache of one handed to the next."""
         decoder = OnnxDecoder(self.session, len(case.tokens))
         logits = []
-        for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
+        for tokens, end in zip(
+            case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True
+        ):
             try:
                 logits.append(decoder.run(tokens, case.mask[:, :end]).float().clone())
             except Exception as error:  # the runtime raises classes of its own
                 past = end - tokens.shape[1]
                 raise CompressionError(
-                    f"ONNX Runtime fails on {list(tokens.shape)} tokens after {past}: {reason_of(error)}; nothing was "
+                    f"ONNX Runtime fails on {list(tokens.shape)} tokens after {past}: "
+                    f"{reason_of(error)}; nothing was "
                     "written"
                 ) from error
         return torch.cat(logits, dim=1)

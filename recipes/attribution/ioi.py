@@ -39,11 +39,15 @@ def prompt(draw: random.Random) -> tuple[str, dict[str, range]]:
     place, thing = draw.choice(PLACES), draw.choice(THINGS)
     text = f"When {given} and {subject} went to the {place}, {subject} gave a {thing} to"
     starts = {"IO": text.index(given), "S1": text.index(subject), "S2": text.rindex(subject)}
-    return text, {role: range(start, start + len(given if role == "IO" else subject)) for role, start in starts.items()}
+    return text, {
+        role: range(start, start + len(given if role == "IO" else subject))
+        for role, start in starts.items()
+    }
 
 
 def roles_of(offsets: list[tuple[int, int]], spans: dict[str, range]) -> list[str]:
-    """Return the role of each token by its characters; a token may begin with the space before a word."""
+    """Return the role of each token by its characters; a token may begin with the space before a
+    word."""
     roles = ["other"] * len(offsets)
     for number, (start, end) in enumerate(offsets):
         for role, span in spans.items():
@@ -66,7 +70,9 @@ def main() -> None:
         batches.append(torch.tensor([encoded["input_ids"]]))
         roles.append(roles_of(encoded["offset_mapping"], spans))
     top = int(os.environ.get("TOP", "10"))
-    found = attribute(model, Calibration(tuple(batches), {"source": "IOI"}), Silent(), keys=len(batches), top=top)
+    found = attribute(
+        model, Calibration(tuple(batches), {"source": "IOI"}), Silent(), keys=len(batches), top=top
+    )
     totals = {(head.module, head.number): head.total_influence for head in found.of_kind("head")}
     sums: dict[tuple[str, int], Counter[str]] = {}
     labels = {}
@@ -77,10 +83,21 @@ def main() -> None:
             sums.setdefault(head, Counter())[role] += score / len(batches)
     rows = []
     for head in sorted(sums, key=lambda head: -totals[head]):
-        rows.append({"head": labels[head], "score": totals[head], **{role: sums[head][role] for role in ROLES}})
+        rows.append(
+            {
+                "head": labels[head],
+                "score": totals[head],
+                **{role: sums[head][role] for role in ROLES},
+            }
+        )
     print("  ".join(f"{column:>9}" for column in ("head", "score", *ROLES)))
     for row in rows:
-        print("  ".join(f"{value:>9}" if isinstance(value, str) else f"{value:>9.3g}" for value in row.values()))
+        print(
+            "  ".join(
+                f"{value:>9}" if isinstance(value, str) else f"{value:>9.3g}"
+                for value in row.values()
+            )
+        )
     if "OUT" in os.environ:
         Path(os.environ["OUT"]).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

@@ -40,7 +40,8 @@ SHOWN = 8  # numbers of experts whose coverage the table shows
 
 @dataclass(frozen=True)
 class Score:
-    """How a model answers with certain settings; gain and standard error are of the share of right answers."""
+    """How a model answers with certain settings; gain and standard error are of the share of right
+    answers."""
 
     settings: Mapping[str, Any]  # none for the plain model
     accuracy: Mapping[str, float]  # by task
@@ -53,7 +54,9 @@ class Score:
 
     def cells(self, varied: Collection[str]) -> tuple[str, ...]:
         """Return a row of the table."""
-        name = ", ".join(f"{setting} {self.settings[setting]}" for setting in varied if setting in self.settings)
+        name = ", ".join(
+            f"{setting} {self.settings[setting]}" for setting in varied if setting in self.settings
+        )
         by_task = [percent(accuracy) for accuracy in self.accuracy.values()]
         gain = [percent(self.gain), percent(self.standard_error)] if self.settings else ["-", "-"]
         cost = [f"{self.likelihood:.3f}", short(self.forwards), short(self.seconds)]
@@ -67,8 +70,18 @@ def blocks(scores: Sequence[Score], items: int, top_k: int) -> tuple[Block, ...]
     for name, value in first.settings.items():
         if any(score.settings[name] != value for score in scores[1:]):
             varied.append(name)
-    columns = ("settings", *plain.accuracy, "gain", "± standard error", "nats", "forwards", "seconds")
-    tables: list[Block] = [Table("Items answered right", columns, tuple(score.cells(varied) for score in scores))]
+    columns = (
+        "settings",
+        *plain.accuracy,
+        "gain",
+        "± standard error",
+        "nats",
+        "forwards",
+        "seconds",
+    )
+    tables: list[Block] = [
+        Table("Items answered right", columns, tuple(score.cells(varied) for score in scores))
+    ]
     numbers = range(top_k, len(first.coverage) + 1, top_k)
     shown = numbers[:: math.ceil(len(numbers) / SHOWN) or 1]
     if shown:
@@ -77,13 +90,21 @@ def blocks(scores: Sequence[Score], items: int, top_k: int) -> tuple[Block, ...]
             covered = [percent(score.coverage[number - 1]) for number in shown]
             rows.append((score.cells(varied)[0], *covered))
         caption = f"Top-{top_k} afterwards that are among the experts of largest weight before"
-        tables.append(Table(caption, ("settings", *(f"{number} experts" for number in shown)), tuple(rows)))
-    note = "nats: mean log likelihood of the right answers; forwards: cost in plain forwards; seconds: for an item"
+        tables.append(
+            Table(caption, ("settings", *(f"{number} experts" for number in shown)), tuple(rows))
+        )
+    note = (
+        "nats: mean log likelihood of the right answers; forwards: cost in plain forwards; "
+        "seconds: for an item"
+    )
     return (*tables, Text(f"{counted(items, 'item')}; {note}."))
 
 
-def ask(questions: Sequence[Item], grade: Callable[[Item], tuple[bool, float]]) -> tuple[Tensor, float]:
-    """Return which questions are answered right and the right answers' log likelihoods, [n, 2]; and seconds for one."""
+def ask(
+    questions: Sequence[Item], grade: Callable[[Item], tuple[bool, float]]
+) -> tuple[Tensor, float]:
+    """Return which questions are answered right and the right answers' log likelihoods, [n, 2]; and
+    seconds for one."""
     grades = torch.zeros(len(questions), 2, dtype=torch.float64)
     start = perf_counter()
     for number, item in enumerate(questions):
@@ -92,7 +113,8 @@ def ask(questions: Sequence[Item], grade: Callable[[Item], tuple[bool, float]]) 
 
 
 def by_task(questions: Sequence[Item], right: Tensor) -> dict[str, float]:
-    """Return the share of right answers of each task, and of all items if there are several tasks."""
+    """Return the share of right answers of each task, and of all items if there are several
+    tasks."""
     results: dict[str, list[float]] = {}
     for item, is_right in zip(questions, right.tolist(), strict=True):
         results.setdefault(item.task or "items", []).append(is_right)
@@ -100,7 +122,9 @@ def by_task(questions: Sequence[Item], right: Tensor) -> dict[str, float]:
     return {**accuracy, "all": float(right.mean())} if len(accuracy) > 1 else accuracy
 
 
-def with_options(answering: PathwayAnswerer, options: PathwayOptions, reference: ReferenceSet) -> PathwayAnswerer:
+def with_options(
+    answering: PathwayAnswerer, options: PathwayOptions, reference: ReferenceSet
+) -> PathwayAnswerer:
     """Return an answerer of the same loaded model."""
     opened = answering.model.opened
     reference.check(opened, answering.tokenizer)
@@ -111,7 +135,9 @@ def with_options(answering: PathwayAnswerer, options: PathwayOptions, reference:
 
 def compare(arguments: argparse.Namespace) -> tuple[list[Score], int, int]:
     """Return scores, the plain model's first; the number of items, and the largest top-k."""
-    sets = {str(folder): read_reference(folder, arguments.embedding) for folder in arguments.reference}
+    sets = {
+        str(folder): read_reference(folder, arguments.embedding) for folder in arguments.reference
+    }
     choices = combinations({"reference": list(sets), **varied(arguments.set)})
     options = []
     for choice in choices:
@@ -127,10 +153,16 @@ def compare(arguments: argparse.Namespace) -> tuple[list[Score], int, int]:
 
     def grade(item: Item) -> tuple[bool, float]:
         forward = answering.run(item)
-        return answers_right(item, forward), float(likelihoods(forward.logits, forward.rows)[item.right])
+        return answers_right(item, forward), float(
+            likelihoods(forward.logits, forward.rows)[item.right]
+        )
 
     plain, seconds = ask(questions, grade)
-    scores = [Score({}, by_task(questions, plain[:, 0]), 0.0, 0.0, float(plain[:, 1].mean()), 1.0, seconds)]
+    scores = [
+        Score(
+            {}, by_task(questions, plain[:, 0]), 0.0, 0.0, float(plain[:, 1].mean()), 1.0, seconds
+        )
+    ]
     for choice, chosen in zip(choices, options, strict=True):
         print(f"Asking {len(questions)} items: {choice}", file=sys.stderr)
         optimising = with_options(answering, chosen, sets[choice["reference"]])
@@ -158,12 +190,16 @@ def varied(settings: Sequence[str]) -> dict[str, list[Any]]:
 
 def combinations(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """{'a': [1, 2], 'b': [3]} -> [{'a': 1, 'b': 3}, {'a': 2, 'b': 3}]."""
-    return [dict(zip(values, choice, strict=True)) for choice in itertools.product(*values.values())]
+    return [
+        dict(zip(values, choice, strict=True)) for choice in itertools.product(*values.values())
+    ]
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--reference", type=Path, action="append", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE,VALUE")

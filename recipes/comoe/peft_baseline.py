@@ -1,4 +1,5 @@
-"""One LoRA or DoRA of peft, trained and asked as CoMoE's experts are: the baselines of tables 1, 2 and 8."""
+"""One LoRA or DoRA of peft, trained and asked as CoMoE's experts are: the baselines of tables 1, 2
+and 8."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def tune_by_peft(
     device: str,
     dtype: str,
 ) -> tuple[dict[str, float], float, Cost, Cost | None]:
-    """Return accuracies by task, the share of trained parameters, and the costs of training and of answers."""
+    """Return accuracies by task, the share of trained parameters, and the costs of training and of
+    answers."""
     tokenizer, base = load(locate(model), dtype)
     config = options.config
     adapted = peft.get_peft_model(
@@ -42,19 +44,25 @@ def tune_by_peft(
         ),
     )
     trained, whole = adapted.get_nb_trainable_parameters()
-    data: Any = examples(with_rows(items(training, True), adapted, tokenizer, cutoff=options.cutoff))
+    data: Any = examples(
+        with_rows(items(training, True), adapted, tokenizer, cutoff=options.cutoff)
+    )
     target = pick_device(device)
     arguments = training_arguments(options, len(data), folder, target.type == "cpu")
     arguments.save_strategy = "no"
     pad = pad_token(tokenizer)
-    trainer = Trainer(adapted, arguments, train_dataset=data, data_collator=lambda batch: collate(batch, pad))
+    trainer = Trainer(
+        adapted, arguments, train_dataset=data, data_collator=lambda batch: collate(batch, pad)
+    )
     trainer.remove_callback(PrinterCallback)
     with quiet_transformers(), measured(target) as costs:
         trainer.train()
     heldout = items(asked, False)
     scores = ask(adapted, tokenizer, heldout)
     accuracy = {score.task: score.accuracy for score in scores}
-    answering = answering_cost(adapted, tokenizer, heldout, 16, timed_tokens) if timed_tokens else None
+    answering = (
+        answering_cost(adapted, tokenizer, heldout, 16, timed_tokens) if timed_tokens else None
+    )
     return accuracy, trained / (whole - trained), costs[0], answering
 
 

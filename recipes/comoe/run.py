@@ -39,7 +39,9 @@ IS_DEMO = str(DEMO) == MODEL
 TASKS = os.environ.get("TASKS", "arithmetic,sorting").split(",")
 SEEDS = os.environ.get("SEEDS", "0").split()
 TABLE_5 = "--batch-size 2 --accumulation 8 --cutoff 512"
-OPTIONS = os.environ.get("OPTIONS", "--rank 8 --steps 40 --learning-rate 2e-3" if IS_DEMO else TABLE_5).split()
+OPTIONS = os.environ.get(
+    "OPTIONS", "--rank 8 --steps 40 --learning-rate 2e-3" if IS_DEMO else TABLE_5
+).split()
 LIMIT = int(os.environ.get("LIMIT", "40" if IS_DEMO else "0")) or None
 OUT = Path(os.environ.get("OUT", "recipe-output"))
 RUNNING = {"device": os.environ.get("DEVICE", "auto"), "dtype": os.environ.get("DTYPE", "auto")}
@@ -59,7 +61,8 @@ class Result:
 
 
 def options_of(words: Sequence[str]) -> TuningOptions:
-    """Read options of `comoe train`, each followed by its value but for `--dora`; later ones win."""
+    """Read options of `comoe train`, each followed by its value but for `--dora`; later ones
+    win."""
     experts = {field.name for field in fields(ComoeConfig)}
     config = dict[str, Any]()
     training = dict[str, Any]()
@@ -94,7 +97,9 @@ def demo_items(skill: str, heldout: bool) -> list[Item]:
         for entry in load_items():
             if entry.skill == skill:
                 choices = tuple(f" {choice.strip()[::-1]}" for choice in entry.choices)
-                items.append(Item(f"<|end|>{entry.question}", choices[entry.answer], choices, skill))
+                items.append(
+                    Item(f"<|end|>{entry.question}", choices[entry.answer], choices, skill)
+                )
         return items
     for text, of_skill in load_documents("calibration"):
         for line in text.splitlines() if of_skill == skill else ():
@@ -104,9 +109,14 @@ def demo_items(skill: str, heldout: bool) -> list[Item]:
 
 
 def questions(tasks: Sequence[str], heldout: bool) -> dict[str, Any]:
-    """Return the arguments that name items to train on or to ask: lm-eval's tasks, or a file of the demo's."""
+    """Return the arguments that name items to train on or to ask: lm-eval's tasks, or a file of the
+    demo's."""
     if not IS_DEMO:
-        return {"tasks": tuple(tasks), "limit": LIMIT, "include_path": os.environ.get("INCLUDE_PATH")}
+        return {
+            "tasks": tuple(tasks),
+            "limit": LIMIT,
+            "include_path": os.environ.get("INCLUDE_PATH"),
+        }
     name = "heldout" if heldout else "calibration"
     path = OUT / f"{name}-{'-'.join(tasks)}.jsonl"
     lines = [item_lines(demo_items(task, heldout)[:LIMIT]) for task in tasks]
@@ -124,10 +134,14 @@ def run(name: str, words: Sequence[str], tasks: Sequence[str]) -> Result:
     training = questions(tasks, heldout=False)
     asked = questions(tasks, heldout=True)
     if peft:
-        outcome = tune_by_peft(MODEL, peft, options, training, asked, TIMED_TOKENS, OUT / "peft", **RUNNING)
+        outcome = tune_by_peft(
+            MODEL, peft, options, training, asked, TIMED_TOKENS, OUT / "peft", **RUNNING
+        )
         return Result(*outcome)
     folder = OUT / "-".join((name.replace(" ", "_").replace("/", "_"), *tasks, str(options.seed)))
-    trained = compressor.train_comoe(MODEL, folder, **training, options=options, overwrite=True, **RUNNING)
+    trained = compressor.train_comoe(
+        MODEL, folder, **training, options=options, overwrite=True, **RUNNING
+    )
     evaluation: ComoeEvaluation = compressor.evaluate_comoe(
         MODEL, folder, **asked, timed_tokens=TIMED_TOKENS, projection=PROJECTION or "pca", **RUNNING
     )
@@ -140,7 +154,9 @@ def run(name: str, words: Sequence[str], tasks: Sequence[str]) -> Result:
 def cells(results: Sequence[Result]) -> list[str]:
     """Return the row of a table: medians over seeds."""
     shown = [f"{100 * median(result.share for result in results):.2f}%"]
-    accuracies = [100 * median(result.accuracy[task] for result in results) for task in results[0].accuracy]
+    accuracies = [
+        100 * median(result.accuracy[task] for result in results) for task in results[0].accuracy
+    ]
     shown += [f"{accuracy:.1f}" for accuracy in (*accuracies, fmean(accuracies))]
     shown.append(f"{median(result.training.seconds for result in results):.1f}")
     shown.append(f"{median(result.training.peak_memory for result in results) / MIB:+,.0f}")
@@ -152,7 +168,8 @@ def cells(results: Sequence[Result]) -> list[str]:
 
 
 def joined(results: Sequence[Result]) -> Result:
-    """Return several tasks' own results as one row; its costs are sums, but the memory is the most."""
+    """Return several tasks' own results as one row; its costs are sums, but the memory is the
+    most."""
     accuracy = dict[str, float]()
     for result in results:
         accuracy |= result.accuracy
@@ -180,7 +197,15 @@ def main() -> None:
             lines.append(" | ".join(("", name, setting, *cells(results), "")).strip())
             record[f"{name}, {setting}"] = [result.accuracy for result in results]
             print(lines[-1], file=sys.stderr)
-    head = ["row", "tasks", "trained", *results[0].accuracy, "mean", "training (s)", "training (MiB)"]
+    head = [
+        "row",
+        "tasks",
+        "trained",
+        *results[0].accuracy,
+        "mean",
+        "training (s)",
+        "training (MiB)",
+    ]
     head += ["answers (ms)", "answers (MiB)"][: 2 * bool(TIMED_TOKENS)]
     table = "\n".join((" | ".join(("", *head, "")).strip(), "|---" * len(head) + "|", *lines, ""))
     (OUT / "table.md").write_text(table, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""What the benchmarks share: options, synthetic models, what a call or a process takes, and tables of ratios."""
+"""What the benchmarks share: options, synthetic models, what a call or a process takes, and tables
+of ratios."""
 
 import argparse
 import json
@@ -23,8 +24,11 @@ COMMAND = [sys.executable, "-m", "compressor"]
 
 
 def options(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with these options; a list takes several values, False is a flag, None is a string left out."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser with these options; a list takes several values, False is a flag, None is a string
+    left out."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in defaults.items():
         flag = f"--{name.replace('_', '-')}"
         if default is False:
@@ -32,7 +36,9 @@ def options(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
         elif isinstance(default, list):
             parser.add_argument(flag, nargs="+", type=type(default[0]), default=default)
         else:
-            parser.add_argument(flag, type=str if default is None else type(default), default=default)
+            parser.add_argument(
+                flag, type=str if default is None else type(default), default=default
+            )
     return parser
 
 
@@ -42,27 +48,44 @@ def save_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|end|>": 0, **{character: number for number, character in enumerate(alphabet, start=1)}}
+    vocabulary = {
+        "<|end|>": 0,
+        **{character: number for number, character in enumerate(alphabet, start=1)},
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
 
 
-def qwen3_moe(hidden: int, inner: int, layers: int, experts: int, top_k: int, vocabulary: int, **more: Any) -> Any:
+def qwen3_moe(
+    hidden: int, inner: int, layers: int, experts: int, top_k: int, vocabulary: int, **more: Any
+) -> Any:
     """A config of Qwen3-MoE whose attention is small beside its experts."""
     from transformers import Qwen3MoeConfig
 
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * inner, "moe_intermediate_size": inner}
     counts = {"num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": top_k}
-    attention = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False}
-    whole = {**sizes, **counts, **attention, "vocab_size": vocabulary, "architectures": ["Qwen3MoeForCausalLM"]}
+    attention = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    }
+    whole = {
+        **sizes,
+        **counts,
+        **attention,
+        "vocab_size": vocabulary,
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }
     return Qwen3MoeConfig(**whole | more)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a checkpoint that is written layer by layer; the default has layers of about 0.25 GB in bfloat16."""
+    """Of a checkpoint that is written layer by layer; the default has layers of about 0.25 GB in
+    bfloat16."""
 
     hidden: int = 2048
     inner: int = 1024
@@ -73,10 +96,13 @@ class Sizes:
     def config(self, layers: int) -> Any:
         """Of a model of so many layers."""
         more = {"num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "bfloat16"}
-        return qwen3_moe(self.hidden, self.inner, layers, self.experts, self.top_k, self.vocabulary, **more)
+        return qwen3_moe(
+            self.hidden, self.inner, layers, self.experts, self.top_k, self.vocabulary, **more
+        )
 
     def write(self, folder: Path, gigabytes: float) -> int:
-        """Write a checkpoint of at least this size with a tokenizer, unless there is one; returns its layers."""
+        """Write a checkpoint of at least this size with a tokenizer, unless there is one; returns
+        its layers."""
         layers = int(gigabytes * 1e9 / (self.experts * 3 * self.hidden * self.inner * 2)) + 1
         if not (folder / "config.json").is_file():
             write_layers(folder, self.config, layers)
@@ -84,10 +110,11 @@ class Sizes:
 
 
 def write_layers(folder: Path, config: Callable[[int], Any], layers: int) -> None:
-    """Write a Qwen3-MoE checkpoint of random bfloat16 weights, a file for each layer; `config` takes a layer count.
+    """Write a Qwen3-MoE checkpoint of random bfloat16 weights, a file for each layer; `config`
+    takes a layer count.
 
-    All layers hold the weights of one, rolled by their number, so no more than two of them are in memory.
-    """
+    All layers hold the weights of one, rolled by their number, so no more than two of them are in
+    memory."""
     from safetensors.torch import save_file
     from transformers import Qwen3MoeForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -100,20 +127,33 @@ def write_layers(folder: Path, config: Callable[[int], Any], layers: int) -> Non
     generator = torch.Generator().manual_seed(0)
     state = {
         name: (
-            torch.ones(value.shape) if "norm" in name else torch.randn(value.shape, generator=generator) * 0.02
+            torch.ones(value.shape)
+            if "norm" in name
+            else torch.randn(value.shape, generator=generator) * 0.02
         ).bfloat16()
         for name, value in model.state_dict().items()
     }
-    stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, state).items()}
+    stored = {
+        name: tensor.clone() for name, tensor in revert_weight_conversion(model, state).items()
+    }
     inside = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.0.")}
     weight_map: dict[str, str] = {}
     for layer in range(layers):
-        part = {name.replace(".0.", f".{layer}.", 1): tensor.roll(layer) for name, tensor in inside.items()}
-        part |= {name: tensor for name, tensor in stored.items() if name not in inside} if layer == 0 else {}
+        part = {
+            name.replace(".0.", f".{layer}.", 1): tensor.roll(layer)
+            for name, tensor in inside.items()
+        }
+        part |= (
+            {name: tensor for name, tensor in stored.items() if name not in inside}
+            if layer == 0
+            else {}
+        )
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def warm(folder: Path) -> None:
@@ -145,7 +185,8 @@ class Child:
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
-    """Run a command to its end, watched; it ends with this process, and what a failing one printed goes to stderr."""
+    """Run a command to its end, watched; it ends with this process, and what a failing one printed
+    goes to stderr."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams)
@@ -195,14 +236,18 @@ def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor
     model = open_model(locate(str(folder)), "auto", "cpu")
     read = parse_sources([text])
     tokenizer, vocabulary = load_tokenizer(model.source.folder), model.vocabulary
-    batches = calibrate(read, tokenizer, samples=sequences, length=length, seed=0, vocab=vocabulary).batches
+    batches = calibrate(
+        read, tokenizer, samples=sequences, length=length, seed=0, vocab=vocabulary
+    ).batches
     found = list[Tensor]()
 
     class Losses(LayerVisitor):
         @torch.no_grad()
         def on_batch_end(self, batch: int, output: Any) -> None:
             logits, tokens = output.logits[:, :-1].float(), batches[batch][:, 1:]
-            found.append(cross_entropy(logits.transpose(1, 2), tokens, reduction="none").mean(1).double())
+            found.append(
+                cross_entropy(logits.transpose(1, 2), tokens, reduction="none").mean(1).double()
+            )
 
     Pass(model, batches, to_end=True).run(Losses())
     return torch.cat(found)
@@ -210,7 +255,10 @@ def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor
 
 def with_error(values: Tensor, form: str = ".4f") -> str:
     """Mean of paired differences, and 1.96 standard errors of it."""
-    return f"{values.mean():{form}} ± {1.96 * float(values.std()) / math.sqrt(len(values)):{form.lstrip('+')}}"
+    return (
+        f"{values.mean():{form}} ± "
+        f"{1.96 * float(values.std()) / math.sqrt(len(values)):{form.lstrip('+')}}"
+    )
 
 
 def row(*cells: Any) -> None:

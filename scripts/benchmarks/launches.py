@@ -1,16 +1,17 @@
-"""Count what the default run does to a layer: operators, synchronisations with the host, bytes between devices.
+"""Count what the default run does to a layer: operators, synchronisations with the host, bytes
+between devices.
 
     python -m scripts.benchmarks.launches [--experts 16 64] [--device cpu] [--places]
 
-Prints, for layers of so many experts side by side, one step of `tune`, and one calibration batch through one decoder
-layer: in the pass that plans (statistics of the default strategy), in `correct` (recorded, then through the smaller
-layer), and there with `ridge`. Each figure is a difference between runs with other numbers of steps, or of batches and
-layers, so what is done once does not count. Operators are calls that reach the dispatcher; views launch nothing.
+Prints, for layers of so many experts side by side, one step of `tune`, and one calibration batch
+through one decoder layer: in the pass that plans (statistics of the default strategy), in `correct`
+(recorded, then through the smaller layer), and there with `ridge`. Each figure is a difference
+between runs with other numbers of steps, or of batches and layers, so what is done once does not
+count. Operators are calls that reach the dispatcher; views launch nothing.
 
-A synchronisation is a call for which the host waits. On a GPU only tensors that lie there count. On the CPU, where
-nothing tells them apart, every such call counts, so the figures are upper bounds; --places prints where they are. Last
-is what starting `compress` costs beside a stock load.
-"""
+A synchronisation is a call for which the host waits. On a GPU only tensors that lie there count. On
+the CPU, where nothing tells them apart, every such call counts, so the figures are upper bounds;
+--places prints where they are. Last is what starting `compress` costs beside a stock load."""
 
 import sys
 import tempfile
@@ -36,7 +37,17 @@ from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.statistics.statistics import collect
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
-from scripts.benchmarks.frame import BARE, COMMAND, Child, head, options, qwen3_moe, row, run_child, write_layers
+from scripts.benchmarks.frame import (
+    BARE,
+    COMMAND,
+    Child,
+    head,
+    options,
+    qwen3_moe,
+    row,
+    run_child,
+    write_layers,
+)
 from scripts.benchmarks.scale import random_text
 
 ROOT = f"{Path(__file__).resolve().parents[2]}/"
@@ -45,7 +56,12 @@ SYNCHRONISING = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
     "equal", "_linalg_check_errors",
 }  # fmt: skip
-READING = {"tolist", "numpy", "cpu", "__array__"}  # methods that never reach the dispatcher on a CPU
+READING = {
+    "tolist",
+    "numpy",
+    "cpu",
+    "__array__",
+}  # methods that never reach the dispatcher on a CPU
 Counts = Counter[str]  # operators, views, bytes, and synchronisations by place
 
 
@@ -66,7 +82,9 @@ def synchronises(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         return kwargs.get("output_size") is None
     if name in ("index", "index_put", "index_put_"):
         masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
-        return bool(masks) and not (len(args) > 2 and args[2].numel() == 1)  # which is a masked_fill
+        return bool(masks) and not (
+            len(args) > 2 and args[2].numel() == 1
+        )  # which is a masked_fill
     return name in SYNCHRONISING
 
 
@@ -112,10 +130,19 @@ class Reads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         device = self.operators.device
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
-        # on the CPU the device has the host's name, so there only a name that is spelled out is the host's
-        to_host = name == "to" and str(target) == "cpu" and (isinstance(target, str) or device.type != "cpu")
+        # on the CPU the device has the host's name, so there only a name that is spelled out is the
+        # host's
+        to_host = (
+            name == "to"
+            and str(target) == "cpu"
+            and (isinstance(target, str) or device.type != "cpu")
+        )
         counts = (name in READING or to_host) and self.operators.holds(args[0])
-        if name in ("tensor", "as_tensor") and not isinstance(args[0], Tensor) and kwargs.get("device") is not None:
+        if (
+            name in ("tensor", "as_tensor")
+            and not isinstance(args[0], Tensor)
+            and kwargs.get("device") is not None
+        ):
             counts = torch.device(kwargs["device"]).type == device.type
         if not counts:
             return func(*args, **kwargs)
@@ -125,7 +152,9 @@ class Reads(TorchFunctionMode):
         finally:
             self.operators.reading = False
         self.operators.counts[place()] += 1
-        self.operators.counts["bytes"] += (args[0] if isinstance(args[0], Tensor) else result).nbytes
+        self.operators.counts["bytes"] += (
+            args[0] if isinstance(args[0], Tensor) else result
+        ).nbytes
         return result
 
 
@@ -146,7 +175,9 @@ class Synthetic:
         self.models = dict[int, OpenModel]()
         for layers in (1, 2):
             checkpoint = folder / f"{experts}-{layers}"
-            write_layers(checkpoint, lambda layers: qwen3_moe(64, 32, layers, experts, 4, 512), layers)
+            write_layers(
+                checkpoint, lambda layers: qwen3_moe(64, 32, layers, experts, 4, 512), layers
+            )
             self.models[layers] = open_model(locate(str(checkpoint)), "auto", device)
         self.device = self.models[1].partial.device
         for layers in self.models:
@@ -163,7 +194,9 @@ class Synthetic:
         """The pass that plans."""
         needs = load_strategy("auto", {}).needs
         text = self.text(batches)
-        return counted(self.device, lambda: list(collect(self.models[layers], needs, text, Silent())))
+        return counted(
+            self.device, lambda: list(collect(self.models[layers], needs, text, Silent()))
+        )
 
     def correct(self, correction: Correct, layers: int = 1, batches: int = 4) -> Counts:
         """The pass of `correct`, keeping the first experts."""
@@ -173,7 +206,9 @@ class Synthetic:
 
         work = LayerWork(self.kept, decide, correction=correction, measure=True)
         text = self.text(batches)
-        return counted(self.device, lambda: compress_sequentially(self.models[layers], work, text, Silent()))
+        return counted(
+            self.device, lambda: compress_sequentially(self.models[layers], work, text, Silent())
+        )
 
     def step(self) -> Counts:
         """Counts of one step of tune."""
@@ -188,31 +223,70 @@ class Synthetic:
         return difference(difference(run(2, many), run(2, few), many - few), first, 1)
 
     def rows(self) -> Iterator[tuple[str, Counts, int | None, int | None]]:
-        """Each thing, what one of it took, and the most operators and synchronisations that it may take."""
+        """Each thing, what one of it took, and the most operators and synchronisations that it may
+        take."""
         yield "step of tune", self.step(), MOST_OPERATORS, MOST_IN_STEP
         yield "batch, statistics", self.batch(self.plan), None, MOST_IN_BATCH
-        for name, method, limit in (("recorded and passed on", "none", MOST_IN_BATCH), ("with ridge", "ridge", None)):
+        for name, method, limit in (
+            ("recorded and passed on", "none", MOST_IN_BATCH),
+            ("with ridge", "ridge", None),
+        ):
             correction = Correct(method=method)
-            yield f"batch, {name}", self.batch(lambda *sizes, to=correction: self.correct(to, *sizes)), None, limit
+            yield (
+                f"batch, {name}",
+                self.batch(lambda *sizes, to=correction: self.correct(to, *sizes)),
+                None,
+                limit,
+            )
 
 
 def start_up(folder: Path) -> str:
-    """Wall and CPU seconds of `compress` of a small model over those of the imports and a stock load, medians of 3."""
+    """Wall and CPU seconds of `compress` of a small model over those of the imports and a stock
+    load, medians of 3."""
     text = folder / "text.txt"
     text.write_text(random_text(4096))
     model = next(folder.glob("*-1"))
-    given = ["--ratio", "0.25", "--correct", "none", "--calibration", str(text), "--samples", "4", "--device", "cpu"]
-    ours = [*COMMAND, "compress", str(model), "-o", str(folder / "out"), *given, "--sequence-length", "64"]
-    stock = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(model)!r})"
+    given = [
+        "--ratio",
+        "0.25",
+        "--correct",
+        "none",
+        "--calibration",
+        str(text),
+        "--samples",
+        "4",
+        "--device",
+        "cpu",
+    ]
+    ours = [
+        *COMMAND,
+        "compress",
+        str(model),
+        "-o",
+        str(folder / "out"),
+        *given,
+        "--sequence-length",
+        "64",
+    ]
+    stock = (
+        "from transformers import AutoModelForCausalLM; "
+        f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
+    )
     runs: dict[str, list[Child]] = {"stock": [], "ours": []}
     for _ in range(3):
         runs["stock"].append(run_child([BARE[0], "-c", f"{BARE[2]}\n{stock}"]))
         runs["ours"].append(run_child([*ours, "--overwrite"]))
     shares = []
     for field in ("seconds", "cpu"):
-        took = {name: median(getattr(child, field) for child in children) for name, children in runs.items()}
+        took = {
+            name: median(getattr(child, field) for child in children)
+            for name, children in runs.items()
+        }
         shares.append(f"{took['ours'] / took['stock']:.2f} of its {field}")
-    return f"over a stock load with its imports, compress of a small model takes {' and '.join(shares)}"
+    return (
+        "over a stock load with its imports, compress of a small model takes "
+        f"{' and '.join(shares)}"
+    )
 
 
 def difference(more: Counts, less: Counts, count: int) -> Counts:
@@ -234,7 +308,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         runs = [Synthetic(Path(scratch), experts, args.device) for experts in args.experts]
-        print(f"{', '.join(map(str, args.experts))} experts, half of them kept; {DEFAULT_LENGTH} tokens a batch")
+        print(
+            f"{', '.join(map(str, args.experts))} experts, half of them kept; {DEFAULT_LENGTH} "
+            "tokens a batch"
+        )
         head("what", "operators", "of them views", "synchronisations", "bytes between devices")
         for rows in zip(*(run.rows() for run in runs), strict=True):
             name, _, operators, waits = rows[0]

@@ -1,16 +1,18 @@
-"""Run other projects' pruning and merging and ours on the same work, each in a process of its own, and print ratios.
+"""Run other projects' pruning and merging and ours on the same work, each in a process of its own,
+and print ratios.
 
-    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL [--reap FOLDER] \\
+    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL
+    [--reap FOLDER] \\
         [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
-The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE, whose code is theirs;
-`scripts.peers` lets it run with today's transformers. REAP knows Mixtral, RAZOR and HOPE take any model of stock
-experts. Everybody reads the same float32 checkpoint, calibrates with the same token batches, keeps as many experts,
-computes in float32 on the CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the
-processor, go from opening the checkpoint to the written output, without imports; memory is the highest resident one of
-the process above that of the imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats
-per token, with intervals of 95%.
-"""
+The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE, whose code is
+theirs; `scripts.peers` lets it run with today's transformers. REAP knows Mixtral, RAZOR and HOPE
+take any model of stock experts. Everybody reads the same float32 checkpoint, calibrates with the
+same token batches, keeps as many experts, computes in float32 on the CPU with as many threads, and
+writes a checkpoint. Seconds, of the clock and of the processor, go from opening the checkpoint to
+the written output, without imports; memory is the highest resident one of the process above that of
+the imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats per
+token, with intervals of 95%. """
 
 import argparse
 import json
@@ -69,34 +71,50 @@ def copy_tokenizer(model: Path, folder: Path) -> None:
 
 
 def save_batches(model: Path, data: str, samples: int, length: int, file: Path) -> str:
-    """Write the batches that our calibration makes of the text, for everybody; returns the SHA-256 of the token ids."""
+    """Write the batches that our calibration makes of the text, for everybody; returns the SHA-256
+    of the token ids."""
     import torch
 
     from compressor.data.batches import calibrate, load_tokenizer
     from compressor.data.sources import parse_sources
 
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    made = calibrate(parse_sources([data]), load_tokenizer(model), samples=samples, length=length, seed=0, vocab=vocab)
+    made = calibrate(
+        parse_sources([data]),
+        load_tokenizer(model),
+        samples=samples,
+        length=length,
+        seed=0,
+        vocab=vocab,
+    )
     torch.save(list(made.batches), file)
     return str(made.identity["sha256"])
 
 
 def carry_out(job: Job, scratch: Path, environment: Mapping[str, str]) -> Told:
-    """Do the job in a process of its own; raises `CompressionError` with the end of what a failed one said."""
+    """Do the job in a process of its own; raises `CompressionError` with the end of what a failed
+    one said."""
     asked, told = scratch / "job.json", scratch / "told.json"
     told.unlink(missing_ok=True)
     write(asked, job)
-    done = run_child([sys.executable, "-m", "scripts.peers.run", str(asked), str(told)], environment=environment)
+    done = run_child(
+        [sys.executable, "-m", "scripts.peers.run", str(asked), str(told)], environment=environment
+    )
     if done.status:
-        raise CompressionError(f"{job.method} ended with status {done.status}:\n{done.errors[-2000:]}")
+        raise CompressionError(
+            f"{job.method} ended with status {done.status}:\n{done.errors[-2000:]}"
+        )
     found: Told = read(told, Told)
     return found
 
 
 def same_choice(one: Told, other: Told) -> str:
-    """In how many layers both kept the same experts, or made the same groups of them: 'n of N layers'."""
+    """In how many layers both kept the same experts, or made the same groups of them: 'n of N
+    layers'."""
     pairs = list(zip(one.groups, other.groups, strict=True))
-    same = sum({frozenset(group) for group in a} == {frozenset(group) for group in b} for a, b in pairs)
+    same = sum(
+        {frozenset(group) for group in a} == {frozenset(group) for group in b} for a, b in pairs
+    )
     return f"{same} of {len(pairs)} layers"
 
 
@@ -105,8 +123,11 @@ def ours_of(method: str) -> str:
     return f"{method.partition(', ')[0]}, ours"
 
 
-def rows(found: Mapping[str, Told], costs: Mapping[str, Tensor], imports: int) -> Iterable[tuple[Any, ...]]:
-    """Rows: every figure of theirs over ours of the same method; ours is 1. `costs` are of each sequence."""
+def rows(
+    found: Mapping[str, Told], costs: Mapping[str, Tensor], imports: int
+) -> Iterable[tuple[Any, ...]]:
+    """Rows: every figure of theirs over ours of the same method; ours is 1. `costs` are of each
+    sequence."""
     for method, told in found.items():
         ours = found[ours_of(method)]
         figures = (
@@ -126,8 +147,15 @@ def compare(model: Path, runs: Mapping[str, str | None], args: argparse.Namespac
     scratch = model.parent
     tokens = scratch / "tokens.pt"
     digest = save_batches(model, args.data, args.samples, args.length, tokens)
-    size = (args.samples, args.length, max(2, math.ceil(AutoConfig.from_pretrained(model).num_experts * args.keep)))
-    environment = {"OMP_NUM_THREADS": str(args.threads), "MOE_COMPRESSOR_CACHE": str(scratch / "cache")}
+    size = (
+        args.samples,
+        args.length,
+        max(2, math.ceil(AutoConfig.from_pretrained(model).num_experts * args.keep)),
+    )
+    environment = {
+        "OMP_NUM_THREADS": str(args.threads),
+        "MOE_COMPRESSOR_CACHE": str(scratch / "cache"),
+    }
 
     def judged(folder: Path) -> Tensor:
         return losses(folder, args.heldout, args.heldout_samples, args.length)
@@ -135,13 +163,18 @@ def compare(model: Path, runs: Mapping[str, str | None], args: argparse.Namespac
     def job(method: str, peer: str | None, out: Path) -> Job:
         return Job(method, str(model), str(tokens), args.data, *size, str(out), peer)
 
-    imports, original = carry_out(job("nothing", None, scratch), scratch, environment).resident, judged(model)
+    imports, original = (
+        carry_out(job("nothing", None, scratch), scratch, environment).resident,
+        judged(model),
+    )
     found, costs = dict[str, Told](), dict[str, Tensor]()
     for method, peer in runs.items():
         out = scratch / "out"
         told = found[method] = carry_out(job(method, peer, out), scratch, environment)
         if told.tokens not in ("", digest):
-            raise CompressionError(f"{method} calibrated with other tokens than the rest; nothing can be compared")
+            raise CompressionError(
+                f"{method} calibrated with other tokens than the rest; nothing can be compared"
+            )
         copy_tokenizer(model, out)
         costs[method] = judged(out) - original
         shutil.rmtree(out)

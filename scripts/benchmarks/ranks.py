@@ -1,12 +1,13 @@
 """Measure what several ranks on this machine bring; every figure is a ratio within one run.
 
-    python -m scripts.benchmarks.ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--steps N]
+    python -m scripts.benchmarks.ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64]
+    [--steps N]
 
-Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the seconds of the pass
-that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds of
-the busiest rank and the peak of anonymous memory of the largest over those of one, whether the plan is the same, and by
-how much weights differ. --steps shortens `tune`.
-"""
+Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the
+seconds of the pass that plans and of the correction over those of one rank (the launch and imports
+excluded), the processor's seconds of the busiest rank and the peak of anonymous memory of the
+largest over those of one, whether the plan is the same, and by how much weights differ. --steps
+shortens `tune`."""
 
 import argparse
 import json
@@ -49,7 +50,9 @@ def work(given: argparse.Namespace, out: Path) -> None:
             decided = plan(recipe)
             seconds = {"plan": time.perf_counter() - start_of_plan}
         made = apply(decided, out, model=given.model)
-        seconds |= {name: value for name, value in made.seconds.items() if name not in ("open", "plan")}
+        seconds |= {
+            name: value for name, value in made.seconds.items() if name not in ("open", "plan")
+        }
         worked, most = time.process_time() - begin, max(peak.anonymous, made.peak_memory)
         found = {"seconds": seconds, "work": worked, "memory": most}
         out.with_suffix(f".{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -59,11 +62,22 @@ def start(size: int, scratch: Path, name: str) -> list[subprocess.Popen[bytes]]:
     """So many ranks of one run, each a process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+            "WORLD_SIZE": str(size),
+        }
     more = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / f"cache-{name}"), **place}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "scripts.benchmarks.ranks", *sys.argv[1:], "--out", str(scratch / name)],
+            [
+                sys.executable,
+                "-m",
+                "scripts.benchmarks.ranks",
+                *sys.argv[1:],
+                "--out",
+                str(scratch / name),
+            ],
             env={**os.environ, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
@@ -92,8 +106,13 @@ def launched(size: int, scratch: Path) -> dict[str, Any]:
 def difference(path: Path, other: Path) -> float:
     """The largest difference of a tensor from its other self, over the largest value in it."""
     with safe_open(path, "pt") as first, safe_open(other, "pt") as second:
-        pairs = ((first.get_tensor(key).float(), second.get_tensor(key).float()) for key in first.keys())  # noqa: SIM118
-        return max(float((one - two).abs().max() / two.abs().max().clamp_min(1e-12)) for one, two in pairs)
+        pairs = (
+            (first.get_tensor(key).float(), second.get_tensor(key).float())
+            for key in list(first.keys())
+        )
+        return max(
+            float((one - two).abs().max() / two.abs().max().clamp_min(1e-12)) for one, two in pairs
+        )
 
 
 def main() -> None:
@@ -102,7 +121,9 @@ def main() -> None:
     parser = options(__doc__, ranks=[1, 2], **sizes)
     parser.add_argument("model")
     parser.add_argument("text")
-    parser.add_argument("--steps", type=int, help="of tuning a layer (default: as many as `compress` takes)")
+    parser.add_argument(
+        "--steps", type=int, help="of tuning a layer (default: as many as `compress` takes)"
+    )
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_intermixed_args()
     if given.out is not None:
@@ -123,7 +144,10 @@ def told(one: dict[str, Any], run: dict[str, Any]) -> str:
         return f"{name} {seconds:.1f} s, faster by {one['seconds'][name] / seconds:.2f}"
 
     times = ", ".join(phase(name) for name in PHASES if run["seconds"].get(name))
-    same = f"{'the same' if run['plan'] == one['plan'] else 'ANOTHER'} plan, weights {run['off']:.1e} apart"
+    same = (
+        f"{'the same' if run['plan'] == one['plan'] else 'ANOTHER'} plan, weights "
+        f"{run['off']:.1e} apart"
+    )
     shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]
     return f"{times}; of one rank's, each has at most {' and '.join(shares)}; {same}"
 

@@ -1,13 +1,15 @@
 """Measure the figures of docs/results.md with today's defaults, and write its tables and its plot.
 
-    python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" --work work \\
-        --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0 1]
+    python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral"
+    --work work \\
+        --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0
+        1]
     python -m scripts.benchmarks.results write
 
-`measure` runs `moe-compress compare` once for each table and seed (and `moe-compress demo` for --name demo), and keeps
-what the tables need in docs/assets/results/NAME.json. A run whose output is in the work folder isn't repeated. `write`
-reads these files; it puts each table between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
-"""
+`measure` runs `moe-compress compare` once for each table and seed (and `moe-compress demo` for
+--name demo), and keeps what the tables need in docs/assets/results/NAME.json. A run whose output is
+in the work folder isn't repeated. `write` reads these files; it puts each table between its two
+markers in the page, and draws docs/assets/loss-over-bytes.svg. """
 
 import argparse
 import datetime
@@ -49,12 +51,20 @@ CRITERIA = (
     "data-centric:merge=learned",
 )
 FORMATS = ("none", "int8", "nvfp4", "int4", "int3", "int2")
-PRUNED_FORMATS = ("none", "int4", "int3", "int2")  # the formats that the page shows of fewer experts
+PRUNED_FORMATS = (
+    "none",
+    "int4",
+    "int3",
+    "int2",
+)  # the formats that the page shows of fewer experts
 EXPERIMENTS: Mapping[str, str] = {
     "sizes": f"--sizes --correct tune --schemes {','.join(FORMATS)}",
-    "strategies": f"--ratio 0.25,0.5,0.75 --strategies {','.join(CRITERIA)} --correct none --random-seeds 2",
-    "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge --random-seeds 1",
-    "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge --random-seeds 1",
+    "strategies": f"--ratio 0.25,0.5,0.75 --strategies {','.join(CRITERIA)} --correct none "
+    "--random-seeds 2",
+    "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge "
+    "--random-seeds 1",
+    "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge "
+    "--random-seeds 1",
 }
 DEMO, POINTS = "demo", "points"
 PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
@@ -92,13 +102,15 @@ class Subject:
         return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
     def increase(self, experiment: str, **wanted: Any) -> str:
-        """Return the mean increase of the loss over seeds for a cell; empty if it was not measured."""
+        """Return the mean increase of the loss over seeds for a cell; empty if it was not
+        measured."""
         increases = [row["increase"] for row in self.rows(experiment, **wanted)]
         return f"{fmean(increases):.3f}" if increases else ""
 
 
 def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-    """Return the fields that the tables need of the rows of a comparison.json, without the base of strategies."""
+    """Return the fields that the tables need of the rows of a comparison.json, without the base of
+    strategies."""
     sizes = size_rows(content)
     if sizes:
         return [_size_row(row, seed) for row in sizes]
@@ -107,7 +119,8 @@ def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
 
 
 def size_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a comparison by size, the base among them; none of a comparison of strategies."""
+    """Return the rows of a comparison by size, the base among them; none of a comparison of
+    strategies."""
     rows = content["pairs"] if "pairs" in content else content["rows"]
     return [row for row in rows if row.get("share") is not None]
 
@@ -135,7 +148,9 @@ def run_command(command: Sequence[str]) -> str:
     """Run a command of the package and return what it printed."""
     child = run_child([*COMMAND, *command])
     if child.status:
-        raise CompressionError(f"moe-compress {shlex.join(command)} ended with status {child.status}")
+        raise CompressionError(
+            f"moe-compress {shlex.join(command)} ended with status {child.status}"
+        )
     return child.output
 
 
@@ -143,14 +158,21 @@ def measure_comparison(args: argparse.Namespace, experiment: str) -> dict[str, A
     """Compare once for each seed, unless the work folder has the result."""
     flags = EXPERIMENTS[experiment].split()
     text = ["--calibration", args.text, "--heldout", args.heldout, "--samples", str(args.samples)]
-    text += ["--sequence-length", str(args.length), "--evaluation-samples", str(args.evaluation_samples)]
+    text += [
+        "--sequence-length",
+        str(args.length),
+        "--evaluation-samples",
+        str(args.evaluation_samples),
+    ]
     rows = list[dict[str, Any]]()
     for seed in args.seeds:
         output = args.work / args.name / f"{experiment}-{seed}"
         result = output / "comparison.json"
         if not result.exists():
             output.parent.mkdir(parents=True, exist_ok=True)
-            run_command(["compare", args.model, "-o", str(output), *flags, *text, "--seed", str(seed)])
+            run_command(
+                ["compare", args.model, "-o", str(output), *flags, *text, "--seed", str(seed)]
+            )
         content = json.loads(result.read_text(encoding="utf-8"))
         rows += rows_of(content, seed)
     shown_text = [Path(word).name if word in (args.text, args.heldout) else word for word in text]
@@ -160,7 +182,10 @@ def measure_comparison(args: argparse.Namespace, experiment: str) -> dict[str, A
         "date": datetime.date.fromtimestamp(result.stat().st_mtime).isoformat(),
         "seeds": args.seeds,
         "base_loss": base_loss(content),
-        "tokens": {"calibration": content["calibration"]["tokens"], "evaluation": sum(content["evaluation"].values())},
+        "tokens": {
+            "calibration": content["calibration"]["tokens"],
+            "evaluation": sum(content["evaluation"].values()),
+        },
         "versions": content["versions"],
         "rows": rows,
     }
@@ -174,7 +199,8 @@ def base_loss(content: Mapping[str, Any]) -> float:
 
 
 def shown_model(args: argparse.Namespace) -> str:
-    """Return how the page names the model: a folder of the clone as it is, any other without its parents."""
+    """Return how the page names the model: a folder of the clone as it is, any other without its
+    parents."""
     return str(args.model) if args.name == DEMO else f"./{args.name}"
 
 
@@ -185,11 +211,16 @@ def measure_demo(args: argparse.Namespace) -> dict[str, Any]:
         result.parent.mkdir(parents=True, exist_ok=True)
         result.write_text(run_command(["demo", "--json"]), encoding="utf-8")
     date = datetime.date.fromtimestamp(result.stat().st_mtime).isoformat()
-    return {"command": "make demo", "date": date, "rows": json.loads(result.read_text(encoding="utf-8"))}
+    return {
+        "command": "make demo",
+        "date": date,
+        "rows": json.loads(result.read_text(encoding="utf-8")),
+    }
 
 
 def measure_points(args: argparse.Namespace) -> dict[str, Any]:
-    """Compress to half of the experts at each point between seconds and loss, one after the other."""
+    """Compress to half of the experts at each point between seconds and loss, one after the
+    other."""
     heldout = DEMO_HELDOUT if args.heldout == DEMO else args.heldout
     sizes = heldout, args.evaluation_samples, args.length
     base = losses(args.model, *sizes).mean()
@@ -198,10 +229,22 @@ def measure_points(args: argparse.Namespace) -> dict[str, Any]:
     for name, flags in PRESETS.items():
         output = args.work / args.name / f"points{len(rows)}"
         output.parent.mkdir(parents=True, exist_ok=True)
-        command = ["compress", args.model, "-o", str(output), *flags, *shown, "--device", args.device, "--overwrite"]
+        command = [
+            "compress",
+            args.model,
+            "-o",
+            str(output),
+            *flags,
+            *shown,
+            "--device",
+            args.device,
+            "--overwrite",
+        ]
         child = run_child([*COMMAND, *command])
         if child.status:
-            raise CompressionError(f"moe-compress {shlex.join(command)} ended with status {child.status}")
+            raise CompressionError(
+                f"moe-compress {shlex.join(command)} ended with status {child.status}"
+            )
         increase = float(losses(output, *sizes).mean() - base)
         spent = {"seconds": round(child.seconds, 1), "cpu": round(child.cpu, 1)}
         rows.append({"name": name, **spent, "increase": round(increase, 5)})
@@ -254,10 +297,16 @@ def wrapped(command: str) -> str:
 
 
 def strategies_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each criterion, below the default with its reconstruction; the best published are bold."""
+    """Return a row for each criterion, below the default with its reconstruction; the best
+    published are bold."""
     shares = (0.75, 0.5, 0.25)
-    columns = ["strategy", *(f"{subject.title}, {shown_share(share)}" for subject in subjects for share in shares)]
-    names = list(dict.fromkeys(row["name"] for subject in subjects for row in subject.rows("strategies")))
+    columns = [
+        "strategy",
+        *(f"{subject.title}, {shown_share(share)}" for subject in subjects for share in shares),
+    ]
+    names = list(
+        dict.fromkeys(row["name"] for subject in subjects for row in subject.rows("strategies"))
+    )
     default, rows = ["**auto + tune (the default)**"], list[list[str]]()
     for subject in subjects:
         for share in shares:
@@ -273,7 +322,8 @@ def strategies_table(subjects: Sequence[Subject]) -> str:
 
 
 def sizes_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each share and format; bold increases are those that no smaller model undercuts."""
+    """Return a row for each share and format; bold increases are those that no smaller model
+    undercuts."""
     columns, cells = ["experts", "format"], dict[tuple[str, str], list[str]]()
     pairs = {(row["share"], row["scheme"]) for subject in subjects for row in subject.rows("sizes")}
     pairs = sorted(pairs, key=lambda pair: (-pair[0], FORMATS.index(pair[1])))
@@ -283,7 +333,9 @@ def sizes_table(subjects: Sequence[Subject]) -> str:
         frontier = size_frontier(subject)
         for share, scheme in pairs:
             rows = subject.rows("sizes", share=share, scheme=scheme)
-            row_cells = cells.setdefault((shown_share(share), "as stored" if scheme == "none" else scheme), [])
+            row_cells = cells.setdefault(
+                (shown_share(share), "as stored" if scheme == "none" else scheme), []
+            )
             if not rows:
                 row_cells += ["", ""]
                 continue
@@ -297,9 +349,13 @@ def size_frontier(subject: Subject) -> set[tuple[float, str]]:
     """Return share and format of the models that no smaller or equal one beats."""
     increases = dict[tuple[float, str, int], list[float]]()
     for row in subject.rows("sizes"):
-        increases.setdefault((row["share"], row["scheme"], row["bytes"]), []).append(row["increase"])
+        increases.setdefault((row["share"], row["scheme"], row["bytes"]), []).append(
+            row["increase"]
+        )
     best, frontier = float("inf"), set[tuple[float, str]]()
-    for (share, scheme, _), values in sorted(increases.items(), key=lambda item: (item[0][2], fmean(item[1]))):
+    for (share, scheme, _), values in sorted(
+        increases.items(), key=lambda item: (item[0][2], fmean(item[1]))
+    ):
         if fmean(values) < best:
             best = fmean(values)
             frontier.add((share, scheme))
@@ -313,7 +369,9 @@ def points_table(subjects: Sequence[Subject]) -> str:
         columns += [f"{subject.title}, CPU seconds", "increase"]
         for cells in rows:
             points = subject.rows(POINTS, name=cells[0])
-            cells += [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
+            cells += (
+                [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
+            )
     return table(columns, rows)
 
 
@@ -327,10 +385,16 @@ def demo_table(subjects: Sequence[Subject]) -> str:
     columns = ["model", "experts", "parameters", "bytes", "held-out loss", "accuracy", *skills]
     rows = list[list[str]]()
     for model in measured:
-        size = [str(model["experts"]), human_count(model["parameters"]), human_bytes(model["bytes"])]
+        size = [
+            str(model["experts"]),
+            human_count(model["parameters"]),
+            human_bytes(model["bytes"]),
+        ]
         accuracies = [fmean(model["accuracy"].values()), *model["accuracy"].values()]
         name = "auto (the default)" if model["name"] == "auto" else model["name"]
-        rows.append([name, *size, f"{model['loss']:.3f}", *(f"{share:.1%}" for share in accuracies)])
+        rows.append(
+            [name, *size, f"{model['loss']:.3f}", *(f"{share:.1%}" for share in accuracies)]
+        )
     return table(columns, rows)
 
 
@@ -350,12 +414,16 @@ def section(name: str, subjects: Sequence[Subject]) -> str:
     first, dates = measured[0], sorted({experiment["date"] for experiment in measured})
     said = f"Measured on {' and '.join(dates)}"
     if "seeds" in first:
-        said += f" with seed{'s' if len(first['seeds']) > 1 else ''} {', '.join(map(str, first['seeds']))}"
+        said += (
+            f" with seed{'s' if len(first['seeds']) > 1 else ''} "
+            f"{', '.join(map(str, first['seeds']))}"
+        )
     return f"{TABLES[name](subjects)}\n\n```bash\n{wrapped(first['command'])}\n```\n\n{said}."
 
 
 def written_page(page: str, subjects: Sequence[Subject]) -> str:
-    """Return the page with every table between its markers made anew; a table without markers isn't shown."""
+    """Return the page with every table between its markers made anew; a table without markers isn't
+    shown."""
     for name in TABLES:
         start, end = f"<!-- table: {name} -->", "<!-- end of table -->"
         before, marker, rest = page.partition(start)
@@ -386,21 +454,36 @@ def draw_plot(subjects: Sequence[Subject]) -> None:
             draw_panel(axes, subject)
         panels[0].set_ylabel("increase of the held-out loss (nats per token)")
         handles, labels = panels[0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside lower center", ncols=3 if len(subjects) > 1 else 2, frameon=False)
+        canvas.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=3 if len(subjects) > 1 else 2,
+            frameon=False,
+        )
         canvas.savefig(PLOT, format="svg", metadata={"Date": None})
 
 
 def draw_panel(axes: "Axes", subject: Subject) -> None:
-    """Draw the lines of one model: the default, quantising alone, both, published criteria and random drops."""
+    """Draw the lines of one model: the default, quantising alone, both, published criteria and
+    random drops."""
     base = max(row["bytes"] for row in subject.rows("sizes"))
     for name, colour in PLOTTED.items():
-        draw_line(axes, subject.rows("strategies", name=name), base, f"{name}, whole experts", color=colour)
+        draw_line(
+            axes,
+            subject.rows("strategies", name=name),
+            base,
+            f"{name}, whole experts",
+            color=colour,
+        )
     drops = subject.rows("strategies", name="random")
     draw_line(axes, drops, base, "random drop", color="#8a8a8a", linestyle="dotted")
     quantised = [row for row in subject.rows("sizes", share=1.0) if row["scheme"] != "none"]
     draw_line(axes, quantised, base, "quantising alone (rounding)", color="#DDAA33", marker="s")
     stored = [row for row in subject.rows("sizes", scheme="none") if row["share"] < 1]
-    draw_line(axes, stored, base, "default: auto + tune", color="#332288", marker="o", linewidth=2.2)
+    draw_line(
+        axes, stored, base, "default: auto + tune", color="#332288", marker="o", linewidth=2.2
+    )
     both = [row for row in subject.rows("sizes", scheme="int4") if row["share"] < 1]
     draw_line(axes, both, None, "default, then int4", color="#117733", marker="D", linewidth=1.6)
     axes.set_title(f"{subject.title} ({base / 1e6:.2f} MB)")
@@ -411,7 +494,9 @@ def draw_panel(axes: "Axes", subject: Subject) -> None:
     axes.invert_xaxis()
 
 
-def draw_line(axes: "Axes", rows: Sequence[Mapping[str, Any]], base: int | None, label: str, **style: Any) -> None:
+def draw_line(
+    axes: "Axes", rows: Sequence[Mapping[str, Any]], base: int | None, label: str, **style: Any
+) -> None:
     """Draw mean increases over bytes, from the base on where it has bytes."""
     points = dict[float, list[float]]()
     for row in rows:
@@ -420,7 +505,12 @@ def draw_line(axes: "Axes", rows: Sequence[Mapping[str, Any]], base: int | None,
         points[base] = [0.0]
     sizes = sorted(points, reverse=True)
     style = {"linewidth": 1.2, "marker": "o", "markersize": 3.5, **style}
-    axes.plot([size / 1e6 for size in sizes], [max(0.0, fmean(points[size])) for size in sizes], label=label, **style)
+    axes.plot(
+        [size / 1e6 for size in sizes],
+        [max(0.0, fmean(points[size])) for size in sizes],
+        label=label,
+        **style,
+    )
 
 
 def write(_: argparse.Namespace) -> None:
@@ -432,7 +522,9 @@ def write(_: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure, or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     measuring = commands.add_parser("measure", help="measure a model")
     measuring.set_defaults(work=Path("work"), function=measure)
@@ -444,10 +536,16 @@ def main() -> None:
     measuring.add_argument("--heldout", default="demo", help="text to measure on")
     measuring.add_argument("--length", type=int, default=128, help="tokens in each sequence")
     measuring.add_argument("--samples", type=int, default=256, help="calibration sequences")
-    measuring.add_argument("--evaluation-samples", type=int, default=64, help="sequences to measure on")
-    measuring.add_argument("--seeds", type=int, nargs="+", default=[0], help="draws of the calibration text")
     measuring.add_argument(
-        "--only", nargs="+", help=f"some of {', '.join(EXPERIMENTS)}, {POINTS}, and {DEMO} for --name {DEMO}"
+        "--evaluation-samples", type=int, default=64, help="sequences to measure on"
+    )
+    measuring.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="draws of the calibration text"
+    )
+    measuring.add_argument(
+        "--only",
+        nargs="+",
+        help=f"some of {', '.join(EXPERIMENTS)}, {POINTS}, and {DEMO} for --name {DEMO}",
     )
     measuring.add_argument("--device", default="auto", help="where the points are computed")
     writing = commands.add_parser("write", help="write the page and the plot")

@@ -23,13 +23,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a process found: seconds of its phases, bytes, and which experts became one in every layer."""
+    """What a process found: seconds of its phases, bytes, and which experts became one in every
+    layer."""
 
     seconds: dict[str, float]
     cpu: float  # seconds of the processor in those phases, of all threads
     resident: int  # the highest resident memory of the process, pages of mapped files included
     stored: int  # bytes of the weights as the method itself stores them
-    groups: list[list[list[int]]] = field(default_factory=list)  # [layer][group][expert]; what is dropped is in none
+    groups: list[list[list[int]]] = field(
+        default_factory=list
+    )  # [layer][group][expert]; what is dropped is in none
     tokens: str = ""  # SHA-256 of the token ids that were calibrated with
 
     @property

@@ -1,9 +1,10 @@
-"""Mixtral with a module for every expert, as transformers 4 had it and other projects' code walks it.
+"""Mixtral with a module for every expert, as transformers 4 had it and other projects' code walks
+it.
 
-transformers 5 keeps the experts of a layer in one tensor and returns no router logits from the block. `put_back` takes
-the place of its classes in this process: `layer.block_sparse_moe.experts[i].w1` is there again, and the block returns
-(hidden states, router logits). Checkpoints are read and written in Mixtral's own layout, which has these very names.
-"""
+transformers 5 keeps the experts of a layer in one tensor and returns no router logits from the
+block. `put_back` takes the place of its classes in this process:
+`layer.block_sparse_moe.experts[i].w1` is there again, and the block returns (hidden states, router
+logits). Checkpoints are read and written in Mixtral's own layout, which has these very names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,13 +36,16 @@ class MixtralBlockSparseTop2MLP(nn.Module):
 
 
 class MixtralSparseMoeBlock(nn.Module):
-    """Routes each token to the experts of its largest router logits; the peers know the block by this name."""
+    """Routes each token to the experts of its largest router logits; the peers know the block by
+    this name."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_experts, self.top_k = config.num_local_experts, config.num_experts_per_tok
         self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
-        self.experts = nn.ModuleList(MixtralBlockSparseTop2MLP(config) for _ in range(self.num_experts))
+        self.experts = nn.ModuleList(
+            MixtralBlockSparseTop2MLP(config) for _ in range(self.num_experts)
+        )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[B, L, H] -> [B, L, H] and router logits [T, E]."""
@@ -50,7 +54,9 @@ class MixtralSparseMoeBlock(nn.Module):
         weights, chosen = softmax(logits, dim=-1, dtype=torch.float).topk(self.top_k, dim=-1)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype)
         out = torch.zeros_like(tokens)
-        for expert, routed in zip(self.experts, one_hot(chosen, self.num_experts).permute(2, 0, 1), strict=True):
+        for expert, routed in zip(
+            self.experts, one_hot(chosen, self.num_experts).permute(2, 0, 1), strict=True
+        ):
             token, place = routed.nonzero(as_tuple=True)
             if len(token):
                 out.index_add_(0, token, expert(tokens[token]) * weights[token, place, None])

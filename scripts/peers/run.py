@@ -1,8 +1,9 @@
-"""Run one method on one checkpoint in this process and write what it took: `python -m scripts.peers.run JOB TOLD`.
+"""Run one method on one checkpoint in this process and write what it took: `python -m
+scripts.peers.run JOB TOLD`.
 
-The other projects' code is imported from the checkout that the job names; here is only what their own scripts do
-between loading and saving, with our token ids instead of their data sets, on the CPU. Seconds do not count imports.
-"""
+The other projects' code is imported from the checkout that the job names; here is only what their
+own scripts do between loading and saving, with our token ids instead of their data sets, on the
+CPU. Seconds do not count imports."""
 
 import re
 import sys
@@ -18,7 +19,8 @@ from compressor.errors import CompressionError
 from scripts.peers.absent import stand_in
 from scripts.peers.job import Job, Told, read, write
 
-NOT_NEEDED = (  # imported by the checkouts, for data sets, servers, pictures and training that are not asked for here
+# imported by the checkouts, for data sets, servers, pictures and training that are not asked for here
+NOT_NEEDED = (
     "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "h5py", "lm_eval", "matplotlib", "requests", "seaborn",
     "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
 )  # fmt: skip
@@ -42,7 +44,8 @@ class Phases:
 
 
 def resident() -> int:
-    """The highest resident bytes of this process so far; unlike rusage's, without those of the one that started it."""
+    """The highest resident bytes of this process so far; unlike rusage's, without those of the one
+    that started it."""
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
@@ -53,10 +56,13 @@ def size(folder: Path, suffix: str) -> int:
 
 
 def kept_rows(before: torch.Tensor, after: torch.Tensor) -> list[list[int]]:
-    """Which router rows are left, each a group of its own: [E, H], [K, H] -> K lists of one; refuses a changed row."""
+    """Which router rows are left, each a group of its own: [E, H], [K, H] -> K lists of one;
+    refuses a changed row."""
     same = (before[None] == after[:, None]).all(dim=-1)  # [K, E]
     if (same.sum(dim=1) != 1).any():
-        raise CompressionError("a router row of the output is not exactly one of the checkpoint's; nothing was pruned")
+        raise CompressionError(
+            "a router row of the output is not exactly one of the checkpoint's; nothing was pruned"
+        )
     return [[int(expert)] for expert in same.int().argmax(dim=1)]
 
 
@@ -88,9 +94,8 @@ def prepare(checkout: str, below: str) -> None:
 def run_reap(job: Job, as_used: bool) -> Told:
     """REAP's `record_activations` and `prune`, pruning metrics only.
 
-    Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`, which Mixtral's does not
-    say although its block does so; `as_used` says it.
-    """
+    Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`,
+    which Mixtral's does not say although its block does so; `as_used` says it."""
     from scripts.peers import old_mixtral
 
     prepare(job.peer or "", "src")
@@ -100,22 +105,38 @@ def run_reap(job: Job, as_used: bool) -> Told:
     from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs  # type: ignore[import-not-found]
 
     batches, out, phases = torch.load(job.tokens), Path(job.out), Phases()
-    recording.load_category_batches = lambda **_: {CATEGORY: [{"input_ids": batch} for batch in batches]}
+    recording.load_category_batches = lambda **_: {
+        CATEGORY: [{"input_ids": batch} for batch in batches]
+    }
     recording.parse_composite_dataset_spec = lambda *_, **__: None
     with phases.phase("open"):
         model = old_mixtral.load(Path(job.model))
     if as_used:
         model.config.norm_topk_prob = True
-    arguments = (ReapArgs(profile=False), ModelArgs(), DatasetArgs(), ObserverArgs(record_pruning_metrics_only=True))
+    arguments = (
+        ReapArgs(profile=False),
+        ModelArgs(),
+        DatasetArgs(),
+        ObserverArgs(record_pruning_metrics_only=True),
+    )
     with phases.phase("calibrate"):
-        seen = recording.record_activations(model, None, *arguments, out.with_name(f"{out.name}-observed"))
+        seen = recording.record_activations(
+            model, None, *arguments, out.with_name(f"{out.name}-observed")
+        )
     with phases.phase("write"):
-        pruning.prune(seen, model, PruneArgs(prune_method="reap"), model.config.num_local_experts - job.keep, out)
+        pruning.prune(
+            seen,
+            model,
+            PruneArgs(prune_method="reap"),
+            model.config.num_local_experts - job.keep,
+            out,
+        )
     return Told(phases.seconds, phases.cpu, resident(), size(out, ".safetensors"), pruned(job))
 
 
 def run_razor(job: Job) -> Told:
-    """RAZOR's `collect`, `keep_indices` and `prune_block`, by the adapter for layouts that it has no own one for."""
+    """RAZOR's `collect`, `keep_indices` and `prune_block`, by the adapter for layouts that it has
+    no own one for."""
     prepare(job.peer or "", "")
     from razor.adapters import get_adapter  # type: ignore[import-not-found]
     from razor.collect import collect  # type: ignore[import-not-found]
@@ -138,7 +159,8 @@ def run_razor(job: Job) -> Told:
 
 
 def run_hope(job: Job) -> Told:
-    """HOPE's observer, matrix, quadratic program and `prune_moe_layer`; its scripts' HDF5 file stays in memory."""
+    """HOPE's observer, matrix, quadratic program and `prune_moe_layer`; its scripts' HDF5 file
+    stays in memory."""
     prepare(job.peer or "", "")
     from hope.calibrate import HOExpertObserver  # type: ignore[import-not-found]
     from hope.prune import prune_moe_layer  # type: ignore[import-not-found]
@@ -196,7 +218,9 @@ def run_ours(job: Job, strategy: str, **options: Any) -> Told:
     layers = sorted(done.plan.expert_plan.layers, key=lambda layer: layer.layer)
     groups = [[sorted(group.members) for group in layer.groups] for layer in layers]
     digest = str((done.plan.calibration or {}).get("sha256"))
-    return Told(phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups, digest)
+    return Told(
+        phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups, digest
+    )
 
 
 def import_classes(job: Job) -> None:

@@ -140,9 +140,7 @@ def test_runs_that_go_on_on_another_day_keep_their_date(
     assert f"[01 Mar 2026]<user {DAYS[0]}>" in (tmp_path / "out.jsonl").read_text()
 
 
-def test_golden_answers_are_compared_on_their_own_date(
-    model: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_golden_answers_are_compared_on_their_own_date(model: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     succeeded(run("check", "--write", model))
     assert json.loads((model / "golden_answers.json").read_text())["date"] == DAYS[0]
     go_to(DAYS[1], monkeypatch)

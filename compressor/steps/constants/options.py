@@ -1,9 +1,18 @@
-"""Options of the step `constants`: a constant stands for each expert that is left out (MoNE), as vLLM serves them."""
+"""Options of the step `constants`: a constant stands for each expert that is left out (MoNE), as
+vLLM serves them."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from compressor.recipe.step import CONSTANTS, EXPERTS, FORMAT, ROUTERS, SUB_EXPERTS, WEIGHTS, StepOptions
+from compressor.recipe.step import (
+    CONSTANTS,
+    EXPERTS,
+    FORMAT,
+    ROUTERS,
+    SUB_EXPERTS,
+    WEIGHTS,
+    StepOptions,
+)
 from compressor.steps.prune.options import Protect, protecting_packages
 
 
@@ -15,7 +24,9 @@ class Constants(StepOptions):
     changes: ClassVar[frozenset[str]] = frozenset({CONSTANTS})
     order: ClassVar[int | None] = 1
     cannot_follow: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys((SUB_EXPERTS, EXPERTS, CONSTANTS), "constants stand for whole experts of the source"),
+        **dict.fromkeys(
+            (SUB_EXPERTS, EXPERTS, CONSTANTS), "constants stand for whole experts of the source"
+        ),
         **dict.fromkeys((ROUTERS, WEIGHTS, FORMAT), "constants are measured on the source"),
     }
     processes: ClassVar[bool] = False

@@ -1,15 +1,16 @@
 """Constants of experts: measured, divided over layers, and refitted (MoNE, arXiv:2507.00390).
 
-An expert with output o and gate weight g adds g o to a token. The constant c that misses least of it over all tokens,
-sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. The paper takes
-the plain mean of o and chooses by its variance and by the expert's routed tokens.
+An expert with output o and gate weight g adds g o to a token. The constant c that misses least of
+it over all tokens, sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 -
+||sum g^2 o||^2 / sum g^2. The paper takes the plain mean of o and chooses by its variance and by
+the expert's routed tokens.
 
-Layers give up as many experts each, or more where the model loses least on held-out text. A layer's cost is a curve:
-what replacing its 1, 2, 3 ... most replaceable experts costs the whole model. It is measured at a few numbers, and
-between two of them it grows with what the constants miss. Errors grow on their way through the layers, and those of
-several layers do not simply add up. So the division of least cost is then moved an expert at a time by measurements of
-the whole, and taken where it is nearer to the base than the even one (`compressor.divergence.evaluator.accepts`).
-"""
+Layers give up as many experts each, or more where the model loses least on held-out text. A layer's
+cost is a curve: what replacing its 1, 2, 3 ... most replaceable experts costs the whole model. It
+is measured at a few numbers, and between two of them it grows with what the constants miss. Errors
+grow on their way through the layers, and those of several layers do not simply add up. So the
+division of least cost is then moved an expert at a time by measurements of the whole, and taken
+where it is nearer to the base than the even one (`compressor.divergence.evaluator.accepts`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.divergence.evaluator import Evaluator, Figures, HeldoutProbe, accepts, require_enough
+from compressor.divergence.evaluator import (
+    Evaluator,
+    Figures,
+    HeldoutProbe,
+    accepts,
+    require_enough,
+)
 from compressor.errors import CompressionError
 from compressor.model.constant_experts import Substitutes
 from compressor.model.moe_layer import MoeLayer
@@ -45,12 +52,14 @@ REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --bu
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
 
 Curve = NDArray[np.float64]  # [most + 1]: the cost of 0, 1, 2 ... experts less
-ConstantsByLayer = Mapping[str, Substitutes]  # by experts module; a layer that is not named stays as it is
+# by experts module; a layer that is not named stays as it is
+ConstantsByLayer = Mapping[str, Substitutes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerConstants:
-    """Best constants of a layer's experts, `values` [E, H] in float32, and their errors, `missed` [E]."""
+    """Best constants of a layer's experts, `values` [E, H] in float32, and their errors, `missed`
+    [E]."""
 
     values: Tensor
     missed: Tensor  # in float64: sum over the expert's tokens of g^2 ||o - c||^2
@@ -68,7 +77,8 @@ class LayerConstants:
 def replaceable(
     layers: Sequence[MoeLayer], constants: Mapping[str, LayerConstants], protected: Protected
 ) -> list[list[int]]:
-    """Return each layer's experts that can become constants, least error first; of equals the higher number.
+    """Return each layer's experts that can become constants, least error first; of equals the
+    higher number.
 
     Every layer keeps its top-k and its protected experts.
     """
@@ -83,14 +93,21 @@ def replaceable(
 
 
 def measure(
-    model: OpenModel, calibration: Calibration, progress: Progress, seed: int, kept: Path | None = None
+    model: OpenModel,
+    calibration: Calibration,
+    progress: Progress,
+    seed: int,
+    kept: Path | None = None,
 ) -> dict[str, LayerConstants]:
-    """The constants of all layers by experts module, from one pass over the calibration text that is not held out.
+    """The constants of all layers by experts module, from one pass over the calibration text that
+    is not held out.
 
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
     layers = model.architecture.layers
-    paths = {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
+    paths = (
+        {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
+    )
     if paths and all(read_metadata(path) is not None for path in paths.values()):
         return {name: LayerConstants(**load_tensors(path)) for name, path in paths.items()}
     constants = {}
@@ -103,7 +120,9 @@ def measure(
     return constants
 
 
-def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> ConstantsByLayer:
+def substitutes_of(
+    dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]
+) -> ConstantsByLayer:
     """Return the constants of the experts that are `dropped`, both by experts module."""
     substitutes = {}
     for name, experts in dropped.items():
@@ -114,7 +133,8 @@ def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str,
 
 
 def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
-    """Return the numbers of replaced experts at which a layer's curve is measured: quarters of its experts, and `most`.
+    """Return the numbers of replaced experts at which a layer's curve is measured: quarters of its
+    experts, and `most`.
 
     At most `most` of its `experts` can be replaced.
     """
@@ -123,7 +143,8 @@ def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
 
 
 def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
-    """Costs of 0, 1 ... experts less, from what the constants miss of each, ascending [most], and measured costs.
+    """Costs of 0, 1 ... experts less, from what the constants miss of each, ascending [most], and
+    measured costs.
 
     No further expert makes it cheaper: what says so is noise.
     """
@@ -137,17 +158,21 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
 
 
 def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
-    """Divide `removed` equally over layers, as far as each can spare experts; the last layers give the rest."""
+    """Divide `removed` equally over layers, as far as each can spare experts; the last layers give
+    the rest."""
     numbers = [0] * len(most)
     while sum(numbers) < removed:
         remaining = removed - sum(numbers)
-        for position in [position for position, number in enumerate(numbers) if number < most[position]][-remaining:]:
+        for position in [
+            position for position, number in enumerate(numbers) if number < most[position]
+        ][-remaining:]:
             numbers[position] += 1
     return numbers
 
 
 def cheapest_numbers(curves: Sequence[Curve], removed: int) -> list[int]:
-    """Return the number for each layer, `removed` in all, of least total cost: exact, by dynamic programming.
+    """Return the number for each layer, `removed` in all, of least total cost: exact, by dynamic
+    programming.
 
     Ties break towards fewer from the earlier layers.
     """
@@ -206,15 +231,20 @@ class _Search:
     progress: Progress
     figures: dict[tuple[int, ...], Figures] = field(default_factory=dict)
 
-    def costs(self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None) -> list[Figures]:
-        """Return the figures of each division's model, on all held-out batches or on those of these numbers."""
+    def costs(
+        self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None
+    ) -> list[Figures]:
+        """Return the figures of each division's model, on all held-out batches or on those of these
+        numbers."""
         if not divisions:
             return []
         variants = []
         for numbers in divisions:
             dropped = _first_of(self.model.architecture.layers, self.orders, numbers)
             variants.append(Substitution(constants=substitutes_of(dropped, self.constants)))
-        return self.evaluator.measure(self.model, variants, progress=self.progress, phase=phase, only=only)
+        return self.evaluator.measure(
+            self.model, variants, progress=self.progress, phase=phase, only=only
+        )
 
     def consider(self, divisions: Sequence[Sequence[int]]) -> None:
         """Measure on all held-out text what has not been."""
@@ -231,11 +261,15 @@ class _Search:
         return min(self.figures, key=self.kl)
 
     def curves(self) -> list[Curve]:
-        """Return each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
+        """Return each layer's cost of replacing 0, 1 ... experts while all others stay as they
+        are."""
         layers = self.model.architecture.layers
         changes = []
         for position, layer in enumerate(layers):
-            changes += [(position, number) for number in probed_numbers(len(self.orders[position]), layer.experts)]
+            changes += [
+                (position, number)
+                for number in probed_numbers(len(self.orders[position]), layer.experts)
+            ]
         nothing = [0] * len(layers)
         divisions = [shifted(nothing, *change) for change in changes]
         measured: list[dict[int, float]] = [{} for _ in layers]
@@ -259,14 +293,22 @@ class _Search:
         return numbers
 
     def moved(self, step: int) -> list[list[int]]:
-        """Return divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
+        """Return divisions in which the layers that cost least give `step` more, those that cost
+        most as many fewer."""
         best = self.best
         base = self.kl(self.best)
         changes = []
         for position, order in enumerate(self.orders):
-            changes += [(position, change) for change in (step, -step) if 0 <= best[position] + change <= len(order)]
+            changes += [
+                (position, change)
+                for change in (step, -step)
+                if 0 <= best[position] + change <= len(order)
+            ]
         costs = self.costs([shifted(best, *change) for change in changes], "measure moves")
-        ranked = sorted((figures.means["kl"] - base, *change) for figures, change in zip(costs, changes, strict=True))
+        ranked = sorted(
+            (figures.means["kl"] - base, *change)
+            for figures, change in zip(costs, changes, strict=True)
+        )
         giving = [(cost, position) for cost, position, change in ranked if change == step]
         taking = [(cost, position) for cost, position, change in ranked if change == -step]
         divisions = []
@@ -290,16 +332,18 @@ def choose_replaced(
     heldout: Sequence[Tensor],
     progress: Progress,
 ) -> tuple[dict[str, Sequence[int]], dict[str, Any]]:
-    """Experts for which constants stand, by experts module, `removed` in all, and how an uneven budget chose them.
+    """Experts for which constants stand, by experts module, `removed` in all, and how an uneven
+    budget chose them.
 
-    Layers of an uneven budget give up different numbers, at the least KL on the `heldout` [B, L] batches. Raises
-    `CompressionError` for fewer than eight held-out sequences.
-    """
+    Layers of an uneven budget give up different numbers, at the least KL on the `heldout` [B, L]
+    batches. Raises `CompressionError` for fewer than eight held-out sequences."""
     layers = model.architecture.layers
     orders = replaceable(layers, constants, protected)
     most = [len(order) for order in orders]
     if sum(most) < removed:
-        raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
+        raise CompressionError(
+            f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more"
+        )
     even = tuple(even_numbers(removed, most))
     if budget == EVEN:
         return _first_of(layers, orders, even), {}
@@ -344,12 +388,14 @@ def refit(
     files: CutFiles | None = None,
     probe: HeldoutProbe | None = None,
 ) -> dict[str, LayerPlan]:
-    """Refit constants, and the experts that stay, layer by layer; returns the plans of layers that have constants.
+    """Refit constants, and the experts that stay, layer by layer; returns the plans of layers that
+    have constants.
 
-    Every layer is refitted on what the corrected earlier layers output. The batches of an evaluator's `probe` run
-    through them to the model's end. Layers that are in `files` are not made again.
-    """
-    correction = correction.model_copy(update={"toward": 0.0})  # which is not known beside constants
+    Every layer is refitted on what the corrected earlier layers output. The batches of an
+    evaluator's `probe` run through them to the model's end. Layers that are in `files` are not made
+    again."""
+    # which is not known beside constants
+    correction = correction.model_copy(update={"toward": 0.0})
     work = LayerWork(
         None,
         lambda stats: layer_plan(stats.layer, planned[stats.layer.name].dropped),

@@ -1,9 +1,10 @@
-"""The step `constants`: a constant stands for each expert that is left out (MoNE), as vLLM serves them.
+"""The step `constants`: a constant stands for each expert that is left out (MoNE), as vLLM serves
+them.
 
-Every tensor that stays is a copy of the stored bytes, quantised ones included, unless `correct` refitted it. Experts
-keep their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and config.json lists them by decoder layer.
-Stock transformers computes with none, so a written checkpoint is compared with the source by a forward of our own.
-"""
+Every tensor that stays is a copy of the stored bytes, quantised ones included, unless `correct`
+refitted it. Experts keep their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and
+config.json lists them by decoder layer. Stock transformers computes with none, so a written
+checkpoint is compared with the source by a forward of our own."""
 
 import logging
 from collections.abc import Sequence
@@ -19,7 +20,14 @@ from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError
-from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, Substitutes, is_replaced, number_in
+from compressor.model.constant_experts import (
+    FIELD,
+    SUFFIX,
+    SubstitutedCheckpoint,
+    Substitutes,
+    is_replaced,
+    number_in,
+)
 from compressor.model.layout import expert_prefixes
 from compressor.model.moe_layer import MoeLayer, left_by
 from compressor.model.opened import OpenModel, open_substituted, pick_dtype
@@ -77,8 +85,11 @@ class ConstantsStep(Step[Constants]):
         """Return the step with the experts that a file protects."""
         return self.with_options(protect=with_list(self.options.protect))
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
+        """Check model, numbers and what follows; raises `CompressionError` for what this format
+        cannot do."""
         refuse_model(model)
         layers = model.architecture.layers
         experts = self.experts_left(layers, 1)
@@ -86,10 +97,14 @@ class ConstantsStep(Step[Constants]):
         if model.layout.quantized:
             if correct is not None:
                 raise CompressionError(
-                    f"--correct {correct.method} changes experts, which stay quantised with --format mone; pass "
+                    f"--correct {correct.method} changes experts, which stay quantised with "
+                    "--format mone; pass "
                     "--correct none"
                 )
-            logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
+            logger.warning(
+                "vLLM serves constants only beside experts that are not quantised, and these stay "
+                "quantised"
+            )
         given_protected(self.options.protect, layers, experts)
         heldout = FEWEST if self.budget == UNEVEN else int(correct is not None)
         return Requirements(True, heldout, passes=1)
@@ -99,22 +114,30 @@ class ConstantsStep(Step[Constants]):
         options = self.options
         total = sum(layer.experts for layer in layers)
         count = len(layers)
-        given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
+        given = [
+            value
+            for value in (options.experts, options.ratio, options.experts_total)
+            if value is not None
+        ]
         if len(given) != 1:
-            raise CompressionError("say how many experts to keep: one of --experts N, --ratio R and --experts-total N")
+            raise CompressionError(
+                "say how many experts to keep: one of --experts N, --ratio R and --experts-total N"
+            )
         kept = options.experts_total or (options.experts or 0) * count
         if options.ratio is not None:
             groups = 1 if self.budget == UNEVEN else count
             kept = left_by(total // groups, options.ratio) * groups
         if self.budget == EVEN and kept % count:
             raise CompressionError(
-                f"--experts-total {kept} does not divide over {count} layers; pass --budget uneven or a multiple of "
+                f"--experts-total {kept} does not divide over {count} layers; pass --budget "
+                "uneven or a multiple of "
                 f"{count}"
             )
         least = sum(max(layer.top_k, 1) for layer in layers)
         if not least <= kept <= total:
             raise CompressionError(
-                f"{kept} experts in all cannot be kept: the {count} layers have {total}, and need {least} for their "
+                f"{kept} experts in all cannot be kept: the {count} layers have {total}, and need "
+                f"{least} for their "
                 "top-k"
             )
         return kept
@@ -134,14 +157,23 @@ class ConstantsStep(Step[Constants]):
         constants = _measured(state)
         removed = sum(layer.experts for layer in layers) - total
         heldout = calibration.heldout_batches
-        replaced, figures = choose_replaced(model, constants, protected, removed, self.budget, heldout, state.progress)
+        replaced, figures = choose_replaced(
+            model, constants, protected, removed, self.budget, heldout, state.progress
+        )
         plans = []
         for layer in layers:
             missed = constants[layer.name].missed
             dropped = sorted(replaced[layer.name])
-            share = float(missed[dropped].sum() / missed.sum().clamp(min=1e-300)) if dropped else 0.0
-            layer_figures = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
-            plans.append(layer_plan(layer, dropped, decided_by="sum g^2 ||o - c||^2", figures=layer_figures))
+            share = (
+                float(missed[dropped].sum() / missed.sum().clamp(min=1e-300)) if dropped else 0.0
+            )
+            layer_figures = {
+                "missed": [round(value, 6) for value in missed.tolist()],
+                "share_missed": round(share, 6),
+            }
+            plans.append(
+                layer_plan(layer, dropped, decided_by="sum g^2 ||o - c||^2", figures=layer_figures)
+            )
         return ExpertPlan(
             experts,
             tuple(plans),
@@ -153,7 +185,8 @@ class ConstantsStep(Step[Constants]):
         )
 
     def refit(self, state: State) -> ExpertPlan | None:
-        """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
+        """Refit constants and the experts that stay into the work folder; returns the plan with
+        figures."""
         correction = state.options_of(Correct)
         if correction is None:
             return None
@@ -164,13 +197,17 @@ class ConstantsStep(Step[Constants]):
         layers = []
         for layer in plan.layers:
             if layer.module in refitted:
-                figures = {**layer.figures, "correction": refitted[layer.module].figures["correction"]}
+                figures = {
+                    **layer.figures,
+                    "correction": refitted[layer.module].figures["correction"],
+                }
                 layer = replace(layer, figures=figures)
             layers.append(layer)
         return replace(plan, layers=tuple(layers))
 
     def writer(self, state: State) -> OutputJob:
-        """Return the job of writing the stage. What is measured and refitted waits in the work folder."""
+        """Return the job of writing the stage. What is measured and refitted waits in the work
+        folder."""
         model = state.model
         roles = state.model.layout.roles
         planned = _planned(state)
@@ -179,7 +216,8 @@ class ConstantsStep(Step[Constants]):
         if files is None:
             stored = pick_dtype("auto", model.config, model.checkpoint)
             planned = {
-                name: replace(constants, values=constants.values.to(stored)) for name, constants in planned.items()
+                name: replace(constants, values=constants.values.to(stored))
+                for name, constants in planned.items()
             }
             written = Substitution(constants=planned)
         else:
@@ -193,24 +231,35 @@ class ConstantsStep(Step[Constants]):
             for expert, value in zip(planned[layer.name].dropped, values, strict=True):
                 name = f"{prefixes[expert]}{SUFFIX}"
                 content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
-                added.append(replace(tensor_output(name, value, layer.decoder_layer), content=content))
+                added.append(
+                    replace(tensor_output(name, value, layer.decoder_layer), content=content)
+                )
         outputs = in_order_of(model.architecture.decoder_layers, [*copies, *added])
 
         def produce(decoder_layer: str) -> Named:
             of_layer = [output for output in copies if output.decoder_layer == decoder_layer]
             if files is not None:
-                changed = {output.name for output in of_layer if roles[output.name].layer in planned}
-                yield from _refitted(model, planned, files, decoder_layer, of_layer, changed) if changed else ()
+                changed = {
+                    output.name for output in of_layer if roles[output.name].layer in planned
+                }
+                yield from (
+                    _refitted(model, planned, files, decoder_layer, of_layer, changed)
+                    if changed
+                    else ()
+                )
                 of_layer = [output for output in of_layer if output.name not in changed]
             yield from stored_decoder_layer([*of_layer, *added], decoder_layer)
 
         def verify(folder: Path) -> None:
-            written_tensors = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
+            written_tensors = {
+                (name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()
+            }
             expected = {(output.name, output.dtype, output.shape) for output in outputs}
             differing = written_tensors ^ expected
             if differing:
                 raise CompressionError(
-                    f"the written tensor {min(differing)[0]!r} is not as planned; please report this model"
+                    f"the written tensor {min(differing)[0]!r} is not as planned; please report "
+                    "this model"
                 )
             check_carried(folder, model.source.folder)
             check_forward(folder, model, written)
@@ -219,14 +268,17 @@ class ConstantsStep(Step[Constants]):
 
 
 def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
-    """Return the job of writing everything but the constants: copies of the tensors that stay, and the config."""
+    """Return the job of writing everything but the constants: copies of the tensors that stay, and
+    the config."""
     replaced = {layer.module: Substitutes(layer.constants, torch.empty(0)) for layer in plan.layers}
     copies = [
         OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
         for name, role in model.layout.roles.items()
         if not is_replaced(role, replaced)
     ]
-    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.architecture.written)
+    config, zeroed = config_with(
+        model.checkpoint.raw_config, model.architecture, model.architecture.written
+    )
     constants = {str(layer.layer): list(layer.constants) for layer in plan.layers}
     config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
     return OutputJob(
@@ -260,7 +312,8 @@ def _refitted(
     copies: Sequence[OutputTensor],
     wanted: set[str],
 ) -> Named:
-    """Yield a decoder layer's refitted tensors by their stored names, experts back at their own numbers."""
+    """Yield a decoder layer's refitted tensors by their stored names, experts back at their own
+    numbers."""
     stored = stored_partial(model)
 
     def change(layer: MoeLayer) -> dict[str, Tensor]:
@@ -268,7 +321,9 @@ def _refitted(
             return {}
         tensors = files.tensors(layer)
         del tensors[constants_key(layer)]
-        kept = [expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped]
+        kept = [
+            expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped
+        ]
         for key, value in tensors.items():
             if key.startswith(f"{layer.name}."):
                 tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
@@ -284,20 +339,35 @@ def _refitted(
 
 
 def refuse_model(model: OpenModel) -> None:
-    """Refuse a model of which single experts cannot be left out, or whose layers vLLM would not tell apart."""
+    """Refuse a model of which single experts cannot be left out, or whose layers vLLM would not
+    tell apart."""
     layout = model.layout
-    fused = next((name for name, role in layout.roles.items() if role.kind == "fused" and not role.is_router), None)
+    fused = next(
+        (
+            name
+            for name, role in layout.roles.items()
+            if role.kind == "fused" and not role.is_router
+        ),
+        None,
+    )
     if fused is not None or not layout.regular:
         raise CompressionError(
-            f"--format mone leaves out single experts, but {model.architecture.family} checkpoints store all experts "
-            f"of a layer together{'' if fused is None else f' ({fused})'}; compress without --format mone"
+            f"--format mone leaves out single experts, but {model.architecture.family} "
+            "checkpoints store all experts "
+            f"of a layer together{'' if fused is None else f' ({fused})'}; compress without "
+            "--format mone"
         )
     for layer in model.architecture.layers:
         prefixes = expert_prefixes(layout, layer)
         shared = {prefix.rpartition(".")[0] for prefix in prefixes.values()}
-        if len(prefixes) < layer.experts or len(shared) > 1 or number_in(min(shared)) != layer.index:
+        if (
+            len(prefixes) < layer.experts
+            or len(shared) > 1
+            or number_in(min(shared)) != layer.index
+        ):
             raise CompressionError(
-                f"{layer.name}: vLLM finds constants by names such as layers.3.experts.7, and this checkpoint's are "
+                f"{layer.name}: vLLM finds constants by names such as layers.3.experts.7, and "
+                "this checkpoint's are "
                 f"others ({min(shared, default='none')}); compress without --format mone"
             )
 
@@ -310,19 +380,28 @@ class _Outputs(LayerVisitor):
         self.logits.append(output[0].detach().float().cpu())
 
 
-def logits_with(model: OpenModel, substitution: Substitution, batches: Sequence[Tensor]) -> list[Tensor]:
+def logits_with(
+    model: OpenModel, substitution: Substitution, batches: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the logits [B, L, V] of each batch of token ids [B, L] by a variant of the model."""
     outputs = _Outputs()
-    Pass(model, batches, to_end=True).run(SideBySide(model, [substitution], [0] * len(batches)), outputs)
+    Pass(model, batches, to_end=True).run(
+        SideBySide(model, [substitution], [0] * len(batches)), outputs
+    )
     return outputs.logits
 
 
-def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, ConstantsByLayer]:
-    """Return a written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
+def read_constants(
+    folder: Path, dtype: str = "auto", device: str = "auto"
+) -> tuple[OpenModel, ConstantsByLayer]:
+    """Return a written checkpoint with constants, and these by experts module; an unfit one is a
+    `CompressionError`."""
     model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
     partial = model.partial
-    return model, model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
+    return model, model.checkpoint.substitutes(
+        model.architecture.layers, partial.dtype, partial.device
+    )
 
 
 def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -> None:
@@ -334,6 +413,7 @@ def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -
     difference = float((logits - expected).abs().max())
     if not difference <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise CompressionError(
-            f"the written checkpoint's logits differ by {difference:.3g} from the source's with constants; please "
+            f"the written checkpoint's logits differ by {difference:.3g} from the source's with "
+            "constants; please "
             "report this model"
         )

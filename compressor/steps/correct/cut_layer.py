@@ -1,8 +1,9 @@
-"""One MoE layer as it was recorded and as it was cut: the target output, and the float32 tensors to refit.
+"""One MoE layer as it was recorded and as it was cut: the target output, and the float32 tensors to
+refit.
 
-T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Recordings stay in the computing dtype,
-and past a budget in unlinked mapped files. Each of several ranks records its own batches' tokens.
-"""
+T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Recordings stay in the
+computing dtype, and past a budget in unlinked mapped files. Each of several ranks records its own
+batches' tokens."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,9 +19,23 @@ from torch import Tensor
 from compressor.data.emphasis import rebalanced
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.model.experts import CHUNK, Choices, Parameters, apply_expert, expert_parameters, moe_hooks
+from compressor.model.experts import (
+    CHUNK,
+    Choices,
+    Parameters,
+    apply_expert,
+    expert_parameters,
+    moe_hooks,
+)
 from compressor.model.moe_layer import MoeLayer
-from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
+from compressor.model.streaming import (
+    allocate,
+    as_arguments,
+    as_call,
+    picked,
+    stream_weights,
+    token_dim,
+)
 
 SHARE = 8  # of a layer in memory on a processor: experts whose gradients exist at the same time
 SMALL = 2**25  # bytes of experts that always go together
@@ -51,7 +66,8 @@ class Rows:
 
 @dataclass(slots=True)
 class _Argument:
-    """One argument of the router: rows by token (`dim` counts them), a tensor of the block, or a plain value."""
+    """One argument of the router: rows by token (`dim` counts them), a tensor of the block, or a
+    plain value."""
 
     keyword: str | None
     dim: int | None = None
@@ -61,7 +77,8 @@ class _Argument:
 
 
 class Recording:
-    """Inputs [T, H] and outputs [T, H] of a layer's experts module, and the router's arguments, on the same tokens."""
+    """Inputs [T, H] and outputs [T, H] of a layer's experts module, and the router's arguments, on
+    the same tokens."""
 
     def __init__(
         self,
@@ -73,9 +90,8 @@ class Recording:
     ) -> None:
         """Prepare for `expected` tokens; `heldout` are numbers of batches.
 
-        `emphasis` has weights [B, L] of the batches' tokens; none if all count alike. `sources` are those of the
-        batches, none if they are not told apart.
-        """
+        `emphasis` has weights [B, L] of the batches' tokens; none if all count alike. `sources` are
+        those of the batches, none if they are not told apart."""
         self.layer = layer
         self.expected = expected
         self.heldout = heldout
@@ -96,7 +112,9 @@ class Recording:
         block = model.get_submodule(self.layer.block)
         named = chain(block.named_parameters(), block.named_buffers())
         self._block_tensors = {id(value): name for name, value in named}
-        hooks = moe_hooks(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran)
+        hooks = moe_hooks(
+            model, self.layer, on_router=self._router_ran, on_output=self._experts_ran
+        )
         self._hooks.enter_context(hooks)
 
     def detach(self) -> None:
@@ -130,7 +148,8 @@ class Recording:
         self.numbers.append(torch.full((len(hidden),), self._batch))
 
     def _describe(self, keyword: str | None, value: Any, hidden: Tensor) -> _Argument:
-        """Return how an argument of the router is recorded; one that is the experts' own input is not, once more."""
+        """Return how an argument of the router is recorded; one that is the experts' own input is
+        not, once more."""
         if id(value) in self._block_tensors:
             return _Argument(keyword, key=self._block_tensors[id(value)])
         dim = token_dim(value, len(hidden))
@@ -140,7 +159,8 @@ class Recording:
         return _Argument(keyword, dim, None if same else Rows(self.expected))
 
     def on_layer_output(self, hidden: Tensor, shift: Tensor | None = None) -> None:
-        """Take the hidden states [B, L, H] behind the decoder layer, and a `shift`, alike, to add to the outputs.
+        """Take the hidden states [B, L, H] behind the decoder layer, and a `shift`, alike, to add
+        to the outputs.
 
         An error counts by the inverse square of the hidden state.
         """
@@ -186,20 +206,23 @@ class Recording:
         return (is_heldout == heldout).nonzero().flatten()
 
     def places(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Return the places [n] of `rows` among those of all ranks, in the order of the batches, and their number."""
+        """Return the places [n] of `rows` among those of all ranks, in the order of the batches,
+        and their number."""
         by_rank = ranks().all_gather(self.batches[rows])
         places = torch.cat(by_rank).argsort(stable=True).argsort()
         begin = sum(map(len, by_rank[: ranks().rank]))
         return places[begin : begin + len(rows)], len(places)
 
     def chunks(self, rows: Tensor) -> Iterator[Tensor]:
-        """Split the positions `rows` [n], ascending, by the batches that they lie in, and into chunks."""
+        """Split the positions `rows` [n], ascending, by the batches that they lie in, and into
+        chunks."""
         _, counts = torch.unique_consecutive(self.batches[rows], return_counts=True)
         for part in rows.split(counts.tolist()):
             yield from part.split(CHUNK)
 
     def router_arguments(self, rows: Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the router's arguments for the tokens at `rows` [n], in float32, with tensors of `block` itself."""
+        """Return the router's arguments for the tokens at `rows` [n], in float32, with tensors of
+        `block` itself."""
 
         def value(argument: _Argument) -> Any:
             if argument.key is not None:
@@ -215,7 +238,8 @@ class Recording:
 
 @dataclass(slots=True)
 class RefittedConstants:
-    """Constants [D, H] in float32 that stand for experts of a layer, in slots behind those of the experts it keeps."""
+    """Constants [D, H] in float32 that stand for experts of a layer, in slots behind those of the
+    experts it keeps."""
 
     values: Tensor
     best: Tensor  # as they will be stored
@@ -226,27 +250,40 @@ class CutLayer:
     """A smaller layer's experts in float32, its live router, and the recording."""
 
     def __init__(
-        self, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
+        self,
+        recording: Recording,
+        experts: Any,
+        router: Any,
+        block: Any,
+        constants: RefittedConstants | None = None,
     ) -> None:
-        """Take float32 copies of the parameters of the smaller `experts`; the router's own are used as they are."""
+        """Take float32 copies of the parameters of the smaller `experts`; the router's own are used
+        as they are."""
         self.recording = recording
         self.experts = experts
         self.router = router
         self.block = block
         self.constants = constants
         self.parameters: Parameters = {  # [N, ...]
-            name: value.detach().to(torch.float32, copy=True) for name, value in expert_parameters(experts).items()
+            name: value.detach().to(torch.float32, copy=True)
+            for name, value in expert_parameters(experts).items()
         }
         self.count = len(self.parameters["down_proj"])
-        self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))  # of the tokens' weights
+        # of the tokens' weights
+        self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))
         sources = 1 + int(recording.sources.max()) if len(recording.sources) else 1
         self.source_weights = torch.ones(sources, dtype=torch.float64)  # of mean 1
 
     @cached_property
     def groups(self) -> list[slice]:
-        """The experts to compute at once: all, but on a processor few enough for little memory beside the layer."""
+        """The experts to compute at once: all, but on a processor few enough for little memory
+        beside the layer."""
         nbytes = sum(value.nbytes for value in self.parameters.values())
-        most = max(SMALL, nbytes // SHARE) if self.parameters["down_proj"].device.type == "cpu" else nbytes
+        most = (
+            max(SMALL, nbytes // SHARE)
+            if self.parameters["down_proj"].device.type == "cpu"
+            else nbytes
+        )
         size = max(1, self.count * most // nbytes)
         return [slice(begin, min(begin + size, self.count)) for begin in range(0, self.count, size)]
 
@@ -255,11 +292,14 @@ class CutLayer:
         return {name: value[group] for name, value in self.parameters.items()}
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
+        """Return gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at
+        `rows` [n]."""
         positional, by_keyword = self.recording.router_arguments(rows, self.block)
         output = self.router(*positional, **by_keyword)
         weights, index = (part.reshape(len(rows), -1) for part in output[1:3])
-        return weights.float(), (index if self.constants is None else self.constants.slots[index]).long()
+        return weights.float(), (
+            index if self.constants is None else self.constants.slots[index]
+        ).long()
 
     def inputs(self, rows: Tensor) -> Tensor:
         """Return the inputs of the experts there, in float32: [n, H]."""
@@ -272,9 +312,8 @@ class CutLayer:
     def token_weights(self, rows: Tensor) -> Tensor:
         """Return how much the error of each token at `rows` [n] counts: [n].
 
-        1 / ||h||^2, h the hidden state behind the layer, over the median of that times ||y||^2; times what tokens are
-        emphasised by, and the weights of their sources.
-        """
+        1 / ||h||^2, h the hidden state behind the layer, over the median of that times ||y||^2;
+        times what tokens are emphasised by, and the weights of their sources."""
         weights = self._unbalanced_weights(rows)
         if len(self.source_weights) > 1:
             weights = weights * self.source_weights[self.recording.sources_of(rows)].to(weights)
@@ -284,7 +323,8 @@ class CutLayer:
         return picked(self.recording.weights, rows).float() * self.weight_scale
 
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Return the targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
+        """Return the targets there minus the smaller layer's output, computed at once and with
+        gradients: [n, H]."""
         total = torch.zeros_like(targets)
         parameters = [self.slices(group) for group in self.groups]
         for tokens, output in self.gated_outputs(rows, *self.route(rows), parameters):
@@ -299,21 +339,27 @@ class CutLayer:
         parameters: Sequence[Parameters],
         dtype: torch.dtype = torch.float32,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield tokens [m] and the outputs [m, H] times their gate weights of each group of experts, then of constants.
+        """Yield tokens [m] and the outputs [m, H] times their gate weights of each group of
+        experts, then of constants.
 
-        The routing [n, K] is that of the tokens at `rows` [n], the `parameters` are those of `groups`, and products are
-        in `dtype`. A single group without constants asks the device for no number.
-        """
+        The routing [n, K] is that of the tokens at `rows` [n], the `parameters` are those of
+        `groups`, and products are in `dtype`. A single group without constants asks the device for
+        no number."""
         x = self.inputs(rows).to(dtype)
         choices = Choices.of(weights, index, self.count)  # those of constants come last
         groups = self.groups
         parts = [choices]
         if len(groups) > 1 or self.constants is not None:
             bounds = [0, *choices.ends[[group.stop - 1 for group in groups]].tolist()]
-            parts = [choices.between(*span, weights) for span in zip(groups, bounds, bounds[1:], strict=False)]
+            parts = [
+                choices.between(*span, weights)
+                for span in zip(groups, bounds, bounds[1:], strict=False)
+            ]
         for values, part in zip(parameters, parts, strict=True):
             computing = {name: value.to(dtype) for name, value in values.items()}
-            output = apply_expert(self.experts, computing, x.index_select(0, part.tokens), part).float()
+            output = apply_expert(
+                self.experts, computing, x.index_select(0, part.tokens), part
+            ).float()
             yield part.tokens, output * part.weights.unsqueeze(1)
         if self.constants is not None:
             gates = self.constant_weights(weights, index)
@@ -335,7 +381,8 @@ class CutLayer:
 
     @torch.no_grad()
     def errors(self, rows: Tensor) -> Tensor:
-        """Return of each source the weighted sum of ||y - y'||^2 over that of ||y||^2 at all ranks' `rows`: [S].
+        """Return of each source the weighted sum of ||y - y'||^2 over that of ||y||^2 at all ranks'
+        `rows`: [S].
 
         0 if all y are 0; that of all sources for one without tokens.
         """
@@ -344,7 +391,9 @@ class CutLayer:
             targets = self.targets(chunk)
             weights = as_float64(self._unbalanced_weights(chunk))
             sums = sums.to(weights.device)
-            energies = [as_float64(value).square().sum(-1) for value in (self.gap(chunk, targets), targets)]
+            energies = [
+                as_float64(value).square().sum(-1) for value in (self.gap(chunk, targets), targets)
+            ]
             sums[int(self.recording.sources_of(chunk[:1]))] += torch.stack(energies) @ weights
         sums = ranks().all_reduce(sums)
         missed, size = torch.where(sums[:, 1:] > 0, sums, sums.sum(0)).cpu().T
@@ -362,7 +411,8 @@ class CutLayer:
 
 
 def _typical_energy(recording: Recording) -> float:
-    """Return the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0, 1 where all are."""
+    """Return the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0, 1
+    where all are."""
     energies = torch.zeros(len(recording.outputs))
     for rows in torch.arange(len(energies)).split(CHUNK):
         energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()

@@ -1,4 +1,5 @@
-"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on its actual input."""
+"""Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on its
+actual input."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,25 +12,35 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, mtp_stages, names_of
+from compressor.model.mtp import (
+    Head,
+    acceptances,
+    agreement,
+    find_heads,
+    fitting_heads,
+    mtp_stages,
+    names_of,
+)
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 
-Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, heldout
+# by experts module: shares before and after, positions, heldout
+Accepted = Mapping[str, Mapping[str, Any]]
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
 def chosen_heads(model: OpenModel, choice: str | None, experts: int) -> tuple[Head, ...]:
     """Return the heads that are kept: all where they are understood, unless they are to be dropped.
 
-    They are planned with as many `experts` as the other layers. Raises `CompressionError` where `choice` is to keep
-    heads that the checkpoint lacks, or that are not understood.
-    """
+    They are planned with as many `experts` as the other layers. Raises `CompressionError` where
+    `choice` is to keep heads that the checkpoint lacks, or that are not understood."""
     if choice == "keep" and model.whole is not None:
-        raise CompressionError("--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp")
+        raise CompressionError(
+            "--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp"
+        )
     if choice == "drop" or model.whole is not None:
         return ()
     if choice is None:
@@ -39,11 +50,14 @@ def chosen_heads(model: OpenModel, choice: str | None, experts: int) -> tuple[He
     except CompressionError as error:
         raise CompressionError(f"--mtp keep: {error}; leave it out, or pass --mtp drop") from error
     if not heads:
-        raise CompressionError("--mtp keep: the checkpoint has no multi-token-prediction head; leave it out")
+        raise CompressionError(
+            "--mtp keep: the checkpoint has no multi-token-prediction head; leave it out"
+        )
     small = next((head for head in heads if head.layer.experts < experts), None)
     if small is not None:
         raise CompressionError(
-            f"--mtp keep: {small.names.decoder_layer} has {small.layer.experts} experts, fewer than the {experts} of "
+            f"--mtp keep: {small.names.decoder_layer} has {small.layer.experts} experts, fewer "
+            f"than the {experts} of "
             f"the other layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
         )
     return heads
@@ -60,7 +74,8 @@ def mtp_choice(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop
 
 
 def evaluated_batches(calibration: Calibration) -> frozenset[int]:
-    """Return the batches that acceptance is measured on: those held out, or the last one where none is."""
+    """Return the batches that acceptance is measured on: those held out, or the last one where none
+    is."""
     return calibration.heldout or frozenset({len(calibration.batches) - 1})
 
 
@@ -72,11 +87,16 @@ def acceptance_of(
     calibration: Calibration | None,
     changed: bool,
 ) -> Accepted:
-    """Return the acceptance of kept heads before and after: the plan's figures, and measured ones if text was read.
+    """Return the acceptance of kept heads before and after: the plan's figures, and measured ones
+    if text was read.
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
-    acceptance = {layer.module: dict(layer.figures[ACCEPTANCE]) for layer in plan.layers if ACCEPTANCE in layer.figures}
+    acceptance = {
+        layer.module: dict(layer.figures[ACCEPTANCE])
+        for layer in plan.layers
+        if ACCEPTANCE in layer.figures
+    }
     if calibration is None or not heads:
         return acceptance
     acceptance = {head.named.name: acceptance.get(head.named.name, {}) for head in heads}
@@ -111,11 +131,12 @@ def statistics_with_heads(
     along: Sequence[LayerVisitor] = (),
     finishing: Sequence[torch.Tensor] = (),
 ) -> Iterator[LayerStatistics]:
-    """Yield the statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
+    """Yield the statistics of the model's MoE layers, then of the heads', each valid until the next
+    is asked for.
 
-    The text goes through the model, where visitors go `along` (`collect`), and then its heads. Each head's acceptance
-    is put into `accepted`, by experts module, once its statistics have been taken.
-    """
+    The text goes through the model, where visitors go `along` (`collect`), and then its heads. Each
+    head's acceptance is put into `accepted`, by experts module, once its statistics have been
+    taken."""
     if calibration is None or not heads:
         yield from collect(model, needs, calibration, progress, seed, None, along, finishing)
         for head in heads:
@@ -127,7 +148,9 @@ def statistics_with_heads(
         passing = replace(calibration, batches=mtp_stage.batches)
         visitors = along if mtp_stage.head is None else ()
         with mtp_stage.hooked():
-            for stats in collect(mtp_stage.model, needs, passing, progress, seed, mtp_stage, visitors):
+            for stats in collect(
+                mtp_stage.model, needs, passing, progress, seed, mtp_stage, visitors
+            ):
                 yield stats if mtp_stage.head is None else _named(stats, mtp_stage.head)
         if mtp_stage.head is not None:
             every_rank = ranks().all_reduce(agreement(stages[0], mtp_stage))

@@ -1,8 +1,9 @@
-"""Output-space correction of one cut layer: the remaining experts refitted toward the base layer's output.
+"""Output-space correction of one cut layer: the remaining experts refitted toward the base layer's
+output.
 
-`ridge` refits the down projections in closed form; `tune` continues from there with optimiser steps on router, gate, up
-and down. A guard keeps only what lowers the reconstruction error on held-out calibration tokens.
-"""
+`ridge` refits the down projections in closed form; `tune` continues from there with optimiser steps
+on router, gate, up and down. A guard keeps only what lowers the reconstruction error on held-out
+calibration tokens."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,11 +34,16 @@ STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lower
 
 @contextmanager
 def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, Tensor]]:
-    """The smaller router in float32 while the block runs; yields its expert-sized tensors that may be tuned, by key.
+    """The smaller router in float32 while the block runs; yields its expert-sized tensors that may
+    be tuned, by key.
 
     Afterwards these are back in their own dtype with their new values, the others as they were.
     """
-    block_keys = [f"{layer.block}.{argument.key}" for argument in recording.arguments if argument.key is not None]
+    block_keys = [
+        f"{layer.block}.{argument.key}"
+        for argument in recording.arguments
+        if argument.key is not None
+    ]
     state = model.get_submodule(layer.router).state_dict(prefix=f"{layer.router}.", keep_vars=True)
     state |= {key: attrgetter(key)(model) for key in block_keys}
     before = {key: value for key, value in state.items() if value.is_floating_point()}
@@ -57,7 +63,8 @@ def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[
 
 
 class _Guard:
-    """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller model itself."""
+    """Keeps the best state by the error on held-out tokens, as it will be stored: in the smaller
+    model itself."""
 
     def __init__(
         self,
@@ -71,7 +78,8 @@ class _Guard:
         self.heldout = heldout
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
-        # every refitted tensor and where its best values are: the experts' in the smaller model, the router's here
+        # every refitted tensor and where its best values are: the experts' in the smaller model,
+        # the router's here
         self.best_values = list[tuple[Tensor, Tensor]]()
         for group in cut.groups:  # so that rounding takes little memory
             for name, value in cut.parameters.items():
@@ -84,7 +92,8 @@ class _Guard:
         self.best = self._error()
 
     def _stored(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a value rounded as writing will: what is computed in one dtype may be stored in another."""
+        """Return a value rounded as writing will: what is computed in one dtype may be stored in
+        another."""
         return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
 
     @torch.no_grad()
@@ -96,7 +105,8 @@ class _Guard:
 
     @torch.no_grad()
     def evaluate(self, name: str) -> float:
-        """Keep the present state if it is better than the best so far, and go back to the best; returns its error."""
+        """Keep the present state if it is better than the best so far, and go back to the best;
+        returns its error."""
         error = self._error()
         is_better = error < self.best
         if is_better:
@@ -120,12 +130,13 @@ def correct_layer(
     constants: RefittedConstants | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Refit a layer of the smaller `model`, and its constants, in place toward the recorded outputs; returns figures.
+    """Refit a layer of the smaller `model`, and its constants, in place toward the recorded
+    outputs; returns figures.
 
-    Values are rounded to the dtype of `writing` (by default the experts' own) before they're evaluated and kept. Errors
-    are shares of the base output's energy that is missed on held-out calibration tokens, each token weighted
-    (`CutLayer.error`). A layer that none reached stays as it is.
-    """
+    Values are rounded to the dtype of `writing` (by default the experts' own) before they're
+    evaluated and kept. Errors are shares of the base output's energy that is missed on held-out
+    calibration tokens, each token weighted (`CutLayer.error`). A layer that none reached stays as
+    it is."""
     fit = recording.positions(heldout=False)
     heldout = recording.positions(heldout=True)
     fitted, evaluated = ranks().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
@@ -145,10 +156,21 @@ def correct_layer(
             leaves.append(constants.values)
         for name in steps if guard.best > 0 and fitted else ():
             if name == "tune":
-                rate = min(correction.rate * guard.best, MOST_RATE)  # large steps only disturb a layer that is close
+                # large steps only disturb a layer that is close
+                rate = min(correction.rate * guard.best, MOST_RATE)
                 dtype = computing_dtype(correction.precision, recording.inputs.device)
                 progress.start(f"tune {layer.name}", correction.steps)
-                tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed, dtype, progress)
+                tune(
+                    cut,
+                    fit,
+                    leaves,
+                    correction.steps,
+                    correction.tokens,
+                    rate,
+                    seed,
+                    dtype,
+                    progress,
+                )
             if name == "ridge":
                 refit_down(cut, fit, heldout)
             if name != "tune" and constants is not None:

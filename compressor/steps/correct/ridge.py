@@ -1,11 +1,12 @@
-"""Ridge correction: refit in closed form the tensors that a layer's output is linear in, toward the base's output.
+"""Ridge correction: refit in closed form the tensors that a layer's output is linear in, toward the
+base's output.
 
-Down projections: with phi the gate-weighted intermediate activations of the kept experts, laid side by side, and
-r = y - y' the error of the cut layer, their change D minimises ||r - phi D^T||^2 + penalty ||D||^2: regularised to the
-weights as they are. Where experts x intermediate size is large, blocks of neurons are solved in turn, each on the
-residual of the others. The penalty is the one of least error on held-out tokens for the first block; a later block
-that it does not help stays as it is. Constants that stand for experts: the same with their gate weights as phi.
-"""
+Down projections: with phi the gate-weighted intermediate activations of the kept experts, laid side
+by side, and r = y - y' the error of the cut layer, their change D minimises ||r - phi D^T||^2 +
+penalty ||D||^2: regularised to the weights as they are. Where experts x intermediate size is large,
+blocks of neurons are solved in turn, each on the residual of the others. The penalty is the one of
+least error on held-out tokens for the first block; a later block that it does not help stays as it
+is. Constants that stand for experts: the same with their gate weights as phi."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -31,23 +32,28 @@ CONSTANT_PENALTIES = (1e-6, *PENALTIES)
 def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, slice]]:
     """Return the experts and their neurons in blocks of at most `width` neurons, in order.
 
-    A block is of whole experts, or a part of one that is wider: activations are computed anew for each block.
-    """
+    A block is of whole experts, or a part of one that is wider: activations are computed anew for
+    each block."""
     if neurons > width:
         parts = [slice(begin, min(begin + width, neurons)) for begin in range(0, neurons, width)]
         return [(range(expert, expert + 1), part) for expert in range(experts) for part in parts]
     count = width // neurons
-    return [(range(first, min(first + count, experts)), slice(0, neurons)) for first in range(0, experts, count)]
+    return [
+        (range(first, min(first + count, experts)), slice(0, neurons))
+        for first in range(0, experts, count)
+    ]
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens to fit on or to evaluate on: positions [m], routing, and the layer's residual [m, H]."""
+    """Tokens to fit on or to evaluate on: positions [m], routing, and the layer's residual [m,
+    H]."""
 
     rows: Tensor
     weights: Tensor
     index: Tensor
-    scale: Tensor  # [m]: square roots of the tokens' weights; residual and features are multiplied by them
+    # [m]: square roots of the tokens' weights; residual and features are multiplied by them
+    scale: Tensor
     residual: Tensor
 
 
@@ -63,7 +69,8 @@ def _chunks(layer: CutLayer, rows: Tensor) -> list[_Chunk]:
 
 @dataclass(slots=True)
 class _Block:
-    """Features of some tokens: the gate-weighted activations of the same neurons of some experts, side by side.
+    """Features of some tokens: the gate-weighted activations of the same neurons of some experts,
+    side by side.
 
     Those of a chunk of tokens are kept within a memory budget, and computed anew beyond.
     """
@@ -88,7 +95,8 @@ class _Block:
         return (down if self.layer.experts.is_transposed else down.mT)[:, self.neurons]
 
     def features(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each chunk's residual [m, H], which of its tokens reach the block, [n], and their features [n, D]."""
+        """Yield each chunk's residual [m, H], which of its tokens reach the block, [n], and their
+        features [n, D]."""
         for number, chunk in enumerate(self.chunks):
             if number in self.kept:
                 reached, phi = self.kept[number]
@@ -105,7 +113,9 @@ class _Block:
         inside = (chunk.index >= first) & (chunk.index < last) & (chunk.weights != 0)
         tokens, places = inside.nonzero(as_tuple=True)
         shares = chunk.weights[tokens, places] * chunk.scale[tokens]
-        choices = Choices.of(shares[:, None], chunk.index[tokens, places][:, None] - first, last - first)
+        choices = Choices.of(
+            shares[:, None], chunk.index[tokens, places][:, None] - first, last - first
+        )
         x = layer.inputs(chunk.rows.to(tokens.device)[tokens[choices.tokens]])
         neurons = intermediate(layer.experts, layer.slices(slice(first, last)), x, choices)
         active = neurons[:, self.neurons] * choices.weights[:, None]
@@ -123,7 +133,9 @@ class _Block:
         """Return phi^T phi [D, D] and phi^T r [D, H] in float64, over the tokens of all ranks."""
         width = self.width
         hidden = self.down.shape[-1]  # a rank may have recorded nothing
-        sums = torch.zeros(width, width + hidden, dtype=torch.float64, device=float64_device(self.down.device))
+        sums = torch.zeros(
+            width, width + hidden, dtype=torch.float64, device=float64_device(self.down.device)
+        )
         for residual, reached, phi in self.features():
             sums[:, :width] += as_float64(phi.T @ phi)
             sums[:, width:] += as_float64(phi.T @ residual[reached])
@@ -131,7 +143,8 @@ class _Block:
         return sums[:, :width].contiguous(), sums[:, width:].contiguous()
 
     def missed(self, change: Tensor | None) -> float:
-        """Return the squared residual, with a change, summed over all ranks' tokens that reach the block."""
+        """Return the squared residual, with a change, summed over all ranks' tokens that reach the
+        block."""
         total = torch.zeros((), dtype=torch.float64, device=float64_device(self.down.device))
         for residual, reached, phi in self.features():
             remaining = residual[reached]
@@ -142,13 +155,16 @@ class _Block:
 
 
 def _best(
-    normal: Tensor, right: Tensor, penalties: Sequence[float], missed: Callable[[Tensor | None], float]
+    normal: Tensor,
+    right: Tensor,
+    penalties: Sequence[float],
+    missed: Callable[[Tensor | None], float],
 ) -> tuple[Tensor, float] | None:
-    """Return the ridge solution [D, H] of least held-out error, and its penalty; None if none lowers the error.
+    """Return the ridge solution [D, H] of least held-out error, and its penalty; None if none
+    lowers the error.
 
-    `normal` is phi^T phi [D, D], `right` phi^T r [D, H]. A penalty has no solution where rounding, or
-    float32's range, leaves no Cholesky factor.
-    """
+    `normal` is phi^T phi [D, D], `right` phi^T r [D, H]. A penalty has no solution where rounding,
+    or float32's range, leaves no Cholesky factor."""
     best = None
     least = missed(None)
     scale = float(normal.diagonal().mean())
@@ -168,10 +184,11 @@ def _best(
 
 @torch.no_grad()
 def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
-    """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, and evaluate on `heldout_rows`.
+    """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, and evaluate on
+    `heldout_rows`.
 
-    Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
-    """
+    Nothing changes where the experts' output is normalised after the down projection: it is not
+    linear in it then."""
     places, count = layer.recording.places(fit_rows)
     if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
@@ -201,7 +218,8 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
 
 @torch.no_grad()
 def refit_constants(cut: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
-    """Change the layer's constants in place by the weighted least squares of what it misses at `fit_rows`.
+    """Change the layer's constants in place by the weighted least squares of what it misses at
+    `fit_rows`.
 
     The penalty, or no change at all, is chosen at `heldout_rows`.
     """

@@ -1,12 +1,12 @@
 """Layers in order, each on the calibration text as the compressed earlier layers output it.
 
-For each layer: run the base on the batches that have reached it, plan it (or take an existing plan), cut it, correct it
-toward the base's output, and let the batches pass the smaller layer. One pass, one layer in memory.
+For each layer: run the base on the batches that have reached it, plan it (or take an existing
+plan), cut it, correct it toward the base's output, and let the batches pass the smaller layer. One
+pass, one layer in memory.
 
-A guard lowers each layer's error, and all corrections together can still take the model further from its base. So
-layers with and without corrections are compared side by side at the model's output. Corrected ones are the default;
-undoing them must be a gain.
-"""
+A guard lowers each layer's error, and all corrections together can still take the model further
+from its base. So layers with and without corrections are compared side by side at the model's
+output. Corrected ones are the default; undoing them must be a gain."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,12 @@ from compressor.model.substitution import SmallerModel, Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.records import read_as, read_object
-from compressor.statistics.statistics import CalibrationCollector, LayerStatistics, Routers, smaller_routers
+from compressor.statistics.statistics import (
+    CalibrationCollector,
+    LayerStatistics,
+    Routers,
+    smaller_routers,
+)
 from compressor.steps.correct.cut_layer import Recording, RefittedConstants
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
@@ -53,16 +58,17 @@ UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
 CORRECTED, UNDONE = range(2)  # variants of a comparison
-EVALUATED = "evaluated.json"  # beside the cut layers: the measurement, for a run that resumes this one
+# beside the cut layers: the measurement, for a run that resumes this one
+EVALUATED = "evaluated.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
+    """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it
+    `needs`.
 
-    `measure` has the error of layers measured that are not corrected. With `constants` only the layers that have some
-    change, and their routers stay whole.
-    """
+    `measure` has the error of layers measured that are not corrected. With `constants` only the
+    layers that have some change, and their routers stay whole."""
 
     experts: int | None  # kept; None: as the constants say
     decide: Decide
@@ -77,13 +83,15 @@ class LayerWork:
         return replace(
             self,
             decide=lambda stats: self.decide(replace(stats, layer=head.named)),
-            correction=self.correction.model_copy(update={"toward": 0.0}),  # a head has no hidden states of the base
+            # a head has no hidden states of the base
+            correction=self.correction.model_copy(update={"toward": 0.0}),
         )
 
 
 @dataclass(slots=True)
 class _InOrder(LayerVisitor):
-    """Plans and refits each layer on the recorded batches of a pass, then lets them pass the smaller layer."""
+    """Plans and refits each layer on the recorded batches of a pass, then lets them pass the
+    smaller layer."""
 
     model: OpenModel
     calibration: Calibration  # possibly without batches
@@ -92,10 +100,14 @@ class _InOrder(LayerVisitor):
     progress: Progress
     base_stream: BaseStream | None = None
     base_batches: Sequence[int] = ()  # held-out ones that pass the base's own layers
-    cut_batches: Sequence[int] = ()  # held-out ones that pass layers as they are cut, without correction
-    early: EarlyBatches = field(default_factory=lambda: EarlyBatches(ActivationOffload(HELDOUT_BUDGET)))
+    # held-out ones that pass layers as they are cut, without correction
+    cut_batches: Sequence[int] = ()
+    early: EarlyBatches = field(
+        default_factory=lambda: EarlyBatches(ActivationOffload(HELDOUT_BUDGET))
+    )
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    active: list[CalibrationCollector | Recording] = field(default_factory=list)  # while batches are replayed
+    # while batches are replayed
+    active: list[CalibrationCollector | Recording] = field(default_factory=list)
     smaller: SmallerModel = field(init=False)
     routers: Routers = field(init=False)
 
@@ -132,7 +144,9 @@ class _InOrder(LayerVisitor):
         else:
             if self.cut_batches:
                 cut = cut_layers(self.model.partial.model, layers, self.plans)
-                self.early.pass_early(replay, self.cut_batches, self.smaller.fill(decoder_layer, cut))
+                self.early.pass_early(
+                    replay, self.cut_batches, self.smaller.fill(decoder_layer, cut)
+                )
             self._fill(decoder_layer, layers, tensors)
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
@@ -158,7 +172,8 @@ class _InOrder(LayerVisitor):
         return _tensors_in(files, self.model.partial.device, layers)
 
     def _compress(self, decoder_layer: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
-        """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they have any, by key."""
+        """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they
+        have any, by key."""
         recordings = self._plan(layers, replay)
         tensors = cut_layers(self.model.partial.model, layers, self.plans)
         if self.work.constants is not None:  # routers stay whole
@@ -169,7 +184,8 @@ class _InOrder(LayerVisitor):
         constants = dict[str, Tensor]()
         for layer in layers[: len(recordings)]:
             give_back()
-            constants |= self._correct(layer, recordings.pop(0))  # freed before the layer is written
+            # freed before the layer is written
+            constants |= self._correct(layer, recordings.pop(0))
         give_back()
         state = {**self.smaller.model.state_dict(), **constants}
         if self.files is not None and ranks().is_first:
@@ -179,7 +195,8 @@ class _InOrder(LayerVisitor):
         return constants
 
     def _plan(self, layers: Sequence[MoeLayer], replay: Replay) -> list[Recording]:
-        """Plan the layers by what the batches show of them, and return what is recorded for their correction."""
+        """Plan the layers by what the batches show of them, and return what is recorded for their
+        correction."""
         work = self.work
         calibration = self.calibration
         statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
@@ -189,11 +206,15 @@ class _InOrder(LayerVisitor):
             self.base_stream.find_factor(layers, replay)
         for layer in layers if calibration.batches else ():
             if work.needs:
-                collector = CalibrationCollector(self.model, layer, work.needs, calibration, self.routers, work.seed)
+                collector = CalibrationCollector(
+                    self.model, layer, work.needs, calibration, self.routers, work.seed
+                )
                 collectors.append(collector)
             if work.measure or work.correction.wanted:
                 sources = calibration.sources if work.correction.balances else ()
-                recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis, sources)
+                recording = Recording(
+                    layer, calibration.tokens, calibration.heldout, calibration.emphasis, sources
+                )
                 recording.attach(self.model.partial.model)
                 recordings.append(recording)
         self.active = [*collectors, *recordings]
@@ -241,7 +262,8 @@ class _InOrder(LayerVisitor):
 
 
 def constants_key(layer: MoeLayer) -> str:
-    """Return the name under which a layer's refitted constants [D, H] are kept beside its tensors."""
+    """Return the name under which a layer's refitted constants [D, H] are kept beside its
+    tensors."""
     return f"{layer.name}{SUFFIX}"
 
 
@@ -262,8 +284,11 @@ def refitted_constants(
     return constants
 
 
-def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles) -> Substitution:
-    """Return the model with the experts and constants in `files` in place of those of layers that have constants."""
+def refitted_substitution(
+    model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles
+) -> Substitution:
+    """Return the model with the experts and constants in `files` in place of those of layers that
+    have constants."""
     by_module = {plan.module: plan for plan in plans if plan.constants}
     layers = [layer for layer in model.architecture.layers if layer.name in by_module]
     constants = dict[str, Substitutes]()
@@ -304,7 +329,9 @@ def _compress_model(
     visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
-        state.base_stream = BaseStream(model, len(batches), ActivationOffload(budget), work.correction.toward)
+        state.base_stream = BaseStream(
+            model, len(batches), ActivationOffload(budget), work.correction.toward
+        )
         share = ranks().share(batches, batches)
         batches = (*batches, *batches)
         visitors.append(state.base_stream)
@@ -334,7 +361,9 @@ def _compress_model(
     if files is not None:
         files.flush()
     ranks().barrier()  # until all layers are saved
-    return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
+    return tuple(
+        state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans
+    )
 
 
 def compress_sequentially(
@@ -349,16 +378,17 @@ def compress_sequentially(
 ) -> tuple[LayerPlan, ...]:
     """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
-    `files` keeps the cut layers, and those that it has are not made again. The batches of an evaluator's `probe` run
-    through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
-    """
+    `files` keeps the cut layers, and those that it has are not made again. The batches of an
+    evaluator's `probe` run through the compressed model to its end. Multi-token-prediction `heads`
+    follow, on what the smaller model outputs."""
     refuse_shared_experts(model)
     calibration = calibration or Calibration((), {})
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, probe)
     plans: tuple[LayerPlan, ...] = ()
     for number, mtp_stage in enumerate(mtp_stages(model, heads, calibration.batches)):
-        emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)  # a head has the later tokens
+        # a head has the later tokens
+        emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)
         text = replace(calibration, batches=mtp_stage.batches, emphasis=emphasis)
         stage_work = work
         stage_files = files
@@ -367,7 +397,9 @@ def compress_sequentially(
             stage_files = files and files.of_head(number - 1)
         last = mtp_stage if mtp_stage.following is not None else None
         with mtp_stage.hooked():
-            plans += _compress_model(mtp_stage.model, stage_work, text, progress, phase, stage_files, mtp_stage=last)
+            plans += _compress_model(
+                mtp_stage.model, stage_work, text, progress, phase, stage_files, mtp_stage=last
+            )
     return plans
 
 
@@ -380,11 +412,12 @@ def correct(
     correction: Correct,
     seed: int = 0,
 ) -> ExpertPlan:
-    """Carry out the correction of a plan, layer by layer into `files`; returns the plan with its figures.
+    """Carry out the correction of a plan, layer by layer into `files`; returns the plan with its
+    figures.
 
-    Layers that are in `files` already are not made again. Corrections that take the whole model further from the base
-    on held-out text are undone, except beside heads, which were corrected on what the corrected layers output.
-    """
+    Layers that are in `files` already are not made again. Corrections that take the whole model
+    further from the base on held-out text are undone, except beside heads, which were corrected on
+    what the corrected layers output."""
     heads = kept_heads(model, [layer.module for layer in plan.layers])
 
     def finished() -> list[LayerPlan | None]:
@@ -396,20 +429,30 @@ def correct(
     is_measured = bool(heads) or ranks().broadcast(lambda: read_difference(files)) is not None
     if len(layers) < len(stored) or not is_measured:
         by_module = plan.by_module
-        work = LayerWork(plan.experts, lambda stats: by_module[stats.layer.name], correction=correction, seed=seed)
+        work = LayerWork(
+            plan.experts,
+            lambda stats: by_module[stats.layer.name],
+            correction=correction,
+            seed=seed,
+        )
         texts = () if heads else calibration.heldout_batches
         with comparing(model, files, texts) as probe:
-            layers = compress_sequentially(model, work, calibration, progress, files, probe, heads=heads)
+            layers = compress_sequentially(
+                model, work, calibration, progress, files, probe, heads=heads
+            )
     return replace(plan, layers=_better(model, layers, files))
 
 
 @contextmanager
-def comparing(model: OpenModel, files: CutFiles, texts: Sequence[Tensor]) -> Iterator[HeldoutProbe | None]:
-    """Measure in a pass that corrects layers what undoing all corrections does to the distance from the base.
+def comparing(
+    model: OpenModel, files: CutFiles, texts: Sequence[Tensor]
+) -> Iterator[HeldoutProbe | None]:
+    """Measure in a pass that corrects layers what undoing all corrections does to the distance from
+    the base.
 
-    It is kept beside the files, for a run that resumes this one. There is no probe where that has been done, or where
-    fewer than eight sequences, or a model without a language-model head, make undoing no gain.
-    """
+    It is kept beside the files, for a run that resumes this one. There is no probe where that has
+    been done, or where fewer than eight sequences, or a model without a language-model head, make
+    undoing no gain."""
     undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
     if ranks().broadcast(lambda: read_difference(files)) is not None:
         yield None
@@ -424,13 +467,17 @@ def comparing(model: OpenModel, files: CutFiles, texts: Sequence[Tensor]) -> Ite
         write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
 
 
-def _better(model: OpenModel, plans: tuple[LayerPlan, ...], files: CutFiles) -> tuple[LayerPlan, ...]:
-    """Return the plans of all layers in `files`; where undoing the corrections is a gain, the files hold plain cuts."""
+def _better(
+    model: OpenModel, plans: tuple[LayerPlan, ...], files: CutFiles
+) -> tuple[LayerPlan, ...]:
+    """Return the plans of all layers in `files`; where undoing the corrections is a gain, the files
+    hold plain cuts."""
     undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
     if undoing is None or not undoing.accepted:
         return plans
     reason = (
-        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base with the corrections, "
+        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base "
+        "with the corrections, "
         f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
     )
     undone = {}
@@ -453,7 +500,8 @@ def _better(model: OpenModel, plans: tuple[LayerPlan, ...], files: CutFiles) -> 
 
 
 def read_difference(files: CutFiles) -> Difference | None:
-    """Return the difference that an earlier run measured; None if it is not there, or cannot be read."""
+    """Return the difference that an earlier run measured; None if it is not there, or cannot be
+    read."""
     try:
         return read_as(Difference, read_object(files.folder / EVALUATED))
     except (OSError, CompressionError):

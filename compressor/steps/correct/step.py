@@ -24,18 +24,27 @@ class CorrectStep(Step[Correct]):
     """Refit the remaining experts, layer by layer, toward the base's output on the same input."""
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return the step with the strategy's own method for `auto`; None if nothing is refitted."""
+        """Return the step with the strategy's own method for `auto`; None if nothing is
+        refitted."""
         method: str = self.options.method
         if method == "auto":
-            suggested = [options.step().suggested_correction for options in stage if options is not self.options]
+            suggested = [
+                options.step().suggested_correction
+                for options in stage
+                if options is not self.options
+            ]
             method = next((name for name in suggested if name is not None), NONE)
             shared = shared_experts(model) if method != NONE else None
             if shared:
-                logger.warning("%s shares its experts with another layer, so nothing is corrected", shared)
+                logger.warning(
+                    "%s shares its experts with another layer, so nothing is corrected", shared
+                )
                 method = NONE
         return None if method == NONE else self.with_options(method=method)
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
         """Return the need of calibration text, a part of it held out to evaluate on."""
         refuse_shared_experts(model)
         if self.options.toward and any(CONSTANTS in options.changes for options in steps):
@@ -44,10 +53,13 @@ class CorrectStep(Step[Correct]):
         return Requirements(text=True, heldout=1, passes=1, hidden_copies=copies)
 
     def refit(self, state: State) -> ExpertPlan | None:
-        """Refit all layers in order, and keep them; the figures go to the layers of the step that pruned them."""
+        """Refit all layers in order, and keep them; the figures go to the layers of the step that
+        pruned them."""
         plan = state.expert_plan()
         text = state.text
         if plan.has_constants:  # which refit their own
             return None
         assert text is not None
-        return correct(state.model, plan, state.progress, state.cut(), text.fit, self.options, state.seed)
+        return correct(
+            state.model, plan, state.progress, state.cut(), text.fit, self.options, state.seed
+        )

@@ -22,14 +22,17 @@ BENT = 0.25  # share by which twice an output may move the hidden states otherwi
 
 
 class EarlyBatches(LayerVisitor):
-    """Batches that pass a layer before it has its final form, in a replay, and wait behind it for the others."""
+    """Batches that pass a layer before it has its final form, in a replay, and wait behind it for
+    the others."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
         self.outputs: dict[int, Any] = {}  # of the loaded layer, by batch
         self.passing = False
 
-    def pass_early(self, replay: Replay, numbers: Iterable[int], layer_forward: Forward | None = None) -> None:
+    def pass_early(
+        self, replay: Replay, numbers: Iterable[int], layer_forward: Forward | None = None
+    ) -> None:
         """Have these batches pass the loaded layer as it is, or another forward."""
         self.passing = True
         replay(numbers, layer_forward)
@@ -50,13 +53,17 @@ class EarlyBatches(LayerVisitor):
 
 
 class BaseStream(EarlyBatches):
-    """Batches that pass the base's own layers, numbered behind `count` others of the same text in the same order."""
+    """Batches that pass the base's own layers, numbered behind `count` others of the same text in
+    the same order."""
 
-    def __init__(self, model: OpenModel, count: int, offload: ActivationOffload, toward: float | None) -> None:
+    def __init__(
+        self, model: OpenModel, count: int, offload: ActivationOffload, toward: float | None
+    ) -> None:
         super().__init__(offload)
         self.model = model
         self.count = count
-        self.toward = toward  # requested share of the way to them; None: the default, if it is defined
+        # requested share of the way to them; None: the default, if it is defined
+        self.toward = toward
         self.last = torch.zeros(0)  # hidden states that came out of a layer
         self.factor = 1.0  # of an expert's output, where it joins the hidden states
         self.share = 0.0  # of the way that the loaded layer goes
@@ -70,17 +77,20 @@ class BaseStream(EarlyBatches):
         super().on_layer_output(output)
 
     def shift(self, batch: int, hidden: Tensor) -> Tensor | None:
-        """Return how far experts' outputs move toward the base's hidden states, [B, L, H] alike; None if not at all."""
+        """Return how far experts' outputs move toward the base's hidden states, [B, L, H] alike;
+        None if not at all."""
         if not self.share:
             return None
-        return self.share * ((hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor)
+        return self.share * (
+            (hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor
+        )
 
     def find_factor(self, layers: Sequence[MoeLayer], replay: Replay) -> None:
-        """Find the factor by which the loaded layer's experts' output is multiplied where it joins the hidden states.
+        """Find the factor by which the loaded layer's experts' output is multiplied where it joins
+        the hidden states.
 
-        Where it joins them in another way, such as through a norm, or beside that of others, the layer's share is 0;
-        raises `CompressionError` where another is asked for.
-        """
+        Where it joins them in another way, such as through a norm, or beside that of others, the
+        layer's share is 0; raises `CompressionError` where another is asked for."""
         layer, *others = layers
         experts = self.model.partial.model.get_submodule(layer.name)
         sums = torch.zeros(4, dtype=torch.float64)
@@ -108,7 +118,8 @@ class BaseStream(EarlyBatches):
         unknown = bent > BENT**2 * moved
         if unknown and self.toward is not None:
             raise CompressionError(
-                f"{layer.name}: its experts' output is changed before it joins the hidden states, so the target for "
+                f"{layer.name}: its experts' output is changed before it joins the hidden states, "
+                "so the target for "
                 "those is unknown; leave out correct.toward"
             )
         share = TOWARD if self.toward is None else self.toward

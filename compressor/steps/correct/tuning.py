@@ -1,9 +1,11 @@
-"""Tuning a cut layer on its own reconstruction loss: router rows, gate, up and down; one layer, no other.
+"""Tuning a cut layer on its own reconstruction loss: router rows, gate, up and down; one layer, no
+other.
 
-The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor (Shazeer and Stern 2018,
-arXiv:1804.04235): its steps are relative to a tensor's own size, and its state is a row and a column of a matrix, so
-that one layer in float32 is about all the memory it takes. All experts of a group take a step at once; on a processor
-each group's gradients are used and freed before the next one's. A step asks the device for no number.
+The loss is the weighted mean of ||y - y'||^2 over a step's tokens. The optimiser is Adafactor
+(Shazeer and Stern 2018, arXiv:1804.04235): its steps are relative to a tensor's own size, and its
+state is a row and a column of a matrix, so that one layer in float32 is about all the memory it
+takes. All experts of a group take a step at once; on a processor each group's gradients are used
+and freed before the next one's. A step asks the device for no number.
 
 Of several ranks each computes with its own tokens of a step, and gradients are added up.
 n tokens of a step, K top-k, H hidden, N experts.
@@ -28,7 +30,8 @@ LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
 
 
 class Adafactor:
-    """Adafactor for tensors that hold N experts' values, or as one the router's: torch's numbers for each one alone.
+    """Adafactor for tensors that hold N experts' values, or as one the router's: torch's numbers
+    for each one alone.
 
     Lists of tensors share operators, so that a step takes about as many for all as for one.
     """
@@ -41,15 +44,22 @@ class Adafactor:
         self.is_matrix = [value.dim() == 3 for value in values]
         self.sizes = [math.prod(value.shape[1:]) for value in values]
         device = values[0].device
-        self.steps = [torch.zeros(len(tensors[0]) if tensors else 1, 1, 1, device=device) for tensors in owners]
-        # running averages of the squared gradient's sums over the columns and rows of a matrix, or of all of a vector
+        self.steps = [
+            torch.zeros(len(tensors[0]) if tensors else 1, 1, 1, device=device)
+            for tensors in owners
+        ]
+        # running averages of the squared gradient's sums over the columns and rows of a matrix, or
+        # of all of a vector
         self.averages = list[Tensor]()
         for value, is_matrix in zip(self.values, self.is_matrix, strict=True):
-            self.averages += [torch.zeros_like(value[:, :, :1])] * is_matrix + [torch.zeros_like(value[:, :1])]
+            self.averages += [torch.zeros_like(value[:, :, :1])] * is_matrix + [
+                torch.zeros_like(value[:, :1])
+            ]
 
     @torch.no_grad()
     def step(self, rate: float, reached: list[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take a step for the members of each owner that are `reached` [N, 1, 1], 1 or 0; others keep values and state.
+        """Take a step for the members of each owner that are `reached` [N, 1, 1], 1 or 0; others
+        keep values and state.
 
         `rate` is the most relative to a tensor's root mean square.
         """
@@ -60,7 +70,9 @@ class Adafactor:
         rates = torch._foreach_pow(steps, -0.5)
         torch._foreach_clamp_max_(rates, rate)
         torch._foreach_mul_(rates, reached)
-        shaped = [gradient.view_as(value) for gradient, value in zip(gradients, self.values, strict=True)]
+        shaped = [
+            gradient.view_as(value) for gradient, value in zip(gradients, self.values, strict=True)
+        ]
         updates = self._preconditioned(shaped, [decays[owner] for owner in self.owner_of])
         roots = [math.sqrt(size) for size in self.sizes]
         sizes = [vector_norm(value, dim=(1, 2), keepdim=True) for value in self.values]
@@ -72,7 +84,8 @@ class Adafactor:
         torch._foreach_addcmul_(self.values, updates, sizes, value=-1)
 
     def _preconditioned(self, gradients: list[Tensor], decays: Sequence[Tensor]) -> list[Tensor]:
-        """Update the averages of the squared gradients [N, O, I], and return the gradients over their roots."""
+        """Update the averages of the squared gradients [N, O, I], and return the gradients over
+        their roots."""
         sums = []
         weights = []
         for gradient, decay, is_matrix in zip(gradients, decays, self.is_matrix, strict=True):
@@ -96,17 +109,24 @@ class Adafactor:
         return updates
 
 
-Step = Callable[[int, list[Tensor]], None]  # of a group by number; which experts are reached [N, 1, 1], if any is
+# of a group by number; which experts are reached [N, 1, 1], if any is
+Step = Callable[[int, list[Tensor]], None]
 
 
 def descend(
-    layer: CutLayer, rows: Tensor, tokens: int, groups: Sequence[Parameters], step: Step, dtype: torch.dtype
+    layer: CutLayer,
+    rows: Tensor,
+    tokens: int,
+    groups: Sequence[Parameters],
+    step: Step,
+    dtype: torch.dtype,
 ) -> None:
-    """Take the gradients of the weighted mean of ||y - y'||^2 over a step's `tokens`; each group's `step` follows.
+    """Take the gradients of the weighted mean of ||y - y'||^2 over a step's `tokens`; each group's
+    `step` follows.
 
-    The last one comes when the router's gradient is there, too. This rank has those tokens at `rows` [n]. The `groups`
-    are the layer's parameters, as leaves; products are in `dtype`, and sums of them in float32.
-    """
+    The last one comes when the router's gradient is there, too. This rank has those tokens at
+    `rows` [n]. The `groups` are the layer's parameters, as leaves; products are in `dtype`, and
+    sums of them in float32."""
     weights = torch.zeros(0, 1, device=rows.device)
     index = torch.zeros(0, 1, dtype=torch.int64, device=rows.device)
     if len(rows):
@@ -115,13 +135,16 @@ def descend(
     reached = layer.reached(weights, index).clamp(max=1).view(-1, 1, 1)
     total = layer.targets(rows).neg_()
     outputs = []
-    for positions, output in layer.gated_outputs(rows, gates, index, groups, dtype) if len(rows) else ():
+    for positions, output in (
+        layer.gated_outputs(rows, gates, index, groups, dtype) if len(rows) else ()
+    ):
         total.index_add_(0, positions, output.detach())
         outputs.append((positions, output))
     gradient = total.mul_((layer.token_weights(rows) * (2 / tokens)).unsqueeze(1))
     for number, group in enumerate(layer.groups):
         is_last = number == len(groups) - 1
-        parts = outputs if is_last else outputs[:1]  # the last ones are a group's and the constants'
+        # the last ones are a group's and the constants'
+        parts = outputs if is_last else outputs[:1]
         if parts:
             gradients = [gradient.index_select(0, positions) for positions, _ in parts]
             torch.autograd.backward([output for _, output in parts], gradients)
@@ -132,15 +155,19 @@ def descend(
 
 
 def computing_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of products for `auto` or a dtype's name: bfloat16 where tensor cores take it, else float32."""
+    """Return the dtype of products for `auto` or a dtype's name: bfloat16 where tensor cores take
+    it, else float32."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
-    has_tensor_cores = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    has_tensor_cores = device.type == "cuda" and torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
     return torch.bfloat16 if has_tensor_cores else torch.float32
 
 
 def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
-    """Return the places of each step's tokens: passes over `count` shuffled ones, without a remainder's short step."""
+    """Return the places of each step's tokens: passes over `count` shuffled ones, without a
+    remainder's short step."""
     generator = torch.Generator().manual_seed(seed)
     size = min(tokens, count)
     chosen = list[Tensor]()
@@ -162,12 +189,12 @@ def tune(
     dtype: torch.dtype = torch.float32,
     progress: Progress = SILENT,
 ) -> None:
-    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens a step.
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on `tokens` tokens
+    a step.
 
-    The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
-    and all end with the same values. Products are in `dtype`. Weights of several sources are
-    updated now and then.
-    """
+    The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its
+    own tokens at `rows`, and all end with the same values. Products are in `dtype`. Weights of
+    several sources are updated now and then."""
     every = math.ceil(steps / BALANCED)
     places, count = layer.recording.places(rows)
     row_at = torch.full((count,), -1)
@@ -180,7 +207,9 @@ def tune(
     owned[-1][1] = [value.requires_grad_() for value in router]
     optimizers = []
     for own, shared in owned:
-        optimizers.append(Adafactor([leaf.data for leaf in own], [leaf.data[None] for leaf in shared]))
+        optimizers.append(
+            Adafactor([leaf.data for leaf in own], [leaf.data[None] for leaf in shared])
+        )
     chosen = torch.stack(_steps(count, steps, tokens, seed))
     table = row_at[chosen]
     is_own = table >= 0

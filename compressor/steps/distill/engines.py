@@ -1,14 +1,16 @@
-"""Training the float32 masters of a model's layers: with the whole model in memory, or one decoder layer at a time.
+"""Training the float32 masters of a model's layers: with the whole model in memory, or one decoder
+layer at a time.
 
-A tensor trained whole has one master. One that LoRA trains (Hu et al., arXiv:2106.09685) has two, its factors, and
-stays what it was itself: W = W0 + (alpha / r) B A, with alpha = 2 r. W is [..., M, N], A [..., r, N], B [..., M, r]; a
-fused tensor of experts has its own factors for each of them. The gradient of a weight is in memory anyway while its
-layer is trained, so the factors' gradients follow by the chain rule.
+A tensor trained whole has one master. One that LoRA trains (Hu et al., arXiv:2106.09685) has two,
+its factors, and stays what it was itself: W = W0 + (alpha / r) B A, with alpha = 2 r. W is [..., M,
+N], A [..., r, N], B [..., M, r]; a fused tensor of experts has its own factors for each of them.
+The gradient of a weight is in memory anyway while its layer is trained, so the factors' gradients
+follow by the chain rule.
 
-Layer by layer, a step is a reverse pass, and a layer's state waits on disk. Its update is made while it is loaded on
-the way back. No layer below has been replayed by then, and none above is used again, so that the step is that of the
-whole model. Gradients are clipped to a norm of 1 for each decoder layer: that way never sees the norm of all.
-"""
+Layer by layer, a step is a reverse pass, and a layer's state waits on disk. Its update is made
+while it is loaded on the way back. No layer below has been replayed by then, and none above is used
+again, so that the step is that of the whole model. Gradients are clipped to a norm of 1 for each
+decoder layer: that way never sees the norm of all."""
 
 import hashlib
 import math
@@ -49,7 +51,8 @@ SCALE = 2.0  # LoRA's alpha / r
 
 @dataclass(frozen=True, slots=True)
 class TrainedLayer:
-    """State-dict keys of what is trained of the decoder layer `decoder_layer`: `whole`, or through LoRA's factors."""
+    """State-dict keys of what is trained of the decoder layer `decoder_layer`: `whole`, or through
+    LoRA's factors."""
 
     decoder_layer: str
     whole: tuple[str, ...]
@@ -63,7 +66,8 @@ class TrainedLayer:
         """Masters that leave the layer's `stored` tensors as they are."""
         masters = {key: stored[key].detach().to(torch.float32, copy=True) for key in self.whole}
         for key in self.factored:
-            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()  # a factor is independent of the others
+            # a factor is independent of the others
+            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
             factors = begin_factors(tuple(stored[key].shape), rank, generator)
             for name, factor in zip(_names(key), factors, strict=True):
@@ -91,7 +95,9 @@ class TrainedLayer:
             wide = gradient.detach().float()
             if key in self.whole:
                 gradients[key] = wide
-            else:  # dL/dA = (alpha / r) B^T dL/dW, [..., r, N], and dL/dB = (alpha / r) dL/dW A^T, [..., M, r]
+            # dL/dA = (alpha / r) B^T dL/dW, [..., r, N], and dL/dB = (alpha / r) dL/dW A^T, [...,
+            # M, r]
+            else:
                 first, second = _names(key)
                 gradients[first] = SCALE * (masters[second].mT @ wide)
                 gradients[second] = SCALE * (wide @ masters[first].mT)
@@ -105,15 +111,17 @@ def _names(key: str) -> tuple[str, str]:
 def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
     """List the trained tensors in the order of the decoder layers; layers without any are left out.
 
-    `experts`: the experts' tensors and the routers' parameters; `router`: those of the routers alone; `lora`: factors
-    of every linear layer and of the experts' matrices, and the routers' parameters whole; `all`: every floating-point
-    parameter. What lies outside the decoder layers (embeddings, head, the last norm) is never trained. Raises
-    `CompressionError` for a tensor that another layer shares.
-    """
+    `experts`: the experts' tensors and the routers' parameters; `router`: those of the routers
+    alone; `lora`: factors of every linear layer and of the experts' matrices, and the routers'
+    parameters whole; `all`: every floating-point parameter. What lies outside the decoder layers
+    (embeddings, head, the last norm) is never trained. Raises `CompressionError` for a tensor that
+    another layer shares."""
     live = model.partial.model
     by_decoder_layer = layers_by_decoder_layer(model.architecture.layers)
     parameters = {key for key, value in live.named_parameters() if value.is_floating_point()}
-    linear = {f"{name}.weight" for name, module in live.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        f"{name}.weight" for name, module in live.named_modules() if isinstance(module, nn.Linear)
+    }
     shared = {*model.partial.tied, *model.partial.tied.values()}
     trained = []
     for decoder_layer in model.architecture.decoder_layers:
@@ -137,14 +145,19 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
             factored = [key for key in keys if key in matrices]
         for key in (*whole, *factored):
             if key in shared:
-                raise CompressionError(f"{key} is shared by two layers, so it cannot be trained as one of them")
+                raise CompressionError(
+                    f"{key} is shared by two layers, so it cannot be trained as one of them"
+                )
         if whole or factored:
             trained.append(TrainedLayer(decoder_layer, tuple(whole), tuple(factored)))
     return tuple(trained)
 
 
-def begin_factors(shape: tuple[int, ...], rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A and B of a weight of this shape in float32: A uniform in ±1 / sqrt(N), B zero, so that W is W0 at first."""
+def begin_factors(
+    shape: tuple[int, ...], rank: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A and B of a weight of this shape in float32: A uniform in ±1 / sqrt(N), B zero, so that W is
+    W0 at first."""
     *experts, rows, columns = shape
     first = torch.rand(*experts, rank, columns, generator=generator) * 2 - 1
     return first / math.sqrt(columns), torch.zeros(*experts, rows, rank)
@@ -190,9 +203,14 @@ def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch
 
 
 def _stored(model: OpenModel, tensors: Tensors) -> tuple[dict[str, str], list[tuple[str, Tensor]]]:
-    """The stored name of each tensor that is stored as the model has it, and all that the others are stored as."""
+    """The stored name of each tensor that is stored as the model has it, and all that the others
+    are stored as."""
     keys = model.partial.keys
-    direct = {key: name for name, key in keys.targets.items() if key in tensors and keys.patterns[name] is None}
+    direct = {
+        key: name
+        for name, key in keys.targets.items()
+        if key in tensors and keys.patterns[name] is None
+    }
     others = {key: value for key, value in tensors.items() if key not in direct}
     if not others:
         return direct, []
@@ -208,7 +226,8 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
         return TORCH_DTYPES[info.dtype]
     if model.layout.quantized:
         raise CompressionError(
-            f"tensor {name!r} is stored quantised, so nothing can be trained into it; distill the model before it is "
+            f"tensor {name!r} is stored quantised, so nothing can be trained into it; distill the "
+            "model before it is "
             "quantised, or train what is not, as the option train: router does"
         )
     raise _unknown_storage(key)
@@ -216,7 +235,8 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
 
 def _unknown_storage(key: str) -> CompressionError:
     return CompressionError(
-        f"{key} is not stored as transformers would write it, so it cannot be written back; load the checkpoint with "
+        f"{key} is not stored as transformers would write it, so it cannot be written back; load "
+        "the checkpoint with "
         "transformers and save it anew"
     )
 
@@ -230,11 +250,12 @@ class LayerState:
 
 
 def update(state: LayerState, gradients: Tensors, optimizer: str, rate: float) -> None:
-    """Clip the gradients and take a step, in place. Raises `NotFiniteError` for gradients that are no numbers.
+    """Clip the gradients and take a step, in place. Raises `NotFiniteError` for gradients that are
+    no numbers.
 
-    Adafactor (Shazeer and Stern 2018) keeps a row and a column of a matrix's second moments. Its steps are as long as
-    Adam's at the same rate: root mean square `rate`, not relative to a tensor's size.
-    """
+    Adafactor (Shazeer and Stern 2018) keeps a row and a column of a matrix's second moments. Its
+    steps are as long as Adam's at the same rate: root mean square `rate`, not relative to a
+    tensor's size."""
     norm = math.sqrt(sum(float(as_float64(value).square().sum()) for value in gradients.values()))
     if not math.isfinite(norm):
         raise NotFiniteError
@@ -266,8 +287,11 @@ def keep_state(folder: Path, decoder_layer: str, state: LayerState) -> None:
     save_tensors(file_of(folder, decoder_layer), tensors, {"decoder_layer": decoder_layer})
 
 
-def kept_state(folder: Path, decoder_layer: str, device: torch.device, moments: bool = True) -> LayerState:
-    """Return a layer's state as `keep_state` has written it, in tensors of its own; perhaps the masters alone."""
+def kept_state(
+    folder: Path, decoder_layer: str, device: torch.device, moments: bool = True
+) -> LayerState:
+    """Return a layer's state as `keep_state` has written it, in tensors of its own; perhaps the
+    masters alone."""
     state = LayerState({})
     for name, value in load_tensors(file_of(folder, decoder_layer)).items():
         if not name.startswith(MOMENTS):
@@ -287,14 +311,16 @@ class _Engine:
         self.model = model
         self.options = options
         self.seed = seed
-        self.layers: Mapping[str, TrainedLayer] = {layer.decoder_layer: layer for layer in layers}  # by decoder layer
+        # by decoder layer
+        self.layers: Mapping[str, TrainedLayer] = {layer.decoder_layer: layer for layer in layers}
         self.stored = stored_dtypes(model, layers)
 
     def loaded(self, layer: TrainedLayer) -> Tensors:
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
     def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors, train: bool) -> None:
-        """Put a layer's masters into the loaded layer: with gradients, or rounded as they would be stored."""
+        """Put a layer's masters into the loaded layer: with gradients, or rounded as they would be
+        stored."""
         partial = self.model.partial
         for key, value in layer.values(stored, masters).items():
             if not train:
@@ -333,7 +359,8 @@ class InMemory(_Engine):
         }
 
     def step(self, objective: Objective, rate: float) -> None:
-        """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
+        """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a
+        gradient is no number."""
         for decoder_layer, layer in self.layers.items():
             self.put(layer, self.read, self.states[decoder_layer].masters, train=True)
         failed = 0.0
@@ -353,7 +380,8 @@ class InMemory(_Engine):
             update(state, gradients, self.options.optimiser, rate)
 
     def _backward(self, objective: Objective) -> None:
-        """Take the gradients of all batches' losses, the layers' forwards as the objective has them."""
+        """Take the gradients of all batches' losses, the layers' forwards as the objective has
+        them."""
         partial = self.model.partial
         modules = {
             decoder_layer: partial.model.get_submodule(decoder_layer)
@@ -385,12 +413,14 @@ class InMemory(_Engine):
 
     def load(self, folder: Path) -> None:
         self.states = {
-            decoder_layer: kept_state(folder, decoder_layer, self.model.partial.device) for decoder_layer in self.layers
+            decoder_layer: kept_state(folder, decoder_layer, self.model.partial.device)
+            for decoder_layer in self.layers
         }
 
 
 class Streamed(_Engine):
-    """The same with one layer loaded at a time; the present state of all layers is in the folder `now`."""
+    """The same with one layer loaded at a time; the present state of all layers is in the folder
+    `now`."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int, now: Path) -> None:
         super().__init__(model, options, seed)
@@ -398,7 +428,9 @@ class Streamed(_Engine):
         shutil.rmtree(now, ignore_errors=True)
         for decoder_layer, layer in self.layers.items():
             model.partial.load(layer.keys)
-            keep_state(now, decoder_layer, LayerState(layer.begin(self.loaded(layer), options.rank, seed)))
+            keep_state(
+                now, decoder_layer, LayerState(layer.begin(self.loaded(layer), options.rank, seed))
+            )
             model.partial.release(decoder_layer)
 
     def step(self, objective: Objective, rate: float) -> None:
@@ -420,7 +452,8 @@ Engine = InMemory | Streamed
 
 
 class _Masters(ReverseVisitor):
-    """Layers compute with their masters in `now`: rounded as stored, or trained and updated on the way back."""
+    """Layers compute with their masters in `now`: rounded as stored, or trained and updated on the
+    way back."""
 
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:
         self.engine = engine
@@ -430,7 +463,9 @@ class _Masters(ReverseVisitor):
         engine = self.engine
         layer = engine.layers.get(decoder_layer)
         if layer is not None:
-            masters = kept_state(engine.now, decoder_layer, engine.model.partial.device, moments=False).masters
+            masters = kept_state(
+                engine.now, decoder_layer, engine.model.partial.device, moments=False
+            ).masters
             engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
 
     def on_reverse_end(self, decoder_layer: str) -> None:
@@ -444,7 +479,8 @@ class _Masters(ReverseVisitor):
 
 
 def _linked(source: Path, folder: Path, layer_names: Mapping[str, TrainedLayer]) -> None:
-    """Give every layer's file, which is never written again, a name in another folder, too; or copy it there."""
+    """Give every layer's file, which is never written again, a name in another folder, too; or copy
+    it there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for decoder_layer in layer_names:

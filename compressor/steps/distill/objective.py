@@ -1,8 +1,7 @@
 """The text of a distillation with the base's answers on it, and the loss of one step.
 
-The loss is the mean over the step's tokens of each part, times the part's weight; tokens that are emphasised count as
-more than one. B sequences of L tokens, V tokens in the vocabulary, T = B L.
-"""
+The loss is the mean over the step's tokens of each part, times the part's weight; tokens that are
+emphasised count as more than one. B sequences of L tokens, V tokens in the vocabulary, T = B L."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,8 +48,11 @@ class TrainingText:
     most: int  # sequences that are computed at once
     sources: tuple[str, ...] = ()  # of the batches
 
-    def of_step(self, step: int, sequences: int, seed: int, balance: Mapping[str, float] | None = None) -> list[Batch]:
-        """Return the batches of a step: passes over shuffled sequences, without a remainder's short step.
+    def of_step(
+        self, step: int, sequences: int, seed: int, balance: Mapping[str, float] | None = None
+    ) -> list[Batch]:
+        """Return the batches of a step: passes over shuffled sequences, without a remainder's short
+        step.
 
         `balance` has weights of the sources; without it all tokens count alike.
         """
@@ -63,12 +65,16 @@ class TrainingText:
             number, row = self.fit[number]
             batch = self.batches[number]
             if balance:
-                batch = replace(batch, weights=batch.weights * balance.get(self.sources[number], 1.0))
+                batch = replace(
+                    batch, weights=batch.weights * balance.get(self.sources[number], 1.0)
+                )
             if isinstance(batch.tokens, Inputs):
                 alone.append(batch)
             else:
                 plain.append((batch, row))
-        together = [_joined(plain[begin : begin + self.most]) for begin in range(0, len(plain), self.most)]
+        together = [
+            _joined(plain[begin : begin + self.most]) for begin in range(0, len(plain), self.most)
+        ]
         return [*together, *alone]
 
 
@@ -92,29 +98,34 @@ def training_text(
     emphasis: Emphasis = PLAIN,
     sources: tuple[str, ...] = (),
 ) -> TrainingText:
-    """Return the sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
+    """Return the sequences of batches [B, L] with the base's answers on them; refuses fewer than a
+    step takes.
 
     Of sequences with pictures only those tokens count whose next one is text.
     """
     longest = max((batch.shape[1] for batch in batches if not isinstance(batch, Inputs)), default=0)
     fit = []
     for number, batch in enumerate(batches):
-        if isinstance(batch, Inputs) or batch.shape[1] == longest:  # those that were cut shorter are left out
+        # those that were cut shorter are left out
+        if isinstance(batch, Inputs) or batch.shape[1] == longest:
             fit += [(number, row) for row in range(len(batch))]
     if len(fit) < options.sequences:
         raise CompressionError(
-            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train on, and a step takes "
+            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train "
+            "on, and a step takes "
             f"{options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
     weighed = [
-        Batch(tokens, base, emphasis.loss_weights(tokens)) for tokens, base in zip(batches, answers, strict=True)
+        Batch(tokens, base, emphasis.loss_weights(tokens))
+        for tokens, base in zip(batches, answers, strict=True)
     ]
     return TrainingText(tuple(weighed), tuple(fit), rows, sources)
 
 
 class Objective(ReverseVisitor):
-    """The loss of a step's batches. As a visitor it adds the part of the last decoder layer's hidden states.
+    """The loss of a step's batches. As a visitor it adds the part of the last decoder layer's
+    hidden states.
 
     `parts` has the mean of each part over what has run, before its weight.
     """
@@ -122,15 +133,22 @@ class Objective(ReverseVisitor):
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel) -> None:
         self.options = options
         rows = slice(ranks().rank, None, ranks().size)  # this rank's sequences, possibly none
-        self.batches = [Batch(batch.tokens[rows], batch.base.rows(rows), batch.weights[rows]) for batch in batches]
-        self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
-        self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
+        self.batches = [
+            Batch(batch.tokens[rows], batch.base.rows(rows), batch.weights[rows])
+            for batch in batches
+        ]
+        # the tokens, weighed
+        self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))
+        self.predicted = float(
+            sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches)
+        )
         self.last = model.architecture.decoder_layers[-1] if options.hidden_states else None
         self.parts = {name: 0.0 for name in PARTS if getattr(options, name)}
         self.batch = 0
 
     def loss(self, number: int, output: Any) -> Tensor:
-        """Return a batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
+        """Return a batch's share of the loss at the model's output. Raises `NotFiniteError` for
+        what is no number."""
         batch = self.batches[number]
         logits = output.logits
         weights = batch.weights.to(logits.device)
@@ -140,9 +158,14 @@ class Objective(ReverseVisitor):
             loss = loss + self._part("kl", (divergences * weights).sum() / self.counted)
         if self.options.cross_entropy:
             following = batch.tokens[:, 1:].to(logits.device)
-            losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), following, reduction="none")
-            loss = loss + self._part("cross_entropy", (losses * weights[:, :-1]).sum() / self.predicted)
-        nothing: Tensor = 0.0 * logits.float().sum()  # carries the gradients of parts that layers add
+            losses = cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), following, reduction="none"
+            )
+            loss = loss + self._part(
+                "cross_entropy", (losses * weights[:, :-1]).sum() / self.predicted
+            )
+        # carries the gradients of parts that layers add
+        nothing: Tensor = 0.0 * logits.float().sum()
         return loss if loss.requires_grad else nothing
 
     def _part(self, name: str, value: Tensor) -> Tensor:
@@ -193,7 +216,8 @@ class Objective(ReverseVisitor):
 
 
 class Added(torch.autograd.Function):
-    """The value as it is, through which a loss [] in float32 joins whatever loss is taken behind it."""
+    """The value as it is, through which a loss [] in float32 joins whatever loss is taken behind
+    it."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, loss: Tensor) -> Tensor:

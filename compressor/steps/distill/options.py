@@ -1,4 +1,5 @@
-"""Options of the step `distill`: train the smaller model end to end toward its base's next-token distribution."""
+"""Options of the step `distill`: train the smaller model end to end toward its base's next-token
+distribution."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +9,8 @@ from pydantic import Field, model_validator
 
 from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, WEIGHTS, StepOptions
 
-RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "all": 1e-3}  # at the highest, by `train`
+# at the highest, by `train`
+RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "all": 1e-3}
 WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
 EVALUATIONS = 8  # of held-out text, if nothing else is asked for
 
@@ -18,7 +20,9 @@ class Distill(StepOptions):
 
     name: ClassVar[str] = "distill"
     implementation: ClassVar[str] = "compressor.steps.distill.step:DistillStep"
-    cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
+    cannot_follow: ClassVar[Mapping[str, str]] = {
+        CONSTANTS: "stock transformers cannot load constants"
+    }
 
     train: Literal["experts", "router", "lora", "all", "none"] = "experts"
     """Train experts (and routers), router, lora or all toward the base."""
@@ -43,8 +47,9 @@ class Distill(StepOptions):
     hidden_states: float = Field(0.0, ge=0, le=1e6)
     """Weight of the distance from the base's hidden states."""
     balance: Literal["sum", "worst"] = "sum"
-    """sum trains on all tokens alike. With several calibration sources, worst weighs a source more the larger its KL on
-    held-out text, and takes the state whose largest KL of a source is smallest."""
+    """sum trains on all tokens alike. With several calibration sources, worst weighs a source more
+    the larger its KL on held-out text, and takes the state whose largest KL of a source is
+    smallest."""
     evaluate_every: int | None = Field(None, ge=1, le=10**6)
     """Steps between evaluations on held-out text (default: an eighth of them)."""
     patience: int = Field(8, ge=1, le=10**6)
@@ -53,10 +58,13 @@ class Distill(StepOptions):
     @model_validator(mode="after")
     def _learns(self) -> Self:
         if not any((self.kl, self.cross_entropy, self.hidden_states)):
-            raise ValueError("nothing is learnt of no loss; give kl, cross_entropy or hidden_states a weight")
+            raise ValueError(
+                "nothing is learnt of no loss; give kl, cross_entropy or hidden_states a weight"
+            )
         if self.tokens_per_step < self.sequence_length:
             raise ValueError(
-                f"tokens_per_step {self.tokens_per_step} is less than one sequence of {self.sequence_length} tokens; "
+                f"tokens_per_step {self.tokens_per_step} is less than one sequence of "
+                f"{self.sequence_length} tokens; "
                 "raise it or lower sequence_length"
             )
         return self
@@ -67,7 +75,8 @@ class Distill(StepOptions):
 
     @property
     def optimiser(self) -> str:
-        """The optimizer's name: Adam's state is twice the parameters, Adafactor's a row and a column of each."""
+        """The optimizer's name: Adam's state is twice the parameters, Adafactor's a row and a
+        column of each."""
         return self.optimizer or ("adafactor" if self.stream else "adam")
 
     @property
@@ -79,7 +88,8 @@ class Distill(StepOptions):
         return self.evaluate_every or math.ceil(self.steps / EVALUATIONS)
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0: up over the first ones, then down to 0 on a line."""
+        """Return the learning rate of a step, counted from 0: up over the first ones, then down to
+        0 on a line."""
         warm = max(1, round(WARM_UP * self.steps))
         return self.rate * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
 

@@ -1,4 +1,5 @@
-"""The step `distill`: train the smaller model end to end toward its base's next-token distribution on text."""
+"""The step `distill`: train the smaller model end to end toward its base's next-token distribution
+on text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,15 @@ from compressor.errors import CompressionError
 from compressor.formatting import short
 from compressor.model.opened import OpenModel
 from compressor.recipe.document import changed, divergence, flips
-from compressor.recipe.step import FORMAT, WEIGHTS, Requirements, Result, Step, StepOptions, TextPart
+from compressor.recipe.step import (
+    FORMAT,
+    WEIGHTS,
+    Requirements,
+    Result,
+    Step,
+    StepOptions,
+    TextPart,
+)
 from compressor.steps.distill.engines import stored_dtypes, trained_layers
 from compressor.steps.distill.options import Distill
 from compressor.steps.distill.training import distill
@@ -29,24 +38,33 @@ class DistillStep(Step[Distill]):
         """Return the step; None if nothing is trained."""
         return None if self.options.train == "none" else self
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        """Return the need of text of its own; refuse tensors that cannot be trained as they are stored."""
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
+        """Return the need of text of its own; refuse tensors that cannot be trained as they are
+        stored."""
         options = self.options
         packed = [step.name for step in steps if FORMAT in step.changes]
         if packed and WEIGHTS in options.changes:
             message = f"train {options.train} changes weights that {packed[0]} has packed"
-            raise CompressionError(f"distill: {message}; put distill before {packed[0]}, or give train: router")
+            raise CompressionError(
+                f"distill: {message}; put distill before {packed[0]}, or give train: router"
+            )
         layers = trained_layers(model, options)
         if not model.layout.quantized or not steps:  # merging and correcting dequantise first
             stored_dtypes(model, layers)
         sequences = options.sequences
-        part = TextPart(options.steps * sequences, options.sequence_length, min(8, sequences), sequences)
+        part = TextPart(
+            options.steps * sequences, options.sequence_length, min(8, sequences), sequences
+        )
         state = OPTIMISER_BYTES[options.optimiser] if options.train in ("experts", "all") else 0
         whole = 0 if options.stream else model.partial.dtype.itemsize + state
-        return Requirements(part=part, passes=2, parameter_bytes=whole)  # the base's, and forward and back
+        # the base's, and forward and back
+        return Requirements(part=part, passes=2, parameter_bytes=whole)
 
     def teacher_batches(self, batches: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return all batches: the base's next-token distributions on them are what is trained toward."""
+        """Return all batches: the base's next-token distributions on them are what is trained
+        toward."""
         return batches
 
     @property
@@ -54,14 +72,18 @@ class DistillStep(Step[Distill]):
         return self.options.hidden_states > 0
 
     def apply_model(self, state: State) -> Result:
-        """Train, evaluate on held-out text, and take the best state if its KL from the base is lower."""
+        """Train, evaluate on held-out text, and take the best state if its KL from the base is
+        lower."""
         return distill(self.options, state)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe what was trained for how long, KL before and after, and each evaluation with training losses."""
+        """Describe what was trained for how long, KL before and after, and each evaluation with
+        training losses."""
         options = self.options
         result = entry.get("result") or {}
-        training = f"{options.train}, at most {options.steps} steps of {options.tokens_per_step} tokens"
+        training = (
+            f"{options.train}, at most {options.steps} steps of {options.tokens_per_step} tokens"
+        )
         outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
         if not changed(entry):
             outcome = f"nothing was changed; {divergence(result, False)}"
@@ -70,7 +92,10 @@ class DistillStep(Step[Distill]):
             blocks.append(Text(f"Training ended: {result['ended']}."))
         rows = []
         for evaluation in evaluations(entry):
-            losses = [f"{name} {short(value)}".replace("_", " ") for name, value in evaluation["training"].items()]
+            losses = [
+                f"{name} {short(value)}".replace("_", " ")
+                for name, value in evaluation["training"].items()
+            ]
             rows.append(
                 (
                     f"{evaluation['step']:,}",
@@ -81,7 +106,14 @@ class DistillStep(Step[Distill]):
                 )
             )
         if rows:
-            blocks.append(Table("Held-out text during the distillation", COLUMNS, tuple(rows), frozenset(COLUMNS[4:])))
+            blocks.append(
+                Table(
+                    "Held-out text during the distillation",
+                    COLUMNS,
+                    tuple(rows),
+                    frozenset(COLUMNS[4:]),
+                )
+            )
         return blocks
 
 

@@ -1,9 +1,10 @@
-"""Carry out `distill` on the checkpoint that earlier steps have made: the loop, its record, and new stored tensors.
+"""Carry out `distill` on the checkpoint that earlier steps have made: the loop, its record, and new
+stored tensors.
 
-The loop takes steps, evaluates on held-out text, keeps the best state, and resumes a killed run. It ends after its
-steps, or early: when a loss is not finite, when training diverges on held-out text, or when several evaluations in a
-row bring no improvement. The best state is taken where the evaluator accepts it.
-"""
+The loop takes steps, evaluates on held-out text, keeps the best state, and resumes a killed run. It
+ends after its steps, or early: when a loss is not finite, when training diverges on held-out text,
+or when several evaluations in a row bring no improvement. The best state is taken where the
+evaluator accepts it."""
 
 import math
 import shutil
@@ -30,7 +31,12 @@ from compressor.steps.distill.engines import (
     stored_tensors,
     trained_layers,
 )
-from compressor.steps.distill.objective import NotFiniteError, Objective, TrainingText, training_text
+from compressor.steps.distill.objective import (
+    NotFiniteError,
+    Objective,
+    TrainingText,
+    training_text,
+)
 from compressor.steps.distill.options import Distill
 from compressor.steps.state import State
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
@@ -46,14 +52,17 @@ DONE = "all steps were taken"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Figures on held-out text after this number of steps: KL from the base, loss (nats per token) and flips."""
+    """Figures on held-out text after this number of steps: KL from the base, loss (nats per token)
+    and flips."""
 
     step: int
     kl: float
     loss: float
     flips: float
-    training: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, mean of the steps before
-    kl_by_source: Mapping[str, float] = field(default_factory=dict)  # of several sources, where these are balanced
+    # parts of the loss, mean of the steps before
+    training: Mapping[str, float] = field(default_factory=dict)
+    # of several sources, where these are balanced
+    kl_by_source: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def criterion(self) -> float:
@@ -63,7 +72,8 @@ class Evaluation:
 
 @dataclass(slots=True)
 class TrainingState:
-    """The progress of a distillation; `first` and `best_kl` are the KL of each held-out sequence."""
+    """The progress of a distillation; `first` and `best_kl` are the KL of each held-out
+    sequence."""
 
     curve: tuple[Evaluation, ...]
     first: tuple[float, ...]
@@ -99,11 +109,14 @@ class TrainingState:
 
     @property
     def balance(self) -> dict[str, float]:
-        """The weights of the sources after the evaluations so far; empty if they are not balanced."""
+        """The weights of the sources after the evaluations so far; empty if they are not
+        balanced."""
         names = list(self.curve[0].kl_by_source)
         weights = torch.ones(len(names), dtype=torch.float64)
         for entry in self.curve if names else ():
-            weights = rebalanced(weights, torch.tensor([entry.kl_by_source[name] for name in names]).double())
+            weights = rebalanced(
+                weights, torch.tensor([entry.kl_by_source[name] for name in names]).double()
+            )
         return dict(zip(names, weights.tolist(), strict=True))
 
 
@@ -141,7 +154,8 @@ class Training:
             self.progress.advance("step")
         while state.ended is None:
             state = self._next(state)
-            if ranks().is_first:  # write the progress, then remove the states that are no longer needed
+            # write the progress, then remove the states that are no longer needed
+            if ranks().is_first:
                 save_tensors(self.place / STATE, {}, asdict(state))
                 needed = (self.folder(state.best), self.folder(state.step))
                 for folder in self.place.glob("step-*"):
@@ -160,17 +174,22 @@ class Training:
         state = read_as(TrainingState, figures)
         for step in {state.step, state.best} - {0}:
             for decoder_layer in self.engine.layers:
-                if read_metadata(file_of(self.folder(step), decoder_layer)) is None:  # cut short by a loss of power
+                # cut short by a loss of power
+                if read_metadata(file_of(self.folder(step), decoder_layer)) is None:
                     return None
         return state
 
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
-        """Return the figures of the model now, and the KL of each sequence; all processes measure together."""
+        """Return the figures of the model now, and the KL of each sequence; all processes measure
+        together."""
         figures = self.engine.evaluated(self.evaluator)
         means = figures.means
         by_source = {}
         if self.engine.options.balance == "worst" and len(self.evaluator.names) > 1:
-            by_source = {name: figures.of({number}).means["kl"] for number, name in enumerate(self.evaluator.names)}
+            by_source = {
+                name: figures.of({number}).means["kl"]
+                for number, name in enumerate(self.evaluator.names)
+            }
         evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts, by_source)
         return evaluation, tuple(figures.kl.tolist())
 
@@ -205,33 +224,41 @@ class Training:
             ended = NO_BETTER
         if ranks().is_first:
             engine.save(self.folder(end))
-        return TrainingState(curve, state.first, kl if best is evaluation else state.best_kl, best.step, ended)
+        return TrainingState(
+            curve, state.first, kl if best is evaluation else state.best_kl, best.step, ended
+        )
 
 
 def distill(options: Distill, run: State) -> Result:
-    """Train toward the base, and return the stored tensors of the best state if its KL on held-out text is lower.
+    """Train toward the base, and return the stored tensors of the best state if its KL on held-out
+    text is lower.
 
-    Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
-    `CompressionError` for tensors that cannot be trained as they are stored, for fewer than eight held-out sequences,
-    and where `stream` meets several processes or an architecture without gradients layer by layer.
-    """
+    Each process takes its share of every step's sequences. All that a killed run needs to go on is
+    kept. Raises `CompressionError` for tensors that cannot be trained as they are stored, for fewer
+    than eight held-out sequences, and where `stream` meets several processes or an architecture
+    without gradients layer by layer."""
     folder = run.kept("distill")
     trained = folder / "made"
     figures = read_metadata(trained / FIGURES)
     if figures is None:  # else of an earlier run
         if options.stream and not ranks().is_alone:
-            raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
+            raise CompressionError(
+                f"distill: stream trains in one process, and {ranks().size} were started; start one"
+            )
         stored_dtypes(run.model, trained_layers(run.model, options))
         figures = _train(options, run, folder, trained)
     return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))
 
 
 def _train(options: Distill, run: State, folder: Path, trained: Path) -> dict[str, Any]:
-    """Train, and write each layer's tensors to the folder `trained`; none if the result is not accepted."""
+    """Train, and write each layer's tensors to the folder `trained`; none if the result is not
+    accepted."""
     batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
-    text = training_text(batches, answers, options, run.base, run.text.emphasis, run.text.part_sources[run.part])
+    text = training_text(
+        batches, answers, options, run.base, run.text.emphasis, run.text.part_sources[run.part]
+    )
     current = folder / "now"
     steps = folder / "steps"
     if options.stream:
@@ -248,7 +275,11 @@ def _train(options: Distill, run: State, folder: Path, trained: Path) -> dict[st
         for number, decoder_layer in enumerate(engine.layers if figures["changed"] else ()):
             values = engine.values(training.folder(state.best), decoder_layer)
             tensors = stored_tensors(run.model, values, engine.stored)
-            save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"decoder_layer": decoder_layer})
+            save_tensors(
+                trained / f"layer-{number:05d}.safetensors",
+                tensors,
+                {"decoder_layer": decoder_layer},
+            )
     finally:
         run.model.partial.release("")
     save_tensors(trained / FIGURES, {}, figures)

@@ -13,24 +13,30 @@ from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.recipe.step import CONSTANTS, EXPERTS, StepOptions
 
 WHOLE = re.compile(r"0*[1-9][0-9]{0,8}")  # a number above 0
-Protector = Callable[[Any], Sequence[tuple[str, int]]]  # of a planner: experts module and number, the strongest first
+# of a planner: experts module and number, the strongest first
+Protector = Callable[[Any], Sequence[tuple[str, int]]]
 
 
 def protector_of(protect: Any) -> Protector | None:
-    """Return the protector of a NAME or NAME:N, which finds experts on calibration data; None for a list.
+    """Return the protector of a NAME or NAME:N, which finds experts on calibration data; None for a
+    list.
 
-    Raises `CompressionError` for NAME:N without a whole number N above 0, or where the protector takes none.
-    """
+    Raises `CompressionError` for NAME:N without a whole number N above 0, or where the protector
+    takes none."""
     name, colon, count = protect.partition(":") if isinstance(protect, str) else ("", "", "")
     if name not in entry_points.names(entry_points.PROTECTORS):
         return None
-    find: Callable[..., Sequence[tuple[str, int]]] = entry_points.load(entry_points.PROTECTORS, name)
+    find: Callable[..., Sequence[tuple[str, int]]] = entry_points.load(
+        entry_points.PROTECTORS, name
+    )
     if not colon and entry_points.takes(find, 1):
         return find
     if not entry_points.takes(find, 2):
         raise CompressionError(f"--protect {protect} should be {name}, without a number")
     if not WHOLE.fullmatch(count):
-        raise CompressionError(f"--protect {protect} should be {name}:N with a whole number N above 0")
+        raise CompressionError(
+            f"--protect {protect} should be {name}:N with a whole number N above 0"
+        )
     return lambda planner: find(planner, int(count))
 
 
@@ -55,7 +61,9 @@ class Prune(StepOptions):
     name: ClassVar[str] = "prune"
     implementation: ClassVar[str] = "compressor.steps.prune.step:PruneStep"
     order: ClassVar[int | None] = 1
-    cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
+    cannot_follow: ClassVar[Mapping[str, str]] = {
+        CONSTANTS: "stock transformers cannot load constants"
+    }
 
     strategy: str = "auto"
     """Pruning strategy. See `moe-compress list strategies`."""
@@ -66,21 +74,23 @@ class Prune(StepOptions):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the strategy."""
     protect: Protect = None
-    """Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest centrality in the
-    routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`)."""
+    """Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of
+    highest centrality in the routing graph), or a JSON list of experts to keep (hubs.json of
+    `moe-compress attribute`)."""
     sample_tokens: SampleTokens = SAMPLE_TOKENS
-    """Tokens of the text on which each layer's experts are compared, by strategies that compare outputs or router
-    logits; or all. Sums, such as those of reap, are over the whole text."""
+    """Tokens of the text on which each layer's experts are compared, by strategies that compare
+    outputs or router logits; or all. Sums, such as those of reap, are over the whole text."""
     sequential: bool = False
     """Plan each layer on what the compressed earlier layers output."""
     top_k: int | None = Field(None, ge=1)
     """num_experts_per_tok of the output, at most as many as now (default: as many)."""
     mtp: Literal["keep", "drop"] | None = None
-    """Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: keep where the
-    layout is known)."""
+    """Multi-token-prediction heads: keep (with as many experts as the other layers) or drop
+    (default: keep where the layout is known)."""
     balance: Literal["sum", "worst"] | None = None
-    """How experts are kept for several sources of text: by the sum of their scores (the default), or worst: the source
-    that keeps the least share of its score gets its best expert, until the layer is full."""
+    """How experts are kept for several sources of text: by the sum of their scores (the default),
+    or worst: the source that keeps the least share of its score gets its best expert, until the
+    layer is full."""
 
     @property
     def changes(self) -> frozenset[str]:
@@ -94,9 +104,8 @@ class Prune(StepOptions):
     def count(self, layers: Sequence[MoeLayer], parts: int = 1) -> int:
         """Return how many experts each layer keeps; `experts` count `parts` each.
 
-        Raises `CompressionError` where both or none of `experts` and `ratio` are given, and for a number that a layer
-        cannot have.
-        """
+        Raises `CompressionError` where both or none of `experts` and `ratio` are given, and for a
+        number that a layer cannot have."""
         experts = None if self.experts is None else self.experts * parts
         return resolve_count(layers, experts, self.ratio)
 

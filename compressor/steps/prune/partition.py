@@ -1,10 +1,10 @@
 """Split experts into groups of alike experts: one solver for eq. 5 of arXiv:2407.09590.
 
-E experts, G groups. Equation 5 minimises sum_i (within_i - across_i); within + across is the fixed sum of all
-distances, so the same groups minimise the within-group sum alone: the objective here. Up to `EXACT_LIMIT`
-free experts per routing block, dynamic programming over subsets proves the answer; above that, agglomerative starts
-descend by single moves and swaps, and the best is perturbed repeatedly. Labels [E] number each expert's group.
-"""
+E experts, G groups. Equation 5 minimises sum_i (within_i - across_i); within + across is the fixed
+sum of all distances, so the same groups minimise the within-group sum alone: the objective here. Up
+to `EXACT_LIMIT` free experts per routing block, dynamic programming over subsets proves the answer;
+above that, agglomerative starts descend by single moves and swaps, and the best is perturbed
+repeatedly. Labels [E] number each expert's group."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from compressor.tolerance import rounded, stable_argmin
 
-EXACT_LIMIT = 14  # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
-KICKS = 128  # at 512 experts a few seconds; more gains a per cent or two where distances have no structure
+# 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
+EXACT_LIMIT = 14
+# at 512 experts a few seconds; more gains a per cent or two where distances have no structure
+KICKS = 128
 KICKED_EXPERTS = 8
 TOLERANCE = 1e-12  # a gain below this share of the cost it removes is rounding, and could cycle
 
@@ -29,10 +31,11 @@ Changes = list[tuple[int, int]]  # (expert, its new group)
 class Grouping:
     """A partition of the experts, with its cost.
 
-    groups: every expert once, members ascending, groups ordered by their smallest member; without those of a block
+    groups: every expert once, members ascending, groups ordered by their smallest member; without
+    those of a block
         in which protected experts take all the groups.
-    objective: sum of distances over unordered pairs within a group.
-    exact: whether no partition under the same constraints is cheaper by more than rounding (`ties`); False means
+    objective: sum of distances over unordered pairs within a group. exact: whether no partition
+    under the same constraints is cheaper by more than rounding (`ties`); False means
         unproved, not worse.
     """
 
@@ -50,16 +53,18 @@ def group_experts(
     alone: Collection[int] = (),
     noise: Tensor | float = 0.0,
 ) -> Grouping:
-    """Partition experts into `count` groups of least within-group distance (eq. 5): [E, E] -> Grouping.
+    """Partition experts into `count` groups of least within-group distance (eq. 5): [E, E] ->
+    Grouping.
 
-    distances: symmetric, finite, none below 0.
-    blocks: routing groups; no group crosses them and each gets count / len(blocks) groups.
-    alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
-    noise: how far apart equal experts may come out by rounding, for each pair or for all; `rounded` says more.
-    """
+    distances: symmetric, finite, none below 0. blocks: routing groups; no group crosses them and
+    each gets count / len(blocks) groups. alone: protected experts, each a group of its own; where
+    that leaves none for a block's others, these are dropped. noise: how far apart equal experts may
+    come out by rounding, for each pair or for all; `rounded` says more."""
     table = distances.detach().cpu().double()
     table = (table / 2 + table.T / 2).fill_diagonal_(0)
-    assert bool(table.isfinite().all()) and not bool((table < 0).any()), "distances are finite, and none below 0"
+    assert bool(table.isfinite().all()) and not bool((table < 0).any()), (
+        "distances are finite, and none below 0"
+    )
     generator = torch.Generator().manual_seed(seed)
     values = rounded(table, noise)
     partition = [range(len(table))] if blocks is None else blocks
@@ -80,7 +85,9 @@ def group_experts(
             members = (labels == label).nonzero().flatten().tolist()
             groups.append(tuple(free[member] for member in members))
     groups.sort()
-    return Grouping(tuple(groups), _objective(table, groups), is_proved or _objective(values, groups) == 0)
+    return Grouping(
+        tuple(groups), _objective(table, groups), is_proved or _objective(values, groups) == 0
+    )
 
 
 def _objective(distances: Tensor, groups: Sequence[Members]) -> float:
@@ -93,13 +100,16 @@ def _objective(distances: Tensor, groups: Sequence[Members]) -> float:
 
 
 def _solve(distances: Tensor, count: int) -> Tensor:
-    """Best labels; best[k, M] = min of w(S) + best[k-1, M - S] over S with M's top expert: [E, E] -> [E]."""
+    """Best labels; best[k, M] = min of w(S) + best[k-1, M - S] over S with M's top expert: [E, E]
+    -> [E]."""
     experts = distances.shape[0]
     bits = (torch.arange(2**experts)[:, None] >> torch.arange(experts) & 1).double()
-    weight = ((bits @ distances) * bits).sum(1) / 2  # within-group sum of every subset, numbered as a bit mask
+    # within-group sum of every subset, numbered as a bit mask
+    weight = ((bits @ distances) * bits).sum(1) / 2
     best = torch.full((count + 1, weight.numel()), torch.inf, dtype=torch.float64)
     best[1, 1:] = weight[1:]
-    inside = outside = torch.zeros(1, dtype=torch.long)  # disjoint subsets, those of the lowest experts first
+    # disjoint subsets, those of the lowest experts first
+    inside = outside = torch.zeros(1, dtype=torch.long)
     for expert in range(experts - 2 if count > 2 else 0):
         inside = torch.cat((inside, inside + 2**expert, inside))
         outside = torch.cat((outside, outside, outside + 2**expert))
@@ -108,7 +118,9 @@ def _solve(distances: Tensor, count: int) -> Tensor:
         others = outside[: 3**top]
         # Experts above `top` form at most one group each, and the full set needs exactly `count`.
         for level in range(max(2, count - (experts - 1 - top)), min(count, top + 2)):
-            best[level].scatter_reduce_(0, group + others, weight[group] + best[level - 1][others], "amin")
+            best[level].scatter_reduce_(
+                0, group + others, weight[group] + best[level - 1][others], "amin"
+            )
     labels = torch.zeros(experts, dtype=torch.long)
     mask = 2**experts - 1
     for level in range(count, 1, -1):
@@ -127,7 +139,8 @@ def labels_cost(distances: Tensor, labels: Tensor) -> float:
 
 
 def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
-    """Return True if labels cost as little as the P shortest distances, P the fewest pairs `count` groups hold."""
+    """Return True if labels cost as little as the P shortest distances, P the fewest pairs `count`
+    groups hold."""
     size, larger = divmod(len(labels), count)
     pairs = larger * math.comb(size + 1, 2) + (count - larger) * math.comb(size, 2)
     rows, columns = torch.triu_indices(len(labels), len(labels), 1)
@@ -157,10 +170,11 @@ def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
 
 
 def agglomerate(distances: Tensor, count: int, linkage: Literal["average", "complete"]) -> Tensor:
-    """Return labels of `count` clusters, in the order of their lowest members, by scikit-learn: [E, E] -> [E].
+    """Return labels of `count` clusters, in the order of their lowest members, by scikit-learn: [E,
+    E] -> [E].
 
-    Nothing is random, and equally near pairs are joined in a fixed order, from the lowest position on.
-    """
+    Nothing is random, and equally near pairs are joined in a fixed order, from the lowest position
+    on."""
     from sklearn.cluster import AgglomerativeClustering
 
     if count == len(distances):  # of a single point scikit-learn makes no cluster
@@ -172,7 +186,8 @@ def agglomerate(distances: Tensor, count: int, linkage: Literal["average", "comp
 
 
 def _merge_by_sums(distances: Tensor, count: int) -> Tensor:
-    """Merge the two groups with the least sum of distances until `count` are left: [E, E] -> [E]."""
+    """Merge the two groups with the least sum of distances until `count` are left: [E, E] ->
+    [E]."""
     experts = distances.shape[0]
     links = distances.clone().fill_diagonal_(torch.inf)
     labels = torch.arange(experts)
@@ -212,7 +227,8 @@ def _best_move(table: Tensor, labels: Tensor) -> Changes:
 
 
 def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
-    """Experts u, v trade groups: gain A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]: changes or none."""
+    """Experts u, v trade groups: gain A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]: changes or
+    none."""
     current = table.gather(1, labels[:, None])
     gain = table[:, labels] - current
     gain = (gain + gain.T).sub_(distances, alpha=2)

@@ -24,9 +24,20 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
-from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, mtp_choice, statistics_with_heads
+from compressor.steps.correct.heads import (
+    ACCEPTANCE,
+    chosen_heads,
+    mtp_choice,
+    statistics_with_heads,
+)
 from compressor.steps.correct.options import Correct
-from compressor.steps.correct.sequential import COMPRESSED, UNCORRECTED, LayerWork, comparing, compress_sequentially
+from compressor.steps.correct.sequential import (
+    COMPRESSED,
+    UNCORRECTED,
+    LayerWork,
+    comparing,
+    compress_sequentially,
+)
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.protection import Protected, given_protected, listed, strongest_that_fit
@@ -60,9 +71,9 @@ class Planned:
 class Planner:
     """Plans a model on text, whose batches ranks share.
 
-    Measurements of the whole model, such as those of protectors, are made once for all plans: on the base, without the
-    held-out text, all tokens counting alike. They serve plans that are made in order, too.
-    """
+    Measurements of the whole model, such as those of protectors, are made once for all plans: on
+    the base, without the held-out text, all tokens counting alike. They serve plans that are made
+    in order, too."""
 
     model: OpenModel
     calibration: Calibration | None
@@ -71,7 +82,8 @@ class Planner:
     _measured: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, measure: Callable[[Calibration], Any]) -> Any:
-        """Return the result of `measure` on the text that is not held out, kept under `name`; all ranks take part.
+        """Return the result of `measure` on the text that is not held out, kept under `name`; all
+        ranks take part.
 
         Raises `CompressionError` where there is no text.
         """
@@ -82,7 +94,8 @@ class Planner:
         return self._measured[name]
 
     def rank_changes(self, strategies: Sequence[Strategy]) -> dict[str, Tensor]:
-        """AARV summed over the later routers, [E] float64, by layer; nothing if none of the strategies needs it."""
+        """AARV summed over the later routers, [E] float64, by layer; nothing if none of the
+        strategies needs it."""
         name = next((strategy.name for strategy in strategies if strategy.needs & ATTRIBUTED), None)
         if name is None:
             return {}
@@ -103,10 +116,9 @@ class Planner:
     ) -> list[Planned]:
         """Return a plan for each spec from one pass over the layers.
 
-        `protected` experts, by layer name, stay as they are. The specs' heads, which are the same in all, are planned
-        after the model's own layers. With `files`, each layer is written there by the first plan. A `probe`, not
-        beside heads, keeps the base's answers on its batches.
-        """
+        `protected` experts, by layer name, stay as they are. The specs' heads, which are the same
+        in all, are planned after the model's own layers. With `files`, each layer is written there
+        by the first plan. A `probe`, not beside heads, keeps the base's answers on its batches."""
         rank_changes = self.rank_changes([spec.strategy for spec in specs])
         needs = self._modalities.union(*(spec.strategy.needs for spec in specs))
         seconds = [0.0] * len(specs)
@@ -136,7 +148,9 @@ class Planner:
             layers = list[LayerPlan]()
             for layer in (plans[number] for plans in by_layer):
                 if layer.module in accepted:  # before anything is made smaller
-                    layer = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
+                    layer = replace(
+                        layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]}
+                    )
                 layers.append(layer)
             planned.append(Planned(self._plan(spec, layers, protected), seconds[number]))
         return planned
@@ -148,16 +162,18 @@ class Planner:
         protected: Protected | None = None,
         files: CutFiles | None = None,
     ) -> ExpertPlan:
-        """Plan every layer on the output of the compressed, and with a `correction` corrected, earlier layers.
+        """Plan every layer on the output of the compressed, and with a `correction` corrected,
+        earlier layers.
 
-        `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A strategy that needs an
-        attribution sees that of the base.
-        """
+        `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A
+        strategy that needs an attribution sees that of the base."""
         assert self.calibration is not None
         rank_changes = self.rank_changes([spec.strategy])
 
         def decide(stats: LayerStatistics) -> LayerPlan:
-            plan: LayerPlan = ranks().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
+            plan: LayerPlan = ranks().broadcast(
+                lambda: _layer_plan(stats, spec, protected, rank_changes)
+            )
             return replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
@@ -166,7 +182,9 @@ class Planner:
         with ExitStack() as stack:
             probe = None
             if files is not None and correction is not None and not spec.heads:
-                probe = stack.enter_context(comparing(self.model, files, self.calibration.heldout_batches))
+                probe = stack.enter_context(
+                    comparing(self.model, files, self.calibration.heldout_batches)
+                )
             layers = compress_sequentially(*run, probe, "plan in order", spec.heads)
         return self._plan(spec, layers, protected)
 
@@ -176,7 +194,9 @@ class Planner:
         has_media = self.calibration is not None and sees_media(self.model.config)
         return frozenset({MODALITIES} if has_media else ())
 
-    def _plan(self, spec: PruneSpec, layers: Iterable[LayerPlan], protected: Protected | None) -> ExpertPlan:
+    def _plan(
+        self, spec: PruneSpec, layers: Iterable[LayerPlan], protected: Protected | None
+    ) -> ExpertPlan:
         model = self.model
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
         ordered = sorted(layers, key=lambda layer: order.get(layer.module, len(order)))
@@ -187,7 +207,8 @@ class Planner:
             experts = sum(layer.experts for layer in ordered)
             unreached = sum(layer.figures.get(UNREACHED.format("text"), 0) for layer in ordered)
             logger.warning(
-                "%s sees pictures or sound, and is calibrated on text alone, which never reached %d of its %d experts "
+                "%s sees pictures or sound, and is calibrated on text alone, which never reached "
+                "%d of its %d experts "
                 "(%.1f %%); add a source with pictures to --calibration",
                 model.source.label,
                 unreached,
@@ -195,11 +216,16 @@ class Planner:
                 100 * unreached / experts,
             )
         heads = mtp_choice(model, spec.heads)
-        return replace(ExpertPlan.of(ordered), protected=listed(protected), top_k=model.top_k, mtp=heads)
+        return replace(
+            ExpertPlan.of(ordered), protected=listed(protected), top_k=model.top_k, mtp=heads
+        )
 
 
 def _layer_plan(
-    stats: LayerStatistics, spec: PruneSpec, protected: Protected | None, rank_changes: Mapping[str, Tensor]
+    stats: LayerStatistics,
+    spec: PruneSpec,
+    protected: Protected | None,
+    rank_changes: Mapping[str, Tensor],
 ) -> LayerPlan:
     """Return the layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
@@ -212,14 +238,16 @@ def _layer_plan(
     changed = touched(plan, guarded)
     if changed:
         raise CompressionError(
-            f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
+            f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert "
+            f"{changed[0]} as it is; "
             "choose another strategy or leave out --protect"
         )
     return plan
 
 
 def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
-    """Figures of text and of media, by their tokens sent to each expert [E, 2]; none of a kind without tokens.
+    """Figures of text and of media, by their tokens sent to each expert [E, 2]; none of a kind
+    without tokens.
 
     The share of the choices of kept experts, and the number of experts that no token chose.
     """
@@ -234,7 +262,8 @@ def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
 
 
 def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
-    """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
+    """Check count, protected experts and strategy: every refusal that needs no data. `experts`
+    count `parts` each."""
     strategy = load_strategy(prune.strategy, prune.options).balancing(prune.balance)
     layers = model.architecture.layers
     if strategy.check is not None:
@@ -246,7 +275,8 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
-    """The experts that a list names, or as many of those that a protector finds on the calibration data as fit."""
+    """The experts that a list names, or as many of those that a protector finds on the calibration
+    data as fit."""
     layers = planner.model.architecture.layers
     protector = protector_of(protect)
     if protector is None:
@@ -256,7 +286,8 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
 
 
 def planner_of(state: State) -> Planner:
-    """Return the planner of the stage's model, whose routing attribution is run once for all steps."""
+    """Return the planner of the stage's model, whose routing attribution is run once for all
+    steps."""
     key = f"planner {state.stage[0]}"
     if key not in state.shared:
         state.shared[key] = Planner(state.model, state.fit, state.progress, state.seed)

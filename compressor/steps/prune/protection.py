@@ -20,7 +20,8 @@ Protected = Mapping[str, frozenset[int]]  # experts by the full name of their ex
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of a list. Of a model whose experts are split, all parts of the `expert` of the source, or one `part`.
+    """An entry of a list. Of a model whose experts are split, all parts of the `expert` of the
+    source, or one `part`.
 
     `module` is needed where the decoder `layer` has several experts modules.
     """
@@ -32,7 +33,8 @@ class Entry:
 
 
 def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[Entry]:
-    """Return the entries of a list, or of a JSON file as `moe-compress attribute` writes it, without other fields.
+    """Return the entries of a list, or of a JSON file as `moe-compress attribute` writes it,
+    without other fields.
 
     None of them for None, and for the name of a protector.
     """
@@ -44,18 +46,25 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
         path = Path(protect)
         if not path.is_file():
             raise CompressionError(
-                f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a JSON list of experts "
+                f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a "
+                "JSON list of experts "
                 "such as the hubs.json of moe-compress attribute"
             )
         where = str(path)
         content = read_json(path, "mend it")
     if not isinstance(content, list | tuple):
-        raise CompressionError(f'{where} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
-    return [read_as(Entry, entry, f"{where}, entry {number}") for number, entry in enumerate(content, start=1)]
+        raise CompressionError(
+            f'{where} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]'
+        )
+    return [
+        read_as(Entry, entry, f"{where}, entry {number}")
+        for number, entry in enumerate(content, start=1)
+    ]
 
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
-    """Return the same, a file's list in place of its name, so that the options of a run do not depend on the file."""
+    """Return the same, a file's list in place of its name, so that the options of a run do not
+    depend on the file."""
     if protector_of(protect) is not None:
         return protect
     entries = list[dict[str, Any]]()
@@ -80,20 +89,28 @@ def given_protected(
     return {name: experts for name, experts in protected.items() if experts}
 
 
-def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, Sequence[int]]:
+def _experts_of(
+    entry: Entry, layers: Sequence[MoeLayer], where: str
+) -> tuple[MoeLayer, Sequence[int]]:
     """Return the layer and the expert that an entry of the list means; of a split one its parts."""
-    inside = [layer for layer in layers if layer.index == entry.layer and entry.module in (None, layer.name)]
+    inside = [
+        layer
+        for layer in layers
+        if layer.index == entry.layer and entry.module in (None, layer.name)
+    ]
     if not inside:
         known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
         named = "" if entry.module is None else f" called {entry.module!r}"
         raise CompressionError(
-            f"{where}: layer {entry.layer} has no experts module{named}; layers with experts are {known}, modules are "
+            f"{where}: layer {entry.layer} has no experts module{named}; layers with experts are "
+            f"{known}, modules are "
             f"called like {layers[0].name}"
         )
     if len(inside) > 1:
         names = " and ".join(layer.name for layer in inside)
         raise CompressionError(
-            f"{where}: layer {entry.layer} has several experts modules, {names}; add one as 'module'"
+            f"{where}: layer {entry.layer} has several experts modules, {names}; add one as "
+            "'module'"
         )
     (layer,) = inside
     count = layer.experts // layer.parts
@@ -101,34 +118,40 @@ def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[M
     if not 0 <= entry.expert < count or parts[0] not in range(layer.parts):
         part = "" if entry.part is None else f", part {entry.part}"
         raise CompressionError(
-            f"{where}: {layer.name} has no expert {entry.expert}{part}; the experts that this step gets are numbered 0 "
+            f"{where}: {layer.name} has no expert {entry.expert}{part}; the experts that this "
+            "step gets are numbered 0 "
             f"to {count - 1}, and their parts 0 to {layer.parts - 1}"
         )
     return layer, [entry.expert * layer.parts + part for part in parts]
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
-    """Return the experts of each module in ascending order, as plans hold them, without modules that have none."""
+    """Return the experts of each module in ascending order, as plans hold them, without modules
+    that have none."""
     return {name: tuple(sorted(experts)) for name, experts in (protected or {}).items() if experts}
 
 
 def strongest_that_fit(
     experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, protect: str
 ) -> Protected:
-    """Return the strongest (module, expert) that `protect` finds, as many in each layer and group as stay there."""
+    """Return the strongest (module, expert) that `protect` finds, as many in each layer and group
+    as stay there."""
     protected: dict[str, frozenset[int]] = {}
     for layer in layers:
         capacity = keep // layer.routing_groups
         fitting = list[int]()
         for block in competing(layer):
-            strongest = [expert for module, expert in experts if module == layer.name and expert in block]
+            strongest = [
+                expert for module, expert in experts if module == layer.name and expert in block
+            ]
             fitting += strongest[:capacity]
         if fitting:
             protected[layer.name] = frozenset(fitting)
     gone = len(experts) - sum(map(len, protected.values()))
     if gone:
         logger.warning(
-            f"{gone} of {len(experts)} experts of --protect {protect} do not fit where {keep} are kept in every layer, "
+            f"{gone} of {len(experts)} experts of --protect {protect} do not fit where {keep} are "
+            "kept in every layer, "
             "so the weakest are not protected"
         )
     return protected

@@ -1,10 +1,9 @@
 """A planned layer's output on the sampled tokens, and its error against the base layer's.
 
-The error is ||y - y'||^2 / ||y||^2 with gate weights on both sides, y' routed by the smaller layer's own router: its
-rows picked for kept experts, or mixed for merged ones. For plans that only drop experts the error is a quadratic form
-in gate weights, since y' = sum_k w_k o_k with unchanged outputs o.
-S sampled tokens, K top-k, E experts, H hidden, N slots of the smaller layer.
-"""
+The error is ||y - y'||^2 / ||y||^2 with gate weights on both sides, y' routed by the smaller
+layer's own router: its rows picked for kept experts, or mixed for merged ones. For plans that only
+drop experts the error is a quadratic form in gate weights, since y' = sum_k w_k o_k with unchanged
+outputs o. S sampled tokens, K top-k, E experts, H hidden, N slots of the smaller layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,11 +30,11 @@ _Select = Callable[[ExpertTensor, Tensor], Tensor]  # a tensor's rows for the sm
 
 
 class SmallerRouter:
-    """Routes the sampled tokens as the smaller layer would; the layer's weights are read once, never changed.
+    """Routes the sampled tokens as the smaller layer would; the layer's weights are read once,
+    never changed.
 
-    Both ways of asking give (gate weights [S, K] float32, slots [S, K] int64) of the tokens at `rows`, or of all; a
-    choice of no expert, such as zaya's skip expert, has the weight 0.
-    """
+    Both ways of asking give (gate weights [S, K] float32, slots [S, K] int64) of the tokens at
+    `rows`, or of all; a choice of no expert, such as zaya's skip expert, has the weight 0."""
 
     def __init__(self, stats: LayerStatistics) -> None:
         layer = stats.layer
@@ -44,11 +43,14 @@ class SmallerRouter:
         self.tokens = len(stats.inputs)
         self.device = stats.inputs.device
         self._build = weights.smaller_router
-        self._tensors = dict[str, tuple[Tensor, ExpertTensor | None]]()  # by name; how they count experts, if they do
+        # by name; how they count experts, if they do
+        self._tensors = dict[str, tuple[Tensor, ExpertTensor | None]]()
         self._tables = dict[str, Tensor]()
         self._has_equal_rows = False
         by_key = {tensor.key: tensor for tensor in layer.tensors}
-        for name, value in (dict(weights.router.named_buffers()) | weights.router.state_dict()).items():
+        for name, value in (
+            dict(weights.router.named_buffers()) | weights.router.state_dict()
+        ).items():
             key = f"{layer.router}.{name}"
             tensor = by_key.get(key)
             if key in layer.tables:
@@ -56,7 +58,9 @@ class SmallerRouter:
                 continue
             self._tensors[name] = _float(value), tensor
             if tensor is not None:
-                self._has_equal_rows |= bool(equal_rows_before(value, tensor.dim, layer.experts).any())
+                self._has_equal_rows |= bool(
+                    equal_rows_before(value, tensor.dim, layer.experts).any()
+                )
         # tensors that the block passes to its router, such as a bias: identified by their address
         passed_tensors = dict[int, ExpertTensor]()
         for name, value in weights.block.state_dict(keep_vars=True).items():
@@ -75,7 +79,9 @@ class SmallerRouter:
 
         def pick(tensor: ExpertTensor, value: Tensor) -> Tensor:
             extra = range(self.layer.experts, self.layer.experts + tensor.extra)
-            return value.index_select(tensor.dim, torch.tensor([*experts, *extra], device=value.device))
+            return value.index_select(
+                tensor.dim, torch.tensor([*experts, *extra], device=value.device)
+            )
 
         remap = [-1] * self.layer.experts
         for slot, expert in enumerate(experts):
@@ -83,9 +89,12 @@ class SmallerRouter:
         return self._run(len(experts), pick, remap, rows)
 
     def planned(self, plan: LayerPlan, shares: Sequence[Tensor] | None = None) -> Routing:
-        """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients, with gradients."""
+        """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients,
+        with gradients."""
         if shares is None:
-            shares = [torch.tensor(group.router_coefficients, device=self.device) for group in plan.groups]
+            shares = [
+                torch.tensor(group.router_coefficients, device=self.device) for group in plan.groups
+            ]
 
         def mix(tensor: ExpertTensor, value: Tensor) -> Tensor:
             mixed = list[Tensor]()
@@ -99,7 +108,9 @@ class SmallerRouter:
 
         return self._run(len(plan.groups), mix, plan.remap(), None)
 
-    def _run(self, count: int, select: _Select, remap: Sequence[int], rows: Tensor | None) -> Routing:
+    def _run(
+        self, count: int, select: _Select, remap: Sequence[int], rows: Tensor | None
+    ) -> Routing:
         tokens = self.tokens if rows is None else len(rows)
         if tokens == 0:  # of a layer that no token reached, not even the arguments are known
             nothing = torch.zeros(0, self.layer.top_k, device=self.device)
@@ -119,11 +130,14 @@ class SmallerRouter:
                     value = distinct_rows(value, tensor.dim, count)
             tensors[name] = value
         for name, table in self._tables.items():
-            # only the rows that integers among the arguments may name are remapped, as tables may be long
+            # only the rows that integers among the arguments may name are remapped, as tables may
+            # be long
             named = _named_rows(arguments, table)
             remapped = remap_table(table[named].cpu(), tuple(remap)).to(table.device)
             tensors[name] = torch.zeros_like(table).index_copy(0, named, remapped)
-        output = functional_call(self._build(count), tensors, *as_call(arguments), tie_weights=False)
+        output = functional_call(
+            self._build(count), tensors, *as_call(arguments), tie_weights=False
+        )
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
 
 
@@ -132,7 +146,9 @@ def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: Tensor) -> T
 
     All where none are whole numbers.
     """
-    tensors = [value for _, value in arguments if isinstance(value, Tensor) and value.dtype == torch.long]
+    tensors = [
+        value for _, value in arguments if isinstance(value, Tensor) and value.dtype == torch.long
+    ]
     if not tensors:
         return torch.arange(len(table), device=table.device)
     numbers: Tensor = torch.cat([value.flatten() for value in tensors]).unique()
@@ -140,7 +156,9 @@ def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: Tensor) -> T
 
 
 def _float(value: Any) -> Any:
-    return value.detach().float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        value.detach().float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    )
 
 
 @torch.no_grad()
@@ -158,9 +176,8 @@ def original(stats: LayerStatistics) -> Tensor:
 def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> Tensor:
     """Output of the smaller layer's experts module on the sampled tokens, float32: -> [S, H].
 
-    Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
-    one at a time.
-    """
+    Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that
+    are routed to them, one at a time."""
     outputs = stats.expert_outputs
     experts = stats.weights.experts
     weights, slots = SmallerRouter(stats).planned(plan)
@@ -176,7 +193,8 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> Tensor:
 
 
 def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
-    """||y - y'||^2 / ||y||^2 over the sampled tokens; the numerator alone where y is zero, 0 without tokens."""
+    """||y - y'||^2 / ||y||^2 over the sampled tokens; the numerator alone where y is zero, 0
+    without tokens."""
     before = as_float64(original(stats))
     gap = float((before - as_float64(reconstruct(stats, plan))).square().sum())
     return gap / (float(before.square().sum()) or 1.0)
@@ -184,7 +202,8 @@ def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors [n] in float64."""
+    """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors
+    [n] in float64."""
 
     weights: Tensor
     experts: Tensor
@@ -192,19 +211,24 @@ class Routed:
 
 
 class KeptErrors:
-    """Each sampled token's ||y - y'||^2 when only some experts are kept, without touching an output again.
+    """Each sampled token's ||y - y'||^2 when only some experts are kept, without touching an output
+    again.
 
-    With G = <o_e, o_f> of a token's expert outputs, its gate weights w and the smaller router's w', all [E], this is
-    w'Gw' - 2 w'Gw + wGw. G is float32, the sums float64, so that what is equal cancels.
-    """
+    With G = <o_e, o_f> of a token's expert outputs, its gate weights w and the smaller router's w',
+    all [E], this is w'Gw' - 2 w'Gw + wGw. G is float32, the sums float64, so that what is equal
+    cancels."""
 
     @torch.no_grad()
     def __init__(self, stats: LayerStatistics) -> None:
         outputs = stats.expert_outputs
         self._router = SmallerRouter(stats)
         experts, tokens = outputs.shape[:2]
-        weights = torch.zeros(tokens, experts, dtype=torch.float64, device=float64_device(outputs.device))
-        weights.scatter_add_(1, stats.top_k_index.to(weights.device), as_float64(stats.top_k_weights))
+        weights = torch.zeros(
+            tokens, experts, dtype=torch.float64, device=float64_device(outputs.device)
+        )
+        weights.scatter_add_(
+            1, stats.top_k_index.to(weights.device), as_float64(stats.top_k_weights)
+        )
         self._products = torch.empty(tokens, experts, experts, device=outputs.device)
         self._mixed = torch.empty_like(weights)  # Gw
         for begin in range(0, tokens, CHUNK):
@@ -214,11 +238,13 @@ class KeptErrors:
             self._mixed[rows] = (as_float64(self._products[rows]) @ weights[rows, :, None])[..., 0]
         self._original = (self._mixed * weights).sum(1)  # wGw
         self._rows = torch.arange(tokens, device=outputs.device)
-        self.noise = ROUNDED_PRODUCTS * float(self._original.sum())  # errors summed over all tokens tie within it
+        # errors summed over all tokens tie within it
+        self.noise = ROUNDED_PRODUCTS * float(self._original.sum())
 
     @torch.no_grad()
     def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> Routed:
-        """Routing and errors of the tokens at `rows` [n], or of all, when these experts, ascending, are kept."""
+        """Routing and errors of the tokens at `rows` [n], or of all, when these experts, ascending,
+        are kept."""
         weights, slots = self._router.kept(experts, rows)
         rows = self._rows if rows is None else rows
         chosen = torch.tensor(experts, device=rows.device)[slots]

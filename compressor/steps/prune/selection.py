@@ -1,9 +1,9 @@
 """Selection by a score, and merging of a group of experts: max, uniform, by frequency, or learned.
 
-Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Learned are coefficients and scales that bring the layer's
-output back: the merged expert n is lambda_n * sum_i alpha_i theta_i with alpha = softmax(logits), its router row
-sum_i alpha_i W_i; the loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs. One merged expert exists at a time.
-S sampled tokens, K top-k, E experts, H hidden.
+Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Learned are coefficients and scales that
+bring the layer's output back: the merged expert n is lambda_n * sum_i alpha_i theta_i with alpha =
+softmax(logits), its router row sum_i alpha_i W_i; the loss is ||y - F(x)||^2 / ||y||^2 over the
+sampled inputs. One merged expert exists at a time. S sampled tokens, K top-k, E experts, H hidden.
 """
 
 from collections.abc import Sequence
@@ -44,23 +44,32 @@ def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
 
 def merge_option(default: str) -> str:
     """Return the option `merge` of a strategy, with its help and choices."""
-    return option(default, "how a group becomes one expert: uniform, max, frequency or learned", METHODS)
+    return option(
+        default, "how a group becomes one expert: uniform, max, frequency or learned", METHODS
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """Options of merging a group of experts into one; those of a merging strategy derive from them."""
+    """Options of merging a group of experts into one; those of a merging strategy derive from
+    them."""
 
     merge: str = merge_option("uniform")
-    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
-    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
+    merge_routers: bool = option(
+        True, help="whether router rows are merged alike, or the leading expert's stays"
+    )
+    align: bool = option(
+        False, help="whether neurons are first put in the order of the leading expert's"
+    )
 
     @property
     def merge_needs(self) -> frozenset[str]:
         """Statistics that the merging needs beside those of the grouping."""
         return merge_needs(self.merge, self.merge_routers)
 
-    def merged(self, stats: LayerStatistics, groups: Sequence[Sequence[int]], **details: Any) -> LayerPlan:
+    def merged(
+        self, stats: LayerStatistics, groups: Sequence[Sequence[int]], **details: Any
+    ) -> LayerPlan:
         """Return the plan that merges these groups of experts so; singletons stay bit for bit."""
         return merge_groups(stats, groups, self.merge, self.merge_routers, self.align, **details)
 
@@ -73,7 +82,9 @@ def coefficients(members: Sequence[int], method: str, counts: Tensor | None) -> 
     if method == "uniform" or len(members) == 1:
         weights = [1.0] * len(members)
     elif counts is None:
-        raise CompressionError(f"merge {method!r} needs counts of routed tokens, which were not collected")
+        raise CompressionError(
+            f"merge {method!r} needs counts of routed tokens, which were not collected"
+        )
     elif method == "max":
         leader = _leader(members, counts)
         weights = [float(member == leader) for member in members]
@@ -84,7 +95,8 @@ def coefficients(members: Sequence[int], method: str, counts: Tensor | None) -> 
 
 
 def _leader(members: Sequence[int], counts: Tensor | None) -> int:
-    """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
+    """The expert that leads its group: the one with most routed tokens, `counts` [E], or without
+    these the lowest."""
     if counts is None:
         return members[0]
     return members[int(rounded(counts)[list(members)].argmax())]
@@ -100,9 +112,8 @@ def merge_groups(
 ) -> LayerPlan:
     """Return the plan that merges these groups of experts; singletons stay bit for bit.
 
-    With `align`, the neurons of a group are matched to those of its expert with most routed tokens (its lowest, where
-    these are not known) when the plan is carried out.
-    """
+    With `align`, the neurons of a group are matched to those of its expert with most routed tokens
+    (its lowest, where these are not known) when the plan is carried out."""
     merge_needs(method, merge_routers)
     counts = stats.values.get("routed_count")
     merged = list[Group]()
@@ -117,7 +128,8 @@ def merge_groups(
 
 
 class _Merge:
-    """A plan's merged layer with learned logits of each group's coefficients and the logarithm of its scale."""
+    """A plan's merged layer with learned logits of each group's coefficients and the logarithm of
+    its scale."""
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
         self.inputs = stats.inputs
@@ -128,7 +140,9 @@ class _Merge:
         for group in plan.groups:
             size = len(group.members)
             self.logits.append(torch.zeros(size, device=self.inputs.device, requires_grad=size > 1))
-            self.log_scales.append(torch.zeros((), device=self.inputs.device, requires_grad=size > 1))
+            self.log_scales.append(
+                torch.zeros((), device=self.inputs.device, requires_grad=size > 1)
+            )
 
     def shares(self, slot: int) -> Tensor:
         """Coefficients of a group's members, times its scale."""
@@ -142,14 +156,16 @@ class _Merge:
 
     @torch.no_grad()
     def forward(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
+        """Return the merged layer's output [S, H], and each choice's own expert output [S, K,
+        H]."""
         chosen = self.inputs.new_zeros(*index.shape, self.inputs.shape[1])
         for slot, rows, choices in routed(weights, index):
             chosen[rows, choices] = apply_expert(self.experts, self.merged(slot), self.inputs[rows])
         return (weights[..., None] * chosen).sum(1), chosen
 
     def backward(self, weights: Tensor, index: Tensor, slope: Tensor) -> None:
-        """Add the loss's gradient through the experts, one merged expert at a time; `slope` is dloss/dy."""
+        """Add the loss's gradient through the experts, one merged expert at a time; `slope` is
+        dloss/dy."""
         for slot, rows, choices in routed(weights, index):
             members = self.groups[slot].members
             if len(members) == 1:
@@ -158,7 +174,8 @@ class _Merge:
             output = apply_expert(self.experts, merged, self.inputs[rows])
             above = weights[rows, choices, None].detach() * slope[rows]
             gradients = torch.autograd.grad(output, list(merged.values()), above)
-            products = torch.zeros(len(members), device=self.inputs.device)  # <dloss/dmerged, theta> of each member
+            # <dloss/dmerged, theta> of each member
+            products = torch.zeros(len(members), device=self.inputs.device)
             for position, member in enumerate(members):
                 parameters = expert_parameters(self.experts, member)
                 for name, gradient in zip(merged, gradients, strict=True):
@@ -170,11 +187,11 @@ class _Merge:
 def learn_coefficients(
     stats: LayerStatistics, plan: LayerPlan, merge_routers: bool = True, steps: int = STEPS
 ) -> LayerPlan:
-    """Replace a plan's coefficients by learned ones, never worse than those it starts from on the sampled tokens.
+    """Replace a plan's coefficients by learned ones, never worse than those it starts from on the
+    sampled tokens.
 
-    A layer that no calibration token reached keeps the coefficients it has. Members of a group with a head are aligned
-    to it, as surgery does. Deterministic: no randomness is used.
-    """
+    A layer that no calibration token reached keeps the coefficients it has. Members of a group with
+    a head are aligned to it, as surgery does. Deterministic: no randomness is used."""
     if len(stats.inputs) == 0 or all(len(group.members) == 1 for group in plan.groups):
         return plan
     target = torch.zeros_like(stats.inputs)
@@ -184,11 +201,15 @@ def learn_coefficients(
             outputs = apply_expert(stats.weights.experts, parameters, stats.inputs[tokens])
             target.index_add_(0, tokens, outputs * stats.top_k_weights[tokens, choices, None])
     size = float(target.square().sum()) or 1.0
-    stats = stats.adding(weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups)))
+    stats = stats.adding(
+        weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
+    )
     merge = _Merge(stats, plan)
     router = SmallerRouter(stats)
     learned = [*merge.logits, *merge.log_scales]
-    optimizer = torch.optim.Adam([tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE)
+    optimizer = torch.optim.Adam(
+        [tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE
+    )
     losses = list[float]()
     states = list[list[Tensor]]()
     for step in range(steps + 1):
@@ -236,7 +257,8 @@ class Block:
 
 
 def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Block]:
-    """Return the blocks of a layer that keeps `keep` experts; refuses protected experts that do not fit."""
+    """Return the blocks of a layer that keeps `keep` experts; refuses protected experts that do not
+    fit."""
     blocks = list[Block]()
     capacity = keep // layer.routing_groups
     for experts in competing(layer):
@@ -245,7 +267,8 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
         if len(fixed) > capacity:
             where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
             raise CompressionError(
-                f"{layer.name}: {len(fixed)} protected experts do not fit into the {capacity} places{where} when "
+                f"{layer.name}: {len(fixed)} protected experts do not fit into the {capacity} "
+                f"places{where} when "
                 f"{keep} are kept; protect fewer or keep more"
             )
         blocks.append(Block(fixed, free, capacity - len(fixed)))
@@ -253,7 +276,8 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
 
 
 def kept_share(plan: LayerPlan, scores: Tensor) -> float:
-    """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total is."""
+    """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total
+    is."""
     kept = [group.members[0] for group in plan.groups]
     total = float(scores.sum())
     return round(float(scores[kept].sum()) / total, 6) if total else 0.0
@@ -262,14 +286,17 @@ def kept_share(plan: LayerPlan, scores: Tensor) -> float:
 def keep_best(
     stats: LayerStatistics, scores: Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
-    """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert.
+    """Keep the experts of highest score [E], equally many in each routing group; ties go to the
+    lower expert.
 
     Where sources of text are balanced, theirs decide (`balanced`).
     """
     for values in (scores,) if stats.shares is None else (scores, *stats.shares):
         if values.isnan().any():  # an infinite score may mean always or never
             expert = int(values.isnan().int().argmax())
-            raise CompressionError(f"{stats.layer.name}: the score of expert {expert} is not a number")
+            raise CompressionError(
+                f"{stats.layer.name}: the score of expert {expert} is not a number"
+            )
     blocks = blocks_of(stats.layer, keep, protected)
     if stats.shares is not None:
         kept = balanced(stats.shares, blocks)
@@ -286,14 +313,15 @@ def keep_best(
 
 
 def balanced(shares: Tensor, blocks: Sequence[Block]) -> list[int]:
-    """Return the experts that maximin keeps: the source with the least share kept gets its best one, until all is full.
+    """Return the experts that maximin keeps: the source with the least share kept gets its best
+    one, until all is full.
 
-    `shares` [N, E] are the experts' of each source's score. Ties go to the lower source and the lower expert. A source
-    that could gain nothing more passes.
-    """
+    `shares` [N, E] are the experts' of each source's score. Ties go to the lower source and the
+    lower expert. A source that could gain nothing more passes."""
     kept = [expert for block in blocks for expert in block.fixed]
     totals = shares[:, kept].sum(1)
-    values = shares.index_fill(1, torch.tensor(kept, dtype=torch.long), -1)  # of the experts that may still be kept
+    # of the experts that may still be kept
+    values = shares.index_fill(1, torch.tensor(kept, dtype=torch.long), -1)
     places = {block: block.take for block in blocks}
     while True:
         for block, left in places.items():

@@ -36,8 +36,11 @@ class PruneStep(Step[Prune]):
     def model_view(self, model: OpenModel) -> OpenModel:
         return with_top_k(model, self.options.top_k)
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        """Return the need of text of the strategy and the protector; raise `CompressionError` for what cannot be done.
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
+        """Return the need of text of the strategy and the protector; raise `CompressionError` for
+        what cannot be done.
 
         An attribution takes a pass of its own.
         """
@@ -53,7 +56,10 @@ class PruneStep(Step[Prune]):
         notes: tuple[str, ...] = ()
         if parts > 1:
             kept = f"Keep {spec.experts} of {layers[0].experts} sub-experts in each layer"
-            notes = (f"{kept}, as large as {spec.experts / parts:.4g} of {layers[0].experts // parts} experts.",)
+            notes = (
+                f"{kept}, as large as {spec.experts / parts:.4g} of {layers[0].experts // parts} "
+                "experts.",
+            )
         needs = spec.strategy.needs
         protects = protector_of(prune.protect) is not None
         if not needs - WEIGHTS and not protects:
@@ -62,7 +68,10 @@ class PruneStep(Step[Prune]):
         return Requirements(
             text=True,
             passes=2 if attributes else 1,
-            sample_bytes=len(needs & OUTPUTS) * layers[0].experts * 4 * int(model.config.get_text_config().hidden_size),
+            sample_bytes=len(needs & OUTPUTS)
+            * layers[0].experts
+            * 4
+            * int(model.config.get_text_config().hidden_size),
             sample_tokens=prune.sample_count,
             notes=notes,
         )
@@ -71,7 +80,8 @@ class PruneStep(Step[Prune]):
         return self.options.count(layers, parts)
 
     def decide(self, state: State) -> ExpertPlan:
-        """Decide from one pass over the model, or in order where each layer sees the compressed ones."""
+        """Decide from one pass over the model, or in order where each layer sees the compressed
+        ones."""
         prune = self.options
         planner = planner_of(state)
         if planner.calibration is not None:
@@ -89,7 +99,12 @@ class PruneStep(Step[Prune]):
         files = None if state.refits else state.stage_files
         calibration = planner.calibration
         evaluator = state.evaluator
-        if calibration is None or spec.heads or evaluator is None or evaluator.base is not state.model:
+        if (
+            calibration is None
+            or spec.heads
+            or evaluator is None
+            or evaluator.base is not state.model
+        ):
             return planner.plans([spec], protected, files)[0].plan
         with evaluator.keeping(len(calibration.batches)) as probe:
             return planner.plans([spec], protected, files, probe)[0].plan

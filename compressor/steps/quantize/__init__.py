@@ -1,1 +1,2 @@
-"""Fewer bits for each weight: rounding to nearest or GPTQ, stored as compressed-tensors store them."""
+"""Fewer bits for each weight: rounding to nearest or GPTQ, stored as compressed-tensors store
+them."""

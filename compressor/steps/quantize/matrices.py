@@ -1,8 +1,9 @@
-"""The weight matrices to quantise: the names under which they are stored, and how they lie in the model's tensors.
+"""The weight matrices to quantise: the names under which they are stored, and how they lie in the
+model's tensors.
 
-Experts are stored one module each: by the names that their family publishes where transformers knows such, also if this
-checkpoint stores them fused, and otherwise as `<experts module>.<number>.gate_proj`, `.up_proj` and `.down_proj`.
-"""
+Experts are stored one module each: by the names that their family publishes where transformers
+knows such, also if this checkpoint stores them fused, and otherwise as `<experts
+module>.<number>.gate_proj`, `.up_proj` and `.down_proj`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -25,7 +26,8 @@ from compressor.steps.quantize.scheme import Scheme
 
 EXPERTS = "experts"
 ALL = "all"
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # by servers, into one matrix
+# by servers, into one matrix
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Matrix:
 
     @property
     def together(self) -> str:
-        """A name that it shares with those that servers fuse with it, which then share NVFP4's global scale."""
+        """A name that it shares with those that servers fuse with it, which then share NVFP4's
+        global scale."""
         parent, _, leaf = self.module.rpartition(".")
         if self.expert is not None:
             return f"{self.owner}.{self.expert}.{'down' if self.part == 'down' else 'in'}"
@@ -66,7 +69,8 @@ class Matrices:
     replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
     ignored: tuple[str, ...]  # names of linear modules and routers that stay as they are
     names: Mapping[str, str]  # stored names of tensors that are loaded as they are, by key
-    published: Mapping[str, str]  # by stored name, of tensors whose family publishes them under another one
+    # by stored name, of tensors whose family publishes them under another one
+    published: Mapping[str, str]
     singly: bool  # True if stock transformers knows experts that are stored one by one
     stored: bool  # True if they can be read from stored tensors, without loading the layer
 
@@ -75,10 +79,11 @@ class Matrices:
 
 
 def find_matrices(model: OpenModel, targets: str) -> Matrices:
-    """Return the routed experts' matrices, or with `ALL` those of attention and dense layers, too; from headers alone.
+    """Return the routed experts' matrices, or with `ALL` those of attention and dense layers, too;
+    from headers alone.
 
-    Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
-    """
+    Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by
+    itself stay."""
     partial = model.partial
     architecture = model.architecture
     experts = _experts_keys(partial.model, architecture.layers)
@@ -90,16 +95,24 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     singles = _names_of_experts(partial, keys, in_experts)
     if not (stored and singles):
         plain = build_meta(architecture.config, partial.dtype)
-        shapes = {name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))}
+        shapes = {
+            name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))
+        }
         keys = map_keys(shapes, partial.model, partial.plain_conversions)
         singles = _names_of_experts(partial, keys, in_experts)
     source = partial.plain_keys if stored else keys
     names = {key: name for name, key in source.targets.items() if source.patterns[name] is None}
-    published = {names[key]: name for name, key in keys.targets.items() if keys.patterns[name] is None and key in names}
+    published = {
+        names[key]: name
+        for name, key in keys.targets.items()
+        if keys.patterns[name] is None and key in names
+    }
     matrices = [*_of_experts(partial.model, in_experts, singles)]
     if targets == ALL:
         matrices += _dense(model, keys, shapes)
-    order = {decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)}
+    order = {
+        decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)
+    }
     matrices.sort(key=lambda matrix: order[matrix.decoder_layer])
     quantized = {matrix.key for matrix in matrices}
     written = {key: name for name, key in keys.targets.items()}
@@ -130,13 +143,15 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
         quantizer.update_weight_conversions(model.partial.plain_conversions, model.partial.model)
     except ValueError as error:
         raise CompressionError(
-            f"quantize: transformers cannot read quantised checkpoints of {model.architecture.family}; leave quantize "
+            "quantize: transformers cannot read quantised checkpoints of "
+            f"{model.architecture.family}; leave quantize "
             "out"
         ) from error
 
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
-    """Return the matrices of all routed experts of a live model, under names that need not be those that are stored."""
+    """Return the matrices of all routed experts of a live model, under names that need not be those
+    that are stored."""
     return list(_of_experts(model, _experts_keys(model, layers), {}))
 
 
@@ -150,11 +165,16 @@ def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, Moe
 
 
 def _as_it_lies(partial: Any, key: str) -> bool:
-    """Return True if an experts tensor is stored as it is, or as matrices [rows, columns] of single experts."""
+    """Return True if an experts tensor is stored as it is, or as matrices [rows, columns] of single
+    experts."""
     keys = partial.plain_keys
-    for pattern in {keys.patterns[name] for name, target in keys.targets.items() if target == key} - {None}:
+    for pattern in {
+        keys.patterns[name] for name, target in keys.targets.items() if target == key
+    } - {None}:
         operations = getattr(partial.converter_of(pattern), "operations", ())
-        if "*" not in pattern or any("Transpose" in type(operation).__name__ for operation in operations):
+        if "*" not in pattern or any(
+            "Transpose" in type(operation).__name__ for operation in operations
+        ):
             return False
     return True
 
@@ -162,7 +182,8 @@ def _as_it_lies(partial: Any, key: str) -> bool:
 def _names_of_experts(
     partial: Any, keys: KeyMap, in_experts: Mapping[str, MoeLayer]
 ) -> dict[tuple[str, int, str], str]:
-    """Return the names under which matrices of single experts are stored, by (key, expert, part)."""
+    """Return the names under which matrices of single experts are stored, by (key, expert,
+    part)."""
     families: dict[tuple[str, str], list[str]] = {}
     for name, key in keys.targets.items():
         pattern = keys.patterns[name]
@@ -176,8 +197,11 @@ def _names_of_experts(
         parts = _parts_of(key)
         part = parts[min(converter.source_patterns.index(pattern), len(parts) - 1)]
         experts = in_experts[key].experts
-        for number, name in enumerate(sorted(names, key=dot_natural_key)):  # of a second target after the first's
-            stored[targets[number // experts], number % experts, part] = name.removesuffix(".weight")
+        # of a second target after the first's
+        for number, name in enumerate(sorted(names, key=dot_natural_key)):
+            stored[targets[number // experts], number % experts, part] = name.removesuffix(
+                ".weight"
+            )
     return stored
 
 
@@ -208,11 +232,17 @@ def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) 
         if not isinstance(module, nn.Linear) or module.out_features == 1 or key.startswith(routers):
             continue
         layer_names = [
-            decoder_layer for decoder_layer in model.architecture.decoder_layers if key.startswith(f"{decoder_layer}.")
+            decoder_layer
+            for decoder_layer in model.architecture.decoder_layers
+            if key.startswith(f"{decoder_layer}.")
         ]
-        by_itself = keys.patterns[name] is None and tuple(shapes[name]) == tuple(module.weight.shape)
+        by_itself = keys.patterns[name] is None and tuple(shapes[name]) == tuple(
+            module.weight.shape
+        )
         # with "weight" in the module's name, loaders would take that for the tensor's own name
         named = name.endswith(".weight") and "weight" not in owner
         if layer_names and by_itself and named and key not in model.partial.tied:
             rows, columns = module.weight.shape
-            yield Matrix(name.removesuffix(".weight"), key, max(layer_names, key=len), rows, columns, owner)
+            yield Matrix(
+                name.removesuffix(".weight"), key, max(layer_names, key=len), rows, columns, owner
+            )

@@ -1,9 +1,10 @@
-"""Rounding and storing weights: scales, the nearest representable values, and compressed-tensors' packing.
+"""Rounding and storing weights: scales, the nearest representable values, and compressed-tensors'
+packing.
 
-B matrices at once, O output rows, I input columns, n groups of a row that share a scale: weights [B, O, I], scales
-[B, O, n]; all values here are float32. compressed-tensors describes the format and reads it; scales are those that it
-computes and tensors those that it packs, bit for bit, made here where it is slow.
-"""
+B matrices at once, O output rows, I input columns, n groups of a row that share a scale: weights
+[B, O, I], scales [B, O, n]; all values here are float32. compressed-tensors describes the format
+and reads it; scales are those that it computes and tensors those that it packs, bit for bit, made
+here where it is slow."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +54,8 @@ NUMBER_FORMATS: Mapping[str, NumberFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales [B, O, n] of groups as they are stored, and NVFP4's global scale [B, 1, 1], which divides them."""
+    """Scales [B, O, n] of groups as they are stored, and NVFP4's global scale [B, 1, 1], which
+    divides them."""
 
     groups: Tensor
     overall: Tensor | None = None
@@ -86,16 +88,25 @@ class Scheme:
 
     @cached_property
     def described(self) -> Any:
-        """compressed-tensors' scheme: of FP8 with activations that servers round while they compute."""
+        """compressed-tensors' scheme: of FP8 with activations that servers round while they
+        compute."""
         require("compressed_tensors")
-        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+        from compressed_tensors.quantization import (
+            QuantizationArgs,
+            QuantizationScheme,
+            preset_name_to_scheme,
+        )
 
         preset = self.number_format.preset
         if preset is not None:
             scheme = preset_name_to_scheme(preset, ["Linear"])
             return scheme.model_copy(update={"format": self.format})
-        strategy = {"strategy": "channel"} if self.group_size == ROW else {"group_size": self.group_size}
-        weights = QuantizationArgs(num_bits=self.bits, type="int", symmetric=True, dynamic=False, **strategy)
+        strategy = (
+            {"strategy": "channel"} if self.group_size == ROW else {"group_size": self.group_size}
+        )
+        weights = QuantizationArgs(
+            num_bits=self.bits, type="int", symmetric=True, dynamic=False, **strategy
+        )
         return QuantizationScheme(targets=["Linear"], weights=weights, format=self.format)
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
@@ -111,13 +122,22 @@ class Scheme:
         content: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
         return content
 
-    def stored(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Safetensors dtype and shape of what is stored for a matrix, by the last part of its name."""
+    def stored(
+        self, rows: int, columns: int, dtype: torch.dtype
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Safetensors dtype and shape of what is stored for a matrix, by the last part of its
+        name."""
         groups = 1 if self.group_size == ROW else columns // self.group_size
         if self.name == "fp8":
-            return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": (DTYPE_NAMES[dtype], (rows, 1))}
+            return {
+                "weight": ("F8_E4M3", (rows, columns)),
+                "weight_scale": (DTYPE_NAMES[dtype], (rows, 1)),
+            }
         if self.name == "mxfp4":
-            return {"weight_packed": ("U8", (rows, columns // 2)), "weight_scale": ("U8", (rows, groups))}
+            return {
+                "weight_packed": ("U8", (rows, columns // 2)),
+                "weight_scale": ("U8", (rows, groups)),
+            }
         if self.name == "nvfp4":
             return {
                 "weight_packed": ("U8", (rows, columns // 2)),
@@ -135,7 +155,8 @@ class Scheme:
         return sum(tensor_bytes(*stored) for stored in self.stored(rows, columns, dtype).values())
 
     def nearest(self, value: Tensor) -> Tensor:
-        """Return the nearest representable number of each, in units of its scale; ties to even, as hardware rounds.
+        """Return the nearest representable number of each, in units of its scale; ties to even, as
+        hardware rounds.
 
         What is given is changed.
         """
@@ -147,7 +168,8 @@ class Scheme:
         return value.round_().clamp_(-most, most - 1)
 
     def codes(self, weight: Tensor, scales: Scales) -> Tensor:
-        """Return the numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
+        """Return the numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded
+        to."""
         value = (self._grouped(weight) / scales.effective[..., None]).flatten(-2)
         if self.name == "fp8":  # torch rounds alike
             return value.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
@@ -156,14 +178,17 @@ class Scheme:
     def values(self, codes: Tensor, scales: Scales) -> Tensor:
         """Return the values that are loaded of stored numbers [B, O, I], in float32."""
         value = (self._grouped(codes.float()) * scales.effective[..., None]).flatten(-2)
-        return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
+        # loaders read them in that dtype
+        return value.bfloat16().float() if self.name in FP4 else value
 
-    def scales(self, weight: Tensor, dtype: torch.dtype, clip: bool = False, largest: Tensor | None = None) -> Scales:
-        """Scales of weights [B, O, I] for their range, or, with `clip`, those of least error; stored in `dtype`.
+    def scales(
+        self, weight: Tensor, dtype: torch.dtype, clip: bool = False, largest: Tensor | None = None
+    ) -> Scales:
+        """Scales of weights [B, O, I] for their range, or, with `clip`, those of least error;
+        stored in `dtype`.
 
-        Clip search shrinks each group's range by the factor that minimises sum |error|^2.5 over the group. NVFP4's
-        global scale is that of the `largest` [B] weight, if given.
-        """
+        Clip search shrinks each group's range by the factor that minimises sum |error|^2.5 over the
+        group. NVFP4's global scale is that of the `largest` [B] weight, if given."""
         most = self.ranges(weight)
         unclipped = self.scales_of(most, dtype, largest)
         if not clip or not self.number_format.clipped:
@@ -176,14 +201,17 @@ class Scheme:
             shared = None if overall is None else overall[number]
             for begin in range(0, weight.shape[1], size):
                 rows = slice(begin, begin + size)
-                scales[number, rows] = self._clipped(grouped[number, rows], most[number, rows], shared, dtype)
+                scales[number, rows] = self._clipped(
+                    grouped[number, rows], most[number, rows], shared, dtype
+                )
         return Scales(scales, overall)
 
     def ranges(self, weight: Tensor) -> Tensor:
-        """Return the largest absolute weight of each group [B, O, n] of weights [B, O, I] of any dtype; NaN for a NaN.
+        """Return the largest absolute weight of each group [B, O, n] of weights [B, O, I] of any
+        dtype; NaN for a NaN.
 
-        Without their signs, floating-point numbers are in the order of their bits, which as integers are compared fast.
-        """
+        Without their signs, floating-point numbers are in the order of their bits, which as
+        integers are compared fast."""
         bits = INTEGERS[weight.dtype.itemsize]
         ranges = []
         for rows in row_chunks(weight):
@@ -192,7 +220,8 @@ class Scheme:
         return torch.cat(ranges, dim=1)
 
     def scales_of(self, most: Tensor, dtype: torch.dtype, largest: Tensor | None) -> Scales:
-        """Scales for `ranges` [B, O, n], and for NVFP4's `largest` [B] weights, if given; stored in `dtype`."""
+        """Scales for `ranges` [B, O, n], and for NVFP4's `largest` [B] weights, if given; stored in
+        `dtype`."""
         overall: Tensor | None = None
         if self.name == "nvfp4":
             if largest is None:
@@ -201,7 +230,9 @@ class Scheme:
             overall = torch.where(overall.isfinite(), overall, 1.0)
         return Scales(self._stored_scales(most, overall, dtype), overall)
 
-    def _clipped(self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _clipped(
+        self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         """Scales of least error [R, n] of rows' groups [R, n, g] with these largest weights."""
         best = most
         least = torch.full_like(most, math.inf)
@@ -219,7 +250,8 @@ class Scheme:
         return weight.view(*weight.shape[:-1], -1, size)
 
     def _stored_scales(self, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Scales of groups with these largest weights [B, O, n], as compressed-tensors computes them."""
+        """Scales of groups with these largest weights [B, O, n], as compressed-tensors computes
+        them."""
         if self.name == "mxfp4":
             from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -230,12 +262,17 @@ class Scheme:
             return scales.masked_fill_(scales == 0, torch.finfo(torch.float8_e4m3fn).eps)
         scales = most / (FP8_MAX if self.name == "fp8" else (2**self.bits - 1) / 2)
         scales = scales.masked_fill_(scales == 0, torch.finfo(torch.float32).eps).to(dtype).float()
-        return scales.clamp_(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)  # no range may round to 0
+        # no range may round to 0
+        return scales.clamp_(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
 
     def pack(self, codes: Tensor, scales: Scales, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Stored tensors of B matrices' codes [B, O, I], by the last part of their names: [B, ...] each."""
+        """Stored tensors of B matrices' codes [B, O, I], by the last part of their names: [B, ...]
+        each."""
         if self.name == "fp8":
-            return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales.groups.to(dtype)}
+            return {
+                "weight": codes.to(torch.float8_e4m3fn),
+                "weight_scale": scales.groups.to(dtype),
+            }
         if self.name == "mxfp4":
             exponents = scales.groups.log2().round().to(torch.int16) + 127
             return {"weight_packed": _pack_fp4(codes), "weight_scale": exponents.to(torch.uint8)}
@@ -274,17 +311,21 @@ def row_chunks(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nearest_float(value: Tensor, mantissa: int, lowest: int) -> Tensor:
-    """Round float32 to this many bits of mantissa, ties to even; below 2^`lowest`, to multiples of the smallest step.
+    """Round float32 to this many bits of mantissa, ties to even; below 2^`lowest`, to multiples of
+    the smallest step.
 
     Casting to 8 bits and back does the same, several times as slowly on a CPU.
     """
-    power = value.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # of two, at or below it
-    anchor = power.clamp_(min=2.0**lowest).mul_(1.5 * 2.0 ** (23 - mantissa))  # float32 has the wanted step there
+    # of two, at or below it
+    power = value.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    # float32 has the wanted step there
+    anchor = power.clamp_(min=2.0**lowest).mul_(1.5 * 2.0 ** (23 - mantissa))
     return (value + anchor).sub_(anchor).copysign_(value)
 
 
 def _pack_fp4(codes: Tensor) -> Tensor:
-    """Two codes of [B, O, I] in a byte, the first in its low half: sign, and the number's place among the eight.
+    """Two codes of [B, O, I] in a byte, the first in its low half: sign, and the number's place
+    among the eight.
 
     compressed-tensors does the same, several times as slowly.
     """
@@ -301,7 +342,8 @@ def _fields(width: int, bits: int) -> int:
 
 
 def _join(codes: Tensor, bits: int) -> Tensor:
-    """Return bytes [..., I * bits / 8] of codes [..., I] of so many bits, a byte each, the first lowest; eight at once.
+    """Return bytes [..., I * bits / 8] of codes [..., I] of so many bits, a byte each, the first
+    lowest; eight at once.
 
     compressed-tensors does the same, several times as slowly.
     """
@@ -310,7 +352,9 @@ def _join(codes: Tensor, bits: int) -> Tensor:
     lanes = codes.view(torch.int64)
     for width in (8, 16, 32):
         used = width * bits // 8
-        lanes = (lanes >> width - used).bitwise_or_(lanes).bitwise_and_(_fields(2 * width, 2 * used))
+        lanes = (
+            (lanes >> width - used).bitwise_or_(lanes).bitwise_and_(_fields(2 * width, 2 * used))
+        )
     if bits in INTEGERS:
         return lanes.to(INTEGERS[bits]).view(torch.uint8)
     joined: Tensor = lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
@@ -318,7 +362,8 @@ def _join(codes: Tensor, bits: int) -> Tensor:
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:
-    """Return the scheme for matrices of these numbers of columns; where no group size is named, the largest usual one.
+    """Return the scheme for matrices of these numbers of columns; where no group size is named, the
+    largest usual one.
 
     Raises `CompressionError` naming the sizes that divide all of them.
     """
@@ -337,4 +382,6 @@ def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Sch
     if fixed is None:
         hint = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}"
     shown = ", ".join(map(str, widths))
-    raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {hint}")
+    raise CompressionError(
+        f"quantize: groups of {size} do not divide matrices of {shown} columns; {hint}"
+    )

@@ -1,8 +1,9 @@
-"""Layers in order, each quantised by GPTQ on the quantised earlier layers' outputs for the calibration text.
+"""Layers in order, each quantised by GPTQ on the quantised earlier layers' outputs for the
+calibration text.
 
-Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, some at a time, on the
-tokens that are routed to them: gate and up together, and then down on what the rounded gate and up give it. Tokens wait
-as they are, so that few experts' Hessians exist at a time.
+Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, some
+at a time, on the tokens that are routed to them: gate and up together, and then down on what the
+rounded gate and up give it. Tokens wait as they are, so that few experts' Hessians exist at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +31,15 @@ from compressor.steps.quantize.writing import Writer, largest_weights
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
-ON_DEVICE = 2**31  # of those on an accelerator, where a column of many matrices takes as long as that of one
+# of those on an accelerator, where a column of many matrices takes as long as that of one
+ON_DEVICE = 2**31
 CHUNK = 4096  # tokens whose outer products are added up at once
 
 
 @dataclass(slots=True)
 class RoutedTokens:
-    """Hidden states [T, H] at a layer's experts, and the chosen experts [T, K]; -1 for an unused choice."""
+    """Hidden states [T, H] at a layer's experts, and the chosen experts [T, K]; -1 for an unused
+    choice."""
 
     hidden: Rows
     index: Rows
@@ -47,7 +50,8 @@ class RoutedTokens:
         self.index.append(index.masked_fill(weights == 0, -1))
 
     def by_expert(self, experts: int) -> Sequence[Tensor]:
-        """Return the rows [n] of each expert's tokens, which count once even if a token chose it twice."""
+        """Return the rows [n] of each expert's tokens, which count once even if a token chose it
+        twice."""
         index = self.index.value.long()
         tokens = max(1, len(index))
         pairs = index * tokens + torch.arange(len(index), device=index.device)[:, None]
@@ -64,12 +68,14 @@ def _add_products(total: Tensor, inputs: Tensor) -> None:
 
 
 def summed(hessians: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-    """Return the sums of all processes' Hessians [B, I, I]; raises `CompressionError` if one is not finite."""
+    """Return the sums of all processes' Hessians [B, I, I]; raises `CompressionError` if one is not
+    finite."""
     totals = ranks().all_reduce(hessians)
     finite = totals.isfinite().flatten(1).all(1).tolist()
     if not all(finite):
         raise CompressionError(
-            f"{matrices[finite.index(False)].module}: its inputs are not finite on the calibration text; try --dtype "
+            f"{matrices[finite.index(False)].module}: its inputs are not finite on the "
+            "calibration text; try --dtype "
             "float32"
         )
     return totals
@@ -88,11 +94,14 @@ class Quantizing(LayerVisitor):
         matrices = self.writer.matrices.of(decoder_layer)
         if not matrices:
             return
-        for key in dict.fromkeys(matrix.key for matrix in matrices):  # loaded tensors may be the files' own
+        # loaded tensors may be the files' own
+        for key in dict.fromkeys(matrix.key for matrix in matrices):
             set_tensor(live, key, live.get_parameter(key).detach().clone())
         file = self.writer.kept_file(decoder_layer)
         if read_metadata(file) is None:
-            self._quantize(decoder_layer, matrices, lambda: replay(range(len(self.calibration.batches))))
+            self._quantize(
+                decoder_layer, matrices, lambda: replay(range(len(self.calibration.batches)))
+            )
             return
         tensors = load_tensors(file)
         for matrix in matrices:
@@ -100,7 +109,9 @@ class Quantizing(LayerVisitor):
             stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
             matrix.of(live).copy_(scheme.unpack(stored))
 
-    def _quantize(self, decoder_layer: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
+    def _quantize(
+        self, decoder_layer: str, matrices: Sequence[Matrix], run: Callable[[], None]
+    ) -> None:
         """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
         live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
@@ -114,7 +125,9 @@ class Quantizing(LayerVisitor):
         routed = {layer.name: RoutedTokens(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
             for layer in layers:  # a single layer's output is not read
-                hooks = moe_hooks(live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1)
+                hooks = moe_hooks(
+                    live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1
+                )
                 stack.enter_context(hooks)
             run()
         for layer in layers:
@@ -127,7 +140,10 @@ class Quantizing(LayerVisitor):
 
     def _quantize_dense(self, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
         device = self.writer.model.partial.device
-        totals = {matrix.owner: torch.zeros(matrix.columns, matrix.columns, device=device) for matrix in dense}
+        totals = {
+            matrix.owner: torch.zeros(matrix.columns, matrix.columns, device=device)
+            for matrix in dense
+        }
 
         def called(name: str, module: Any, args: tuple[Any, ...]) -> None:
             _add_products(totals[name], args[0].detach().flatten(0, -2))
@@ -141,7 +157,9 @@ class Quantizing(LayerVisitor):
             hessian = summed(totals[matrix.owner][None], [matrix])
             self._round([[matrix]], inverse_factor(hessian))
 
-    def _quantize_experts(self, layer: MoeLayer, routed: RoutedTokens, matrices: Sequence[Matrix]) -> None:
+    def _quantize_experts(
+        self, layer: MoeLayer, routed: RoutedTokens, matrices: Sequence[Matrix]
+    ) -> None:
         experts = self.at.model.get_submodule(layer.name)
         device = self.writer.model.partial.device
         by_part = {(matrix.expert, matrix.part): matrix for matrix in matrices}
@@ -159,11 +177,14 @@ class Quantizing(LayerVisitor):
                 columns = same_inputs[0][0].columns
                 hessians = torch.zeros(len(batch), columns, columns, device=device)
                 for total, expert in zip(hessians, batch, strict=True):
-                    for chunk in rows[expert].split(CHUNK) if len(rows[expert]) else ():  # none: no width, either
+                    # none: no width, either
+                    for chunk in rows[expert].split(CHUNK) if len(rows[expert]) else ():
                         inputs = hidden.index_select(0, chunk)
                         if parts == ("down",):
                             parameters = expert_parameters(experts, expert)
-                            inputs = intermediate(experts, parameters, inputs.to(experts.down_proj.dtype))
+                            inputs = intermediate(
+                                experts, parameters, inputs.to(experts.down_proj.dtype)
+                            )
                         _add_products(total, inputs)
                 total = summed(hessians, same_inputs[-1])
                 self._round(same_inputs, inverse_factor(total))
@@ -171,16 +192,19 @@ class Quantizing(LayerVisitor):
     def _round(self, parts: Sequence[Sequence[Matrix]], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored.
 
-        Each part has B matrices, of which the first, second and so on have the same inputs, with the factor `upper`
-        [B, I, I].
-        """
+        Each part has B matrices, of which the first, second and so on have the same inputs, with
+        the factor `upper` [B, I, I]."""
         scheme = self.writer.scheme
         dtype = self.writer.dtype
         weights = []
         for matrices in parts:
             weights.append(torch.stack([matrix.of(self.at.model).float() for matrix in matrices]))
         weight = torch.cat(weights, dim=1)
-        shared = torch.cat([self.largest[matrix.together] for matrix in parts[0]]) if self.largest else None
+        shared = (
+            torch.cat([self.largest[matrix.together] for matrix in parts[0]])
+            if self.largest
+            else None
+        )
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)
         codes = gptq(scheme, weight, scales, upper)
         begin = 0
@@ -194,16 +218,28 @@ class Quantizing(LayerVisitor):
             on_cpu = {name: value.cpu() for name, value in stored.items()}
             for number, matrix in enumerate(matrices):
                 matrix.of(self.at.model).copy_(values[number])
-                self.tensors |= {f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()}
+                self.tensors |= {
+                    f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()
+                }
 
 
-def quantize_sequentially(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
+def quantize_sequentially(
+    writer: Writer, calibration: Calibration, progress: Progress, seed: int
+) -> None:
     """Quantise all layers by GPTQ in one pass over calibration text.
 
     Those that are kept already are not made again.
     """
     layer_names = {matrix.decoder_layer for matrix in writer.matrices.every}
-    text_pass = Pass(writer.model, calibration.batches, progress, "quantize", seed, wanted=layer_names, shared=True)
+    text_pass = Pass(
+        writer.model,
+        calibration.batches,
+        progress,
+        "quantize",
+        seed,
+        wanted=layer_names,
+        shared=True,
+    )
     with torch.no_grad():
         text_pass.run(Quantizing(writer, calibration))
     ranks().barrier()

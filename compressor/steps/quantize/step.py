@@ -22,8 +22,11 @@ from compressor.steps.tensors import OutputJob
 class QuantizeStep(Step[Quantize]):
     """Store weights in fewer bits, as a compressed-tensors checkpoint."""
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        """Return the need of calibration text for GPTQ; refuse groups that do not divide the model's matrices."""
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
+        """Return the need of calibration text for GPTQ; refuse groups that do not divide the
+        model's matrices."""
         refuse_unreadable(model, self._chosen(model)[1])
         reads = self.options.method == "gptq"
         return Requirements(text=reads, passes=int(reads))
@@ -35,18 +38,22 @@ class QuantizeStep(Step[Quantize]):
         return matrices, scheme_for(self.options.scheme, self.options.group_size, columns)
 
     def output_size(self, model: OpenModel, experts: int, changed: bool = False) -> OutputSize:
-        """Return the model's size once quantised; matrices that GPTQ has packed wait beside the output."""
+        """Return the model's size once quantised; matrices that GPTQ has packed wait beside the
+        output."""
         matrices, scheme = self._chosen(model)
         size, packed = packed_size(model, scheme, matrices, experts, changed)
         return OutputSize(size, packed if self.options.method == "gptq" else 0)
 
     def decide(self, state: State) -> Mapping[str, Any]:
-        """Return the format and its effective bits; of a source that was quantised, that it's dequantised first."""
+        """Return the format and its effective bits; of a source that was quantised, that it's
+        dequantised first."""
         writer = self._writer(state)
         scheme = writer.scheme
         matrices = writer.matrices.every
         weights = sum(matrix.rows * matrix.columns for matrix in matrices)
-        nbytes = sum(scheme.nbytes(matrix.rows, matrix.columns, writer.dtype) for matrix in matrices)
+        nbytes = sum(
+            scheme.nbytes(matrix.rows, matrix.columns, writer.dtype) for matrix in matrices
+        )
         return {
             "format": scheme.format,
             "group_size": scheme.group_size,
@@ -76,14 +83,23 @@ class QuantizeStep(Step[Quantize]):
             return ()
         is_by_row = plan["group_size"] == ROW
         groups = "one scale a row" if is_by_row else f"groups of {plan['group_size']}"
-        what = "routed experts" if options.targets == "experts" else "experts, attention and dense layers"
+        what = (
+            "routed experts"
+            if options.targets == "experts"
+            else "experts, attention and dense layers"
+        )
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
         servers = loaders(options.scheme, is_by_row)
-        read = f"a format that {joined(servers)} read" if servers else "a format that no server is known to read"
+        read = (
+            f"a format that {joined(servers)} read"
+            if servers
+            else "a format that no server is known to read"
+        )
         return (
             Text(
-                f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "
+                f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, "
+                f"{plan['bits']:.3g} bits a weight, "
                 f"stored as {plan['format']}, {read} (not tried here)."
             ),
         )

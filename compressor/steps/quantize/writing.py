@@ -30,26 +30,35 @@ from compressor.steps.quantize.scheme import Scales, Scheme, row_chunks
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
 from compressor.tensor_cache import load_tensors, read_metadata
 
-ON_DEVICE = 2**25  # weights that a thread rounds at once on an accelerator, where they are in float32
+# weights that a thread rounds at once on an accelerator, where they are in float32
+ON_DEVICE = 2**25
 ROWS = 8  # of a matrix, that are compared as a reader loads them
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
 
 
-def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> Tensors:
-    """Largest absolute weight among those that servers fuse, by `Matrix.together`; none but for NVFP4."""
+def largest_weights(
+    scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]
+) -> Tensors:
+    """Largest absolute weight among those that servers fuse, by `Matrix.together`; none but for
+    NVFP4."""
     largest = dict[str, Tensor]()
     if scheme.name == "nvfp4":
         with one_thread_each() as pool:
-            weights = pool.map(lambda matrix: scheme.ranges(read(matrix)[None]).amax()[None], matrices)
+            weights = pool.map(
+                lambda matrix: scheme.ranges(read(matrix)[None]).amax()[None], matrices
+            )
             for matrix, weight in zip(matrices, weights, strict=True):
-                largest[matrix.together] = torch.maximum(largest.get(matrix.together, weight), weight)
+                largest[matrix.together] = torch.maximum(
+                    largest.get(matrix.together, weight), weight
+                )
     return largest
 
 
 def rounded(
     scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Scales]]:
-    """Codes [B, n, I] and scales, stored in `dtype`, of matrices [B, O, I] with these ranges: n rows at a time."""
+    """Codes [B, n, I] and scales, stored in `dtype`, of matrices [B, O, I] with these ranges: n
+    rows at a time."""
     chunks = row_chunks(weight)
     scales = scheme.scales_of(most, dtype, largest)
     for rows, groups in zip(chunks, scales.groups.split(chunks[0].shape[1], dim=1), strict=True):
@@ -60,19 +69,26 @@ def rounded(
 def round_to_nearest(
     scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None
 ) -> Tensors:
-    """Stored tensors of matrices [B, O, I] with these ranges, by the last part of their names: [B, ...] each."""
+    """Stored tensors of matrices [B, O, I] with these ranges, by the last part of their names: [B,
+    ...] each."""
     pieces = dict[str, list[Tensor]]()
     for codes, scales in rounded(scheme, weight, most, dtype, largest):
         for name, value in scheme.pack(codes, scales, dtype).items():
             pieces.setdefault(name, []).append(value)
-    stored = {name: values[0] if name in WHOLE else torch.cat(values, dim=1) for name, values in pieces.items()}
+    stored = {
+        name: values[0] if name in WHOLE else torch.cat(values, dim=1)
+        for name, values in pieces.items()
+    }
     if "weight_shape" in stored:
         stored["weight_shape"] = torch.tensor([weight.shape[1:]] * len(weight))
     return stored
 
 
-def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool) -> tuple[Size, int]:
-    """Return the size of a quantised model with this number of experts in each layer, and the bytes of packed matrices.
+def packed_size(
+    model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool
+) -> tuple[Size, int]:
+    """Return the size of a quantised model with this number of experts in each layer, and the bytes
+    of packed matrices.
 
     Other tensors stay as `output_size` has them. Reads headers alone.
     """
@@ -80,7 +96,10 @@ def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: i
     size = output_size(model, experts, changed, through=not matrices.stored)
     dtypes = {}
     if matrices.stored and not model.is_split:
-        dtypes = {key: model.checkpoint.tensors[name].dtype for name, key in partial.plain_keys.targets.items()}
+        dtypes = {
+            key: model.checkpoint.tensors[name].dtype
+            for name, key in partial.plain_keys.targets.items()
+        }
     plain = packed = 0
     for matrix in matrices.every:
         if matrix.expert is None or matrix.expert < experts:
@@ -92,7 +111,8 @@ def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: i
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes a model with these matrices quantised; a layer that a pass over text has quantised lies in `kept`."""
+    """Writes a model with these matrices quantised; a layer that a pass over text has quantised
+    lies in `kept`."""
 
     model: OpenModel
     scheme: Scheme
@@ -117,17 +137,25 @@ class Writer:
         outputs = []
         for output in inner.outputs:
             if output.name not in self.matrices.replaced:
-                outputs.append(replace(output, name=self.matrices.published.get(output.name, output.name)))
+                outputs.append(
+                    replace(output, name=self.matrices.published.get(output.name, output.name))
+                )
         # of multi-token-prediction heads
         heads = [output for output in outputs if output.decoder_layer not in ("", *layer_names)]
-        dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
+        dense = [
+            output.name
+            for output in heads
+            if output.name.endswith(".weight") and len(output.shape) == 2
+        ]
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             tensors = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
             for name, (dtype, shape) in tensors.items():
                 density = Fraction(weights, math.prod(shape))
                 stored_name = f"{matrix.module}.{name}"
-                outputs.append(OutputTensor(stored_name, dtype, shape, matrix.decoder_layer, density=density))
+                outputs.append(
+                    OutputTensor(stored_name, dtype, shape, matrix.decoder_layer, density=density)
+                )
                 weights = 0
         config = json.loads(bytes(inner.files["config.json"]))
         ignored = [*self.matrices.ignored, *sorted(name.removesuffix(".weight") for name in dense)]
@@ -145,14 +173,17 @@ class Writer:
         if self.matrices.of(decoder_layer):
             file = self.kept_file(decoder_layer)
             is_kept = read_metadata(file) is not None
-            for name, value in load_tensors(file).items() if is_kept else self._rounded(decoder_layer):
+            for name, value in (
+                load_tensors(file).items() if is_kept else self._rounded(decoder_layer)
+            ):
                 yield name, iter([tensor_bytes_view(value)])
         for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
                 yield self.matrices.published.get(name, name), pieces
 
     def _rounded(self, decoder_layer: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored tensors of a layer's matrices rounded to nearest, each after its name."""
+        """Yield the stored tensors of a layer's matrices rounded to nearest, each after its
+        name."""
         if not self.matrices.stored:
             self.partial.load(self.partial.keys_under(decoder_layer))
         matrices = self.matrices.of(decoder_layer)
@@ -162,7 +193,8 @@ class Writer:
                 yield from batch.items()
 
     def _batches(self, matrices: Sequence[Matrix]) -> list[list[Matrix]]:
-        """Return matrices that are rounded together: on an accelerator several of one shape, each alone on a CPU."""
+        """Return matrices that are rounded together: on an accelerator several of one shape, each
+        alone on a CPU."""
         most = 0 if self.model.partial.device.type == "cpu" else ON_DEVICE
         batches = list[list[Matrix]]()
         for matrix in matrices:
@@ -176,7 +208,8 @@ class Writer:
         return batches
 
     def _packed(self, largest: Tensors, batch: Sequence[Matrix]) -> Tensors:
-        """Round matrices of one shape to nearest, by stored names; raises `CompressionError` for one that holds NaN."""
+        """Round matrices of one shape to nearest, by stored names; raises `CompressionError` for
+        one that holds NaN."""
         device = self.model.partial.device
         weights = [self._read(matrix).to(device, non_blocking=True) for matrix in batch]
         weight = torch.stack(weights) if len(weights) > 1 else weights[0][None]
@@ -184,7 +217,11 @@ class Writer:
         for number in most.isnan().flatten(1).any(1).nonzero().flatten().tolist():
             name = self._stored_name(batch[number])
             refuse_nan(name, self.model.checkpoint.tensors[name].file, most[number])
-        shared = torch.cat([largest[matrix.together] for matrix in batch]).to(device) if largest else None
+        shared = (
+            torch.cat([largest[matrix.together] for matrix in batch]).to(device)
+            if largest
+            else None
+        )
         stored = round_to_nearest(self.scheme, weight, most, self.dtype, shared)
         on_cpu = {name: value.cpu() for name, value in stored.items()}
         packed = dict[str, Tensor]()
@@ -195,7 +232,11 @@ class Writer:
     def _stored_name(self, matrix: Matrix) -> str:
         """Return the stored tensor that is a matrix, or that it is a part of."""
         name = f"{matrix.module}.weight"
-        return name if self.partial.plain_keys.targets.get(name) == matrix.key else self.matrices.names[matrix.key]
+        return (
+            name
+            if self.partial.plain_keys.targets.get(name) == matrix.key
+            else self.matrices.names[matrix.key]
+        )
 
     def _read(self, matrix: Matrix) -> Tensor:
         """Return a matrix of the stage before: of its stored tensor, or of the loaded layer."""
@@ -219,7 +260,10 @@ class Writer:
         kinds = set()
         for decoder_layer in self.model.architecture.decoder_layers:
             matrices = self.matrices.of(decoder_layer)
-            shapes = ((matrix.key.removeprefix(decoder_layer), matrix.rows, matrix.columns) for matrix in matrices)
+            shapes = (
+                (matrix.key.removeprefix(decoder_layer), matrix.rows, matrix.columns)
+                for matrix in matrices
+            )
             kind = frozenset(shapes)
             if kind and kind not in kinds:
                 kinds.add(kind)
@@ -229,7 +273,8 @@ class Writer:
                 written.partial.release(decoder_layer)
 
     def _verify_loaded(self, matrix: Matrix, value: Tensor, written: OpenModel) -> None:
-        """Compare the first rows of a matrix as it was loaded with what is stored under its name."""
+        """Compare the first rows of a matrix as it was loaded with what is stored under its
+        name."""
         first = {}
         for name in self.scheme.stored(matrix.rows, matrix.columns, self.dtype):
             stored = written.checkpoint.read(f"{matrix.module}.{name}")
@@ -238,5 +283,6 @@ class Writer:
             first["weight_shape"] = torch.tensor([min(ROWS, matrix.rows), matrix.columns])
         if not torch.equal(value[:ROWS], self.scheme.unpack(first).to(value.dtype)):
             raise CompressionError(
-                f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report this"
+                f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please "
+                "report this"
             )

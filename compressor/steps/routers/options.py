@@ -1,4 +1,5 @@
-"""Options of the step `routers`: router calibration, which moves routers toward the base, after C3PO."""
+"""Options of the step `routers`: router calibration, which moves routers toward the base, after
+C3PO."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
@@ -14,7 +15,9 @@ class Routers(StepOptions):
     name: ClassVar[str] = "routers"
     implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"
     changes: ClassVar[frozenset[str]] = frozenset({ROUTERS})
-    cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
+    cannot_follow: ClassVar[Mapping[str, str]] = {
+        CONSTANTS: "stock transformers cannot load constants"
+    }
 
     method: Literal["router", "bias", "auto", "none"] = "router"
     """Calibrate router weights (router), a bias per expert (bias) or the better one (auto)."""
@@ -29,10 +32,14 @@ class Routers(StepOptions):
     reference: str | None = None
     """Reference set of the checkpoint, whose optimised pathways a bias averages."""
     accept: Literal["gain", "always"] = "gain"
-    """Keep the best change if it's a gain on held-out text (gain), or whatever it does there (always)."""
+    """Keep the best change if it's a gain on held-out text (gain), or whatever it does there
+    (always)."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
         if self.sequences < self.rounds:
-            raise ValueError(f"{self.sequences} sequences are fewer than {self.rounds} rounds; give at least as many")
+            raise ValueError(
+                f"{self.sequences} sequences are fewer than {self.rounds} rounds; give at least "
+                "as many"
+            )
         return self

@@ -1,4 +1,5 @@
-"""The step `routers`: router calibration, which moves router weights or biases toward the base, after C3PO."""
+"""The step `routers`: router calibration, which moves router weights or biases toward the base,
+after C3PO."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,25 +51,37 @@ class RoutersStep(Step[Routers]):
         """Return the step; None if nothing is moved."""
         return None if self.options.method == "none" else self
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        """Return the need of text of its own; refuse routers whose logits cannot be moved as they are stored."""
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
+        """Return the need of text of its own; refuse routers whose logits cannot be moved as they
+        are stored."""
         options = self.options
         if options.method != "router":
-            refuse_several(f"routers: method {options.method}", "choose the method router, or start one process")
+            refuse_several(
+                f"routers: method {options.method}",
+                "choose the method router, or start one process",
+            )
         elif options.reference is not None:
             raise CompressionError(
-                "routers: reference is for the methods bias and auto; name one of them, or leave it out"
+                "routers: reference is for the methods bias and auto; name one of them, or leave "
+                "it out"
             )
         stored_names(model)
-        part = TextPart(options.sequences, options.sequence_length, min(8, options.sequences // options.rounds))
-        return Requirements(part=part, passes=2)  # the base's, and forward and back for the gradients
+        part = TextPart(
+            options.sequences, options.sequence_length, min(8, options.sequences // options.rounds)
+        )
+        # the base's, and forward and back for the gradients
+        return Requirements(part=part, passes=2)
 
     def teacher_batches(self, batches: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the batches that gradients are taken on; a bias needs few, by which its places are found."""
+        """Return the batches that gradients are taken on; a bias needs few, by which its places are
+        found."""
         return batches[:PLACED] if self.options.method == "bias" else batches
 
     def apply_model(self, state: State) -> Result:
-        """Move the routers as far as that lowers the KL on held-out text; new ones are kept until they are in place.
+        """Move the routers as far as that lowers the KL on held-out text; new ones are kept until
+        they are in place.
 
         Raises `CompressionError` for fewer than eight held-out sequences.
         """
@@ -81,7 +94,8 @@ class RoutersStep(Step[Routers]):
         return Result(figures, iter([load_tensors(path)] if ranks().is_first else ()))
 
     def _calibrated(self, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return stored router tensors by name, as they are to be written, and a plan's figures, in nats per token.
+        """Return stored router tensors by name, as they are to be written, and a plan's figures, in
+        nats per token.
 
         `auto` takes the method of least KL on held-out text.
         """
@@ -89,7 +103,9 @@ class RoutersStep(Step[Routers]):
         method = self.options.method
         shift = None
         if method != "router":
-            shift = load(ROUTER_SHIFTS, SHIFT)(model, self.options.reference, self.options.optimizer)
+            shift = load(ROUTER_SHIFTS, SHIFT)(
+                model, self.options.reference, self.options.optimizer
+            )
         batches, answers, evaluator = state.teacher_outputs()
         require_enough(evaluator.sequences, "routers")
         text = list(zip(batches, answers, strict=True))
@@ -115,9 +131,16 @@ class RoutersStep(Step[Routers]):
             figures |= {f"{name}_before": before[name], f"{name}_after": after[name]}
         if self.is_forced:
             figures |= {"changed": True, "confirmed": accepts(best.before, best.after)}
-        figures |= {"sequences": best.before.sequences, "steps": [asdict(step) for step in best.steps], **best.details}
+        figures |= {
+            "sequences": best.before.sequences,
+            "steps": [asdict(step) for step in best.steps],
+            **best.details,
+        }
         if len(methods) > 1:
-            figures |= {"taken": taken if any(step.step for step in best.steps) else "none", "tried": kl}
+            figures |= {
+                "taken": taken if any(step.step for step in best.steps) else "none",
+                "tried": kl,
+            }
         names = stored_names(model, best.weights)
         return {names[key]: weight for key, weight in best.weights.items()}, figures
 
@@ -128,30 +151,45 @@ class RoutersStep(Step[Routers]):
         given = evaluator, state.progress, state.text.emphasis, self.is_forced
         return calibrate_weights(state.model, stored_weights(state.model), fit, *given)
 
-    def _by_bias(self, state: State, text: Answered, evaluator: Evaluator, shift: Any) -> Calibrated:
-        """Return routers with the average optimised pathway as a bias; this loads the smaller model whole."""
+    def _by_bias(
+        self, state: State, text: Answered, evaluator: Evaluator, shift: Any
+    ) -> Calibrated:
+        """Return routers with the average optimised pathway as a bias; this loads the smaller model
+        whole."""
         model = state.model
         average: RouterShift = shift.measure(text, state.progress)
         late = model.architecture.layers[-len(average.logits) :]
         places = bias_places(model, late, [tokens for tokens, _ in text])
         stored = stored_weights(model, [place.key for place in places])
         layers = [
-            {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}
+            {
+                "layer": place.layer,
+                "place": place.kind,
+                "mean": place.mean,
+                "deviation": place.deviation,
+            }
             for place in places
         ]
         details = {"items": average.items, "agreement": average.agreement, "layers": layers}
-        calibrated = calibrate_bias(model, stored, places, average, evaluator, state.progress, self.is_forced)
+        calibrated = calibrate_bias(
+            model, stored, places, average, evaluator, state.progress, self.is_forced
+        )
         return replace(calibrated, details=details)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe the method, KL before and after, each round and a bias's places; gains are in nats per token."""
+        """Describe the method, KL before and after, each round and a bias's places; gains are in
+        nats per token."""
         result = entry.get("result") or {}
         moved = changed(entry)
         took = f", took {result['taken']}" if "taken" in result else ""
         if "confirmed" in result:
-            took += f", forced; held-out text confirms {'the' if result['confirmed'] else 'no'} gain"
+            took += (
+                f", forced; held-out text confirms {'the' if result['confirmed'] else 'no'} gain"
+            )
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
-        blocks: list[Block] = [Text(f"Router calibration ({self.options.method}{took}): {outcome}.")]
+        blocks: list[Block] = [
+            Text(f"Router calibration ({self.options.method}{took}): {outcome}.")
+        ]
         rounds = []
         for number, step in enumerate(result.get("steps", ()), 1):
             figures = [short(step.get(name)) if step.get("step") else "-" for name in FIGURES]
@@ -165,22 +203,34 @@ class RoutersStep(Step[Routers]):
         if places:
             blocks.append(Table("Places of the bias", PLACES, tuple(places), frozenset(PLACES[:2])))
         if any("selection bias" in place for place in places):
-            blocks.append(Text("A selection bias moves which experts are chosen, not their weights."))
+            blocks.append(
+                Text("A selection bias moves which experts are chosen, not their weights.")
+            )
         return blocks
 
 
 def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """Stored tensors by state-dict key, by default of all router weights; refuses one that is not stored plain."""
+    """Stored tensors by state-dict key, by default of all router weights; refuses one that is not
+    stored plain."""
     known = model.partial.plain_keys
     if keys is None:
         keys = [router_weight(layer) for layer in model.architecture.layers]
     stored = {}
     for key in keys:
-        names = [name for name, target in known.targets.items() if target == key and known.patterns[name] is None]
+        names = [
+            name
+            for name, target in known.targets.items()
+            if target == key and known.patterns[name] is None
+        ]
         infos = [model.checkpoint.tensors[name] for name in names]
-        if len(infos) != 1 or not infos[0].is_plain or infos[0].shape != tuple(model.partial.empty[key].shape):
+        if (
+            len(infos) != 1
+            or not infos[0].is_plain
+            or infos[0].shape != tuple(model.partial.empty[key].shape)
+        ):
             raise CompressionError(
-                f"{key} is not stored as one tensor of plain numbers, so it cannot be calibrated; leave out routers"
+                f"{key} is not stored as one tensor of plain numbers, so it cannot be calibrated; "
+                "leave out routers"
             )
         stored[key] = names[0]
     return stored

@@ -1,11 +1,12 @@
-"""New router weights or biases toward the base, by line search on held-out text. T tokens, E experts, H width.
+"""New router weights or biases toward the base, by line search on held-out text. T tokens, E
+experts, H width.
 
-C3PO (arXiv:2504.07964) optimises which experts a test sample is routed to. Here all routers of the smaller model are
-moved once, for all text, and what the evaluator does not accept is left. Either the weights go, in rounds, down the
-gradient of KL(base || smaller) with respect to the router logits of all layers and tokens, which ridge regression
-carries into them. Or the average optimised pathway of the L late MoE layers goes into a bias that their routers have,
-or else into their weights. Beyond the E experts a router may score further rows.
-"""
+C3PO (arXiv:2504.07964) optimises which experts a test sample is routed to. Here all routers of the
+smaller model are moved once, for all text, and what the evaluator does not accept is left. Either
+the weights go, in rounds, down the gradient of KL(base || smaller) with respect to the router
+logits of all layers and tokens, which ridge regression carries into them. Or the average optimised
+pathway of the L late MoE layers goes into a bias that their routers have, or else into their
+weights. Beyond the E experts a router may score further rows."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +33,16 @@ from compressor.model.substitution import Substitution
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
-STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)  # root mean square of the change of a logit, over that of the logits
+# root mean square of the change of a logit, over that of the logits
+STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)
 NEAR = (0.5, 1.0, 2.0)  # of the step taken before, those tried in later rounds
 LARGEST = 2.0  # a step that is the best and the longest of those tried is doubled up to here
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average pathway, that are tried
 LARGEST_SCALE = 64.0  # as `LARGEST`
 RIDGE = 0.01  # of the mean square of a router's inputs, for a bias that goes into its weight
 
-Weights = Mapping[str, Tensor]  # routers' tensors, such as weights [E, H], as they are stored, by state-dict key
+# routers' tensors, such as weights [E, H], as they are stored, by state-dict key
+Weights = Mapping[str, Tensor]
 # This rank's token ids [B, L], and the base's distributions after each.
 Answered = Sequence[tuple[Tensor, Distributions]]
 
@@ -56,7 +59,8 @@ class RouterTrial:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The step that a round took, and its gain in KL on held-out text in nats per token; zeros for nothing."""
+    """The step that a round took, and its gain in KL on held-out text in nats per token; zeros for
+    nothing."""
 
     ridge: float = 0.0
     step: float = 0.0
@@ -68,7 +72,9 @@ class Round:
         """Return the step of a trial, if its gain is accepted or it is forced; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
         is_taken = forced or gained.accepted
-        return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if is_taken else cls()
+        return (
+            cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if is_taken else cls()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,8 @@ class _WithWeights(ReverseVisitor):
 
 
 def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights | None:
-    """Return the router tensors of a decoder layer, like those of the model, by key; None if there are none."""
+    """Return the router tensors of a decoder layer, like those of the model, by key; None if there
+    are none."""
     tensors = {}
     for key, weight in weights.items():
         if key.startswith(f"{decoder_layer}."):
@@ -104,8 +111,12 @@ def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights 
     return tensors or None
 
 
-def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]) -> list[Figures]:
-    tensors = [partial(_tensors_under, model=model.partial.model, weights=weights) for weights in trials]
+def evaluate_trials(
+    model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]
+) -> list[Figures]:
+    tensors = [
+        partial(_tensors_under, model=model.partial.model, weights=weights) for weights in trials
+    ]
     return evaluator.measure(model, [Substitution(of_trial) for of_trial in tensors])
 
 
@@ -118,12 +129,12 @@ def calibrate_weights(
     emphasis: Emphasis = PLAIN,
     forced: bool = False,
 ) -> Calibrated:
-    """Move the router weights of a smaller model, a round for each text of `fit`; the best accepted ones are kept.
+    """Move the router weights of a smaller model, a round for each text of `fit`; the best accepted
+    ones are kept.
 
-    If `forced`, each round's best step is taken even where it is no gain. Gradients are of the KL of all tokens, each
-    times its emphasis.
-    Raises `CompressionError` for an architecture through which no gradients go layer by layer.
-    """
+    If `forced`, each round's best step is taken even where it is no gain. Gradients are of the KL
+    of all tokens, each times its emphasis. Raises `CompressionError` for an architecture through
+    which no gradients go layer by layer."""
     progress.start("calibrate the routers", len(fit))
     before = best = evaluate_trials(model, evaluator, [weights])[0]
     rounds = []
@@ -144,7 +155,8 @@ def calibrate_weights(
 
 @dataclass(slots=True)
 class Moments:
-    """X'X [H, H], X'G [H, E] and G'G [E, E] of a router's inputs X [T, H] and its logits' gradients G [T, E]."""
+    """X'X [H, H], X'G [H, E] and G'G [E, E] of a router's inputs X [T, H] and its logits' gradients
+    G [T, E]."""
 
     inputs: Tensor
     both: Tensor
@@ -166,10 +178,11 @@ class Moments:
         self.tokens += len(x)
 
     def direction(self, ridge: float) -> Tensor:
-        """[E, H]: -(G'G + b)^-1 G'X (X'X + a)^-1, the way down in the metric of inputs and gradients.
+        """[E, H]: -(G'G + b)^-1 G'X (X'X + a)^-1, the way down in the metric of inputs and
+        gradients.
 
-        It is the ridge solution for logits that follow the negative gradient, preconditioned on the right (Kronecker-
-        factored curvature). a and b are `ridge` times the mean of each diagonal.
+        It is the ridge solution for logits that follow the negative gradient, preconditioned on the
+        right (Kronecker- factored curvature). a and b are `ridge` times the mean of each diagonal.
         """
         inner = torch.linalg.solve(ridged(self.inputs, ridge), self.both)
         change: Tensor = torch.linalg.solve(ridged(self.gradients, ridge), inner.T)
@@ -187,10 +200,12 @@ def ridged(square: Tensor, ridge: float) -> Tensor:
 
 
 class RouterGradients(ReverseVisitor):
-    """Moments of every router that gradients reach, by its weight's state-dict key, added up over ranks."""
+    """Moments of every router that gradients reach, by its weight's state-dict key, added up over
+    ranks."""
 
     def __init__(self) -> None:
-        self.moments: dict[str, Moments] = {}  # of the present layer's routers, on this rank's batches
+        # of the present layer's routers, on this rank's batches
+        self.moments: dict[str, Moments] = {}
         self._watching = ExitStack()
         self._seen = list[tuple[str, Product]]()
 
@@ -224,20 +239,26 @@ class RouterGradients(ReverseVisitor):
             key = router_weight(layer)
             rows, width = self.at.model.get_parameter(key).shape
             moments = self.moments.pop(key, Moments.empty(width, rows))
-            inputs, both, gradients = map(ranks().all_reduce, (moments.inputs, moments.both, moments.gradients))
+            inputs, both, gradients = map(
+                ranks().all_reduce, (moments.inputs, moments.both, moments.gradients)
+            )
             tokens = int(ranks().all_reduce(torch.tensor(moments.tokens)))
             if tokens:
                 self.moments[key] = Moments(inputs, both, gradients, tokens)
 
 
-def _moments(model: OpenModel, weights: Weights, text: Answered, emphasis: Emphasis) -> dict[str, Moments]:
+def _moments(
+    model: OpenModel, weights: Weights, text: Answered, emphasis: Emphasis
+) -> dict[str, Moments]:
     def loss(batch: int, output: Any) -> Tensor:
         tokens, base = text[batch]
         counting = emphasis.loss_weights(tokens).to(output.logits.device)
         return (top_divergence(base, output.logits) * counting).sum()
 
     gradients = RouterGradients()
-    ReversePass(model, [tokens for tokens, _ in text]).run(loss, _WithWeights(model, weights), gradients)
+    ReversePass(model, [tokens for tokens, _ in text]).run(
+        loss, _WithWeights(model, weights), gradients
+    )
     return gradients.moments
 
 
@@ -271,10 +292,13 @@ def line_search(
 
 
 def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step: float) -> Weights:
-    """The weights after a step: how much the logits of all routers change, over what they are (root mean squares)."""
+    """The weights after a step: how much the logits of all routers change, over what they are (root
+    mean squares)."""
     changes = {key: of_router.direction(ridge) for key, of_router in moments.items()}
     change_square = sum(moments[key].mean_square(change) for key, change in changes.items())
-    logit_square = sum(of_router.mean_square(as_float64(weights[key])) for key, of_router in moments.items())
+    logit_square = sum(
+        of_router.mean_square(as_float64(weights[key])) for key, of_router in moments.items()
+    )
     scale = step * math.sqrt(logit_square / change_square) if change_square > 0 else 0.0
     moved = dict(weights)
     for key, change in changes.items():
@@ -284,10 +308,11 @@ def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step:
 
 @dataclass(frozen=True, slots=True)
 class RouterShift:
-    """Mean change of the late layers' router logits and of their scores, over all items (both [L, E]).
+    """Mean change of the late layers' router logits and of their scores, over all items (both [L,
+    E]).
 
-    `agreement` is the root mean square of the mean change of a logit over that of the changes of single items.
-    """
+    `agreement` is the root mean square of the mean change of a logit over that of the changes of
+    single items."""
 
     logits: Tensor
     scores: Tensor
@@ -299,10 +324,9 @@ class RouterShift:
 class BiasPlace:
     """The tensor of a layer's router that takes a bias.
 
-    A router bias is added to the logits. A selection bias is added to the scores by which experts are chosen, and
-    their weights stay as they are. A router weight takes b u', where u·x is close to 1 for what the router is given:
-    `mean` and `deviation` say how close, over all tokens.
-    """
+    A router bias is added to the logits. A selection bias is added to the scores by which experts
+    are chosen, and their weights stay as they are. A router weight takes b u', where u·x is close
+    to 1 for what the router is given: `mean` and `deviation` say how close, over all tokens."""
 
     layer: str
     key: str
@@ -312,7 +336,8 @@ class BiasPlace:
     deviation: float = 0.0
 
     def moved(self, tensor: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return the tensor with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
+        """Return the tensor with a change of the logits [E] in it; `scores` [E] is what that does
+        to the scores."""
         if self.direction is not None:
             change = torch.outer(as_float64(logits).cpu(), self.direction.cpu())
         else:
@@ -333,7 +358,9 @@ class _Inputs(LayerVisitor):
     def on_layer_loaded(self, decoder_layer: str) -> None:
         for layer in self.at.moe_layers:
             if layer in self.layers:
-                self._watching.enter_context(watched(self.at.model, layer, partial(self._add, layer.name)))
+                self._watching.enter_context(
+                    watched(self.at.model, layer, partial(self._add, layer.name))
+                )
 
     def on_layer_end(self, decoder_layer: str) -> None:
         self._watching.close()
@@ -345,8 +372,11 @@ class _Inputs(LayerVisitor):
             self.biased.add(name)
 
 
-def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
-    """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses have no place."""
+def bias_places(
+    model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]
+) -> list[BiasPlace]:
+    """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses
+    have no place."""
     inputs = _Inputs(layers)
     places = []
     Pass(model, batches, wanted={layer.decoder_layer for layer in layers}).run(inputs)
@@ -369,7 +399,9 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
         mean = float(direction @ moments.both[:, 0]) / moments.tokens
         spread = float(direction @ moments.inputs @ direction) / moments.tokens - mean**2
         deviation = max(spread, 0.0) ** 0.5
-        places.append(BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, deviation))
+        places.append(
+            BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, deviation)
+        )
     return places
 
 

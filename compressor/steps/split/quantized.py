@@ -1,8 +1,9 @@
-"""Parts of a quantised checkpoint's experts, cut from its stored tensors where they are made of whole stored blocks.
+"""Parts of a quantised checkpoint's experts, cut from its stored tensors where they are made of
+whole stored blocks.
 
-Gate and up projections, and all that is stored beside them, count neurons along their rows; the down projection along
-its columns. So a part takes its own entries, and no number is rounded anew. What the down projection is multiplied by
-goes into its scales, which a power of two leaves exact.
+Gate and up projections, and all that is stored beside them, count neurons along their rows; the
+down projection along its columns. So a part takes its own entries, and no number is rounded anew.
+What the down projection is multiplied by goes into its scales, which a power of two leaves exact.
 """
 
 import math
@@ -38,7 +39,14 @@ from compressor.steps.tensors import (
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
 GLOBAL = (".weight_scale_2", ".weight_global_scale")  # multiplies or divides all scales
-COMPANIONS = (*SCALES, *GLOBAL, ".weight_packed", ".weight_zero_point", ".input_scale", ".input_global_scale")
+COMPANIONS = (
+    *SCALES,
+    *GLOBAL,
+    ".weight_packed",
+    ".weight_zero_point",
+    ".input_scale",
+    ".input_global_scale",
+)
 EXPONENTS = ("F8_E8M0", "U8")
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 BLOCK_SIZES = ("weight_block_size", "group_size", "block_structure")  # in a quantisation's JSON
@@ -64,7 +72,8 @@ class Cut:
         return (*shape[: self.axis], shape[self.axis] // parts, *shape[self.axis + 1 :])
 
     def part(self, name: str, value: Tensor, neurons: Tensor) -> Tensor:
-        """One expert's tensor for a part of these neurons [n], whole blocks in ascending order, times the factor."""
+        """One expert's tensor for a part of these neurons [n], whole blocks in ascending order,
+        times the factor."""
         if self.says_shape:
             shape = value.clone()
             shape[self.axis] = len(neurons)
@@ -73,7 +82,8 @@ class Cut:
             rows = neurons[:: self.neurons] // self.neurons
             if self.paired:
                 rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()
-            raw = value.view(torch.uint8) if value.element_size() == 1 else value  # float8 has few operations
+            # float8 has few operations
+            raw = value.view(torch.uint8) if value.element_size() == 1 else value
             value = raw.index_select(self.axis, rows).view(value.dtype)
         if self.factor == 1.0:
             return value
@@ -86,7 +96,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """The cuts of every expert's stored tensors of the `whole` model; `block` neighbouring neurons stay together."""
+    """The cuts of every expert's stored tensors of the `whole` model; `block` neighbouring neurons
+    stay together."""
 
     whole: OpenModel
     factors: Factors
@@ -94,7 +105,8 @@ class StoredParts:
     cuts: Mapping[str, Cut]
 
     def cut(self, model: OpenModel, plan: ExpertPlan) -> list[OutputTensor]:
-        """Return the output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
+        """Return the output's tensors of a plan that keeps or drops parts; reading them needs the
+        neurons' order."""
         roles = model.layout.roles
         plans = plan.by_module
         layers = {layer.name: layer for layer in model.architecture.layers}
@@ -109,13 +121,17 @@ class StoredParts:
             elif role.kind == "fused":
                 members = [(name, group.members[0]) for group in plans[role.layer].groups]
                 shape = (len(members), *self.cuts[name].shape(output.shape[1:], self.factors.parts))
-                outputs.append(replace(output, shape=shape, content=partial(self._parts, model, role, members)))
+                outputs.append(
+                    replace(output, shape=shape, content=partial(self._parts, model, role, members))
+                )
             elif role.layer not in finished:
                 finished.add(role.layer)
                 outputs += self._of_single_experts(model, layers[role.layer], plans[role.layer])
         return in_order_of(model.architecture.decoder_layers, outputs)
 
-    def _beside(self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan) -> OutputTensor:
+    def _beside(
+        self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan
+    ) -> OutputTensor:
         """Return a router's tensor, or a table of expert ids, for the parts that stay."""
         role = model.layout.roles[output.name]
         shape = list(output.shape)
@@ -125,9 +141,13 @@ class StoredParts:
             shape[role.dim] = len(plan.groups) + role.extra
 
         def content() -> Iterator[Piece]:
-            whole = next(whole for whole in self.whole.architecture.layers if whole.name == layer.name)
+            whole = next(
+                whole for whole in self.whole.architecture.layers if whole.name == layer.name
+            )
             key = model.partial.plain_keys.targets[output.name]
-            split = split_beside(key, model.checkpoint.read_checked(output.name), whole, self.factors)
+            split = split_beside(
+                key, model.checkpoint.read_checked(output.name), whole, self.factors
+            )
             if role.kind == "table":
                 yield tensor_bytes_view(remap_table(split, plan.remap()))
             else:
@@ -135,17 +155,26 @@ class StoredParts:
 
         return replace(output, shape=tuple(shape), content=content)
 
-    def _of_single_experts(self, model: OpenModel, layer: MoeLayer, plan: LayerPlan) -> Iterator[OutputTensor]:
-        """Yield the parts that stay of experts whose tensors are their own; a family has one of each expert."""
+    def _of_single_experts(
+        self, model: OpenModel, layer: MoeLayer, plan: LayerPlan
+    ) -> Iterator[OutputTensor]:
+        """Yield the parts that stay of experts whose tensors are their own; a family has one of
+        each expert."""
         roles = model.layout.roles
         own = {name: role for name, role in roles.items() if role.layer == layer.name}
         for name, _, group, members in expert_slots(own, {layer.name: plan}, self.factors.parts):
             stored = model.checkpoint.tensors[members[0][0]]
             shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
-            content = partial(self._parts, model, roles[stored.name], [(stored.name, group.members[0])])
-            yield OutputTensor(name, stored.dtype, shape, layer.decoder_layer, content, stored.density)
+            content = partial(
+                self._parts, model, roles[stored.name], [(stored.name, group.members[0])]
+            )
+            yield OutputTensor(
+                name, stored.dtype, shape, layer.decoder_layer, content, stored.density
+            )
 
-    def _parts(self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]) -> Iterator[Piece]:
+    def _parts(
+        self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]
+    ) -> Iterator[Piece]:
         """Yield the bytes of parts, each from a stored tensor by the part's number."""
         assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
         order = model.partial.orders[role.layer].long()
@@ -160,7 +189,8 @@ class StoredParts:
 
 
 def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
-    """Find how to cut the stored tensors of a quantised model; raises `CompressionError` saying why they cannot be."""
+    """Find how to cut the stored tensors of a quantised model; raises `CompressionError` saying why
+    they cannot be."""
     configs = [whole.checkpoint.quantization, modelopt_file(whole.checkpoint.folder)]
     method = configs[0].get("quant_method")
     if not whole.layout.regular or method not in METHODS:
@@ -199,12 +229,15 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     for layer in whole.architecture.layers:
         width = width_of(whole.partial.model.get_submodule(layer.name)) // factors.parts
         if width % block:
-            raise CompressionError(f"parts of {width} neurons are not made of whole blocks of {block}")
+            raise CompressionError(
+                f"parts of {width} neurons are not made of whole blocks of {block}"
+            )
     return StoredParts(whole, factors, block, cuts)
 
 
 def _block_sizes(node: Any) -> Iterator[int]:
-    """Yield the numbers along a dimension that share a scale, as a quantisation's JSON says anywhere in it."""
+    """Yield the numbers along a dimension that share a scale, as a quantisation's JSON says
+    anywhere in it."""
     if isinstance(node, list):
         for value in node:
             yield from _block_sizes(value)
@@ -220,7 +253,9 @@ def _block_sizes(node: Any) -> Iterator[int]:
 def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
     """Refuse a quantisation that names single experts, which become several."""
     prefixes = expert_prefixes(whole.layout, layer)
-    renames = {old: f"{old.rpartition('.')[0]}.{expert * parts + 1}" for expert, old in prefixes.items()}
+    renames = {
+        old: f"{old.rpartition('.')[0]}.{expert * parts + 1}" for expert, old in prefixes.items()
+    }
     if renumbered_quantization(configs, renames) != configs:
         raise CompressionError("its quantization_config speaks of single experts")
 
@@ -235,7 +270,8 @@ def _cut_of_one(
         return Cut(axis, says_shape=True)
     is_weight = suffix in ("", ".weight_packed")
     is_plain = info.dtype in PLAIN
-    carrier = next((name for name in (*GLOBAL, *SCALES) if name in suffixes[family]), "")  # of the factor
+    # of the factor
+    carrier = next((name for name in (*GLOBAL, *SCALES) if name in suffixes[family]), "")
     if suffix not in ("", *COMPANIONS) or (is_weight and bool(carrier) == is_plain):
         return None
     if suffix == carrier and suffix in SCALES and not is_plain and info.dtype not in EXPONENTS:
@@ -253,7 +289,8 @@ def _cut_of_one(
 
 
 def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut | None:
-    """Find how to cut a tensor that holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
+    """Find how to cut a tensor that holds all experts: blocks [E, O, G, 16], scales [E, O, G],
+    biases [E, O]."""
     matched = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0]))
     if matched is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
         return None

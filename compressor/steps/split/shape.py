@@ -1,11 +1,12 @@
-"""Finding the config of a split model by comparing meta builds, and checking that its stock blocks compute the same.
+"""Finding the config of a split model by comparing meta builds, and checking that its stock blocks
+compute the same.
 
-Nothing is known of configs and routers here. Fields that set the experts' width and the top-k are those whose change
-changes just that. A block of the model's own config, with narrow experts and random weights, is run beside its split
-one. The parts of an expert share its weight where the chosen weights, or those of all experts, are normalised together,
-and have it each where they are not, so one of the two scales fits, or none. Where a bias is added to the normalised
-weights to choose experts, it shrinks with them.
-"""
+Nothing is known of configs and routers here. Fields that set the experts' width and the top-k are
+those whose change changes just that. A block of the model's own config, with narrow experts and
+random weights, is run beside its split one. The parts of an expert share its weight where the
+chosen weights, or those of all experts, are normalised together, and have it each where they are
+not, so one of the two scales fits, or none. Where a bias is added to the normalised weights to
+choose experts, it shrinks with them."""
 
 import copy
 import inspect
@@ -42,7 +43,8 @@ Fields = dict[str, Any]  # of a config, by dotted path
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """The split model that the config alone defines; `fields` are the changed ones by dotted path, in order."""
+    """The split model that the config alone defines; `fields` are the changed ones by dotted path,
+    in order."""
 
     fields: Fields
     architecture: Architecture
@@ -50,22 +52,27 @@ class SplitShape:
 
 
 def split_shape(architecture: Architecture, parts: int) -> SplitShape:
-    """Find how a config asks for each expert in `parts` parts, and by which factors these compute the same.
+    """Find how a config asks for each expert in `parts` parts, and by which factors these compute
+    the same.
 
-    Raises `CompressionError` for a number of parts that the width cannot be divided by, where no field of the config
-    sets the width, or the top-k, alone, and where no factors are exact.
-    """
+    Raises `CompressionError` for a number of parts that the width cannot be divided by, where no
+    field of the config sets the width, or the top-k, alone, and where no factors are exact."""
     config = architecture.config
     model = build_meta(config)
     for name, width in widths(model).items():
         if width % parts:
             row = ALIGNMENT // model.get_submodule(name).down_proj.itemsize
-            suitable = [str(number) for number in range(2, min(width, 64) + 1) if width % (number * row) == 0]
+            suitable = [
+                str(number)
+                for number in range(2, min(width, 64) + 1)
+                if width % (number * row) == 0
+            ]
             remedy = f"none leaves rows of a multiple of {ALIGNMENT} bytes, so leave the split out"
             if suitable:
                 remedy = f"give one of {', '.join(suitable)}"
             raise CompressionError(
-                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; {remedy}"
+                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; "
+                f"{remedy}"
             )
     fields = _width_fields(config, model, parts, architecture.family)
     width_field = next(iter(fields))
@@ -87,8 +94,11 @@ def _each(value: Any, change: Callable[[int], int]) -> Any:
     return [change(number) for number in value] if isinstance(value, list) else change(value)
 
 
-def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
-    """The fields that hold one of these numbers, and what they hold: the first by this `order`, then by depth."""
+def _candidates(
+    config: Any, values: Iterable[int], order: Callable[[str], Any]
+) -> list[tuple[str, Any]]:
+    """The fields that hold one of these numbers, and what they hold: the first by this `order`,
+    then by depth."""
     named = []
     for path, value in config_numbers(config):
         if not {*values}.isdisjoint(value if isinstance(value, list) else [value]):
@@ -99,20 +109,23 @@ def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any])
 def top_k_fields(
     config: Any, architecture: Architecture, wanted: Mapping[str, int], change: Callable[[int], int]
 ) -> tuple[Fields, Architecture]:
-    """Return the field that sets top-k with the value that `change` makes of it, and the resulting architecture.
+    """Return the field that sets top-k with the value that `change` makes of it, and the resulting
+    architecture.
 
-    `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each layer. Raises
-    `CompressionError` where no field does.
-    """
+    `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each
+    layer. Raises `CompressionError` where no field does."""
     counts = [layer.top_k for layer in architecture.layers]
-    for path, value in _candidates(config, counts, lambda path: "per_tok" not in path and "top" not in path):
+    for path, value in _candidates(
+        config, counts, lambda path: "per_tok" not in path and "top" not in path
+    ):
         fields = {path: _each(value, change)}
         with suppress(CompressionError, ValueError, TypeError):
             seen = discover(with_fields(config, fields))
             if {layer.name: layer.top_k for layer in seen.layers} == wanted:
                 return fields, seen
     raise CompressionError(
-        f"{architecture.family}: no field of the config sets how many experts a token is routed to, so that cannot be "
+        f"{architecture.family}: no field of the config sets how many experts a token is routed "
+        "to, so that cannot be "
         "changed"
     )
 
@@ -120,17 +133,21 @@ def top_k_fields(
 def _outside(model: nn.Module) -> dict[str, torch.Size]:
     """Shapes of the tensors beside the experts."""
     inside = tuple(f"{name}." for name, _ in experts_modules(model))
-    return {key: value.shape for key, value in model.state_dict().items() if not key.startswith(inside)}
+    return {
+        key: value.shape for key, value in model.state_dict().items() if not key.startswith(inside)
+    }
 
 
 def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fields:
-    """The field that sets the experts' width, and one that keeps shared experts whole where it counts them by it."""
+    """The field that sets the experts' width, and one that keeps shared experts whole where it
+    counts them by it."""
     before = widths(model)
     outside = _outside(model)
     expected = {name: width // parts for name, width in before.items()}
 
     def changed_by(fields: Fields) -> list[str] | None:
-        """Return the tensors beside the experts that these fields change, too; None for another width."""
+        """Return the tensors beside the experts that these fields change, too; None for another
+        width."""
         try:
             built = build_meta(with_fields(config, fields))
         except (CompressionError, ValueError, TypeError):
@@ -154,7 +171,10 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
             more = {**fields, shared: _each(count, lambda number: number * parts)}
             if "shared" in shared and changed_by(more) == []:
                 return more
-        reason = f"{path} sets the width of {changed[0].rpartition('.')[0]} as well as that of the experts"
+        reason = (
+            f"{path} sets the width of {changed[0].rpartition('.')[0]} as well as that of "
+            "the experts"
+        )
     raise CompressionError(f"{family} cannot be split: {reason}")
 
 
@@ -173,10 +193,17 @@ def _factors(architecture: Architecture, parts: int, fields: Fields, width_field
     kinds: dict[tuple[Any, ...], MoeLayer] = {}  # layers that route alike: one of them is enough
     for layer in reversed(architecture.layers):
         block, router = (type(model.get_submodule(name)) for name in (layer.block, layer.router))
-        kinds[block, router, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)] = layer
-    factors = {_factors_of_block(architecture.family, model, after, layer, parts) for layer in kinds.values()}
+        kinds[
+            block, router, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)
+        ] = layer
+    factors = {
+        _factors_of_block(architecture.family, model, after, layer, parts)
+        for layer in kinds.values()
+    }
     if len(factors) > 1:
-        raise CompressionError(f"{architecture.family} cannot be split: its layers do not weigh experts alike")
+        raise CompressionError(
+            f"{architecture.family} cannot be split: its layers do not weigh experts alike"
+        )
     return factors.pop()
 
 
@@ -213,9 +240,12 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     elif layer.routing_groups > 1 and layer.experts_per_group > 1:
         reason = ", for it scores a group of experts by its two best, which become two parts of one"
     elif any(tensor.extra for tensor in layer.tensors):
-        reason = ", for its router weighs more than the routed experts, which are not split with them"
+        reason = (
+            ", for its router weighs more than the routed experts, which are not split with them"
+        )
     raise CompressionError(
-        f"{family} cannot be split exactly: the outputs of its stock block differ by {least:.1g} of the largest{reason}"
+        f"{family} cannot be split exactly: the outputs of its stock block differ by {least:.1g} "
+        f"of the largest{reason}"
     )
 
 
@@ -237,7 +267,8 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
 
 
 def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
-    """Run a block on tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
+    """Run a block on tokens [1, T, H]; of one that is a whole decoder layer, its router and experts
+    alone."""
     inside = len(f"{layer.block}.")
     if layer.block == layer.decoder_layer:
         *_, weights, index = block.get_submodule(layer.router[inside:])(hidden[0])
@@ -245,7 +276,9 @@ def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
             weights, index = index, weights
         output = block.get_submodule(layer.name[inside:])(hidden[0], index, weights)
     else:
-        rows = min((len(block.get_buffer(table[inside:])) for table in layer.tables), default=TOKENS)
+        rows = min(
+            (len(block.get_buffer(table[inside:])) for table in layer.tables), default=TOKENS
+        )
         more = {}
         if "input_ids" in inspect.signature(block.forward).parameters:
             more["input_ids"] = torch.arange(TOKENS)[None] % rows

@@ -1,4 +1,5 @@
-"""The step `split`: each routed expert becomes several narrower sub-experts that compute the same function."""
+"""The step `split`: each routed expert becomes several narrower sub-experts that compute the same
+function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,8 @@ class SplitStep(Step[Split]):
         return int(self.options.parts)
 
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
-        """Return the step with the number of parts that `auto` comes to; None if nothing is split."""
+        """Return the step with the number of parts that `auto` comes to; None if nothing is
+        split."""
         if self.options.parts != "auto":
             return None if self.parts == 1 else self
         parts, why = chosen_parts(model, stage)
@@ -34,8 +36,11 @@ class SplitStep(Step[Split]):
     def model_view(self, model: OpenModel) -> OpenModel:
         return seen_as(model, self.parts)
 
-    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        """Return the need of text of its own; else neurons are measured on what others read, or on their weights."""
+    def requirements(
+        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+    ) -> Requirements:
+        """Return the need of text of its own; else neurons are measured on what others read, or on
+        their weights."""
         own_text = self.options.calibration is not None
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
         reads = own_text and not planned
@@ -56,7 +61,8 @@ class SplitStep(Step[Split]):
             state.parts *= int(decided["parts"])
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe the split of the experts, with the config's numbers before and after, and the reason."""
+        """Describe the split of the experts, with the config's numbers before and after, and the
+        reason."""
         plan = entry.get("plan")
         return (Text(f"{sentence(plan)}."),) if plan else ()
 
@@ -66,7 +72,8 @@ class SplitStep(Step[Split]):
 
 
 def sentence(split: Mapping[str, Any]) -> str:
-    """Return a sentence on the split, with the reason if it was chosen automatically; `split` is the plan's entry."""
+    """Return a sentence on the split, with the reason if it was chosen automatically; `split` is
+    the plan's entry."""
     parts = split["parts"]
     why = split.get("why")
     if parts == 1:

@@ -1,12 +1,11 @@
 """The split itself: an expert's neurons in S runs, its router row S times.
 
-A loaded layer's tensors are split, and a checkpoint is seen as its split: the stock model of the split config, whose
-parts are split as they are loaded. Everything that plans, corrects and writes a model sees sub-experts as experts, and
-no split checkpoint is written for that.
+A loaded layer's tensors are split, and a checkpoint is seen as its split: the stock model of the
+split config, whose parts are split as they are loaded. Everything that plans, corrects and writes a
+model sees sub-experts as experts, and no split checkpoint is written for that.
 
-E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S - 1, so that routing groups of
-neighbours stay together.
-"""
+E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S - 1, so that routing
+groups of neighbours stay together."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from compressor.steps.tensors import refuse_overflow
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """S parts of an expert, and what a part's down projection and its entries beside the router's weight are times."""
+    """S parts of an expert, and what a part's down projection and its entries beside the router's
+    weight are times."""
 
     parts: int
     output: float
@@ -34,10 +34,11 @@ class Factors:
 
 @torch.no_grad()
 def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors) -> Tensors:
-    """Return the fused parameters of an experts module, [E * S, ...] by state-dict key, filled one part at a time.
+    """Return the fused parameters of an experts module, [E * S, ...] by state-dict key, filled one
+    part at a time.
 
-    `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
-    shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
+    `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the
+    down projection is shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
     """
     split = {}
     shares = {"down_proj": factors.output, "down_proj_bias": factors.output / factors.parts}
@@ -57,17 +58,18 @@ def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors
 
 
 def keys_beside(layer: MoeLayer) -> list[str]:
-    """Keys of the tensors of a layer that count experts but lie outside them: of its router, and tables of ids."""
+    """Keys of the tensors of a layer that count experts but lie outside them: of its router, and
+    tables of ids."""
     return [key for key in cut_keys(layer) if not key.startswith(f"{layer.name}.")]
 
 
 @torch.no_grad()
 def split_beside(key: str, value: Tensor, layer: MoeLayer, factors: Factors) -> Tensor:
-    """Return a layer's tensor beside its experts, for their parts: a router's rows and biases are repeated.
+    """Return a layer's tensor beside its experts, for their parts: a router's rows and biases are
+    repeated.
 
-    What belongs to no routed expert stays behind the parts. A table of expert ids [V, K] becomes one of all their parts
-    [V, K * S].
-    """
+    What belongs to no routed expert stays behind the parts. A table of expert ids [V, K] becomes
+    one of all their parts [V, K * S]."""
     tensor = next((tensor for tensor in layer.tensors if tensor.key == key), None)
     if tensor is None:
         numbers = torch.arange(factors.parts, dtype=value.dtype, device=value.device)
@@ -79,7 +81,8 @@ def split_beside(key: str, value: Tensor, layer: MoeLayer, factors: Factors) -> 
 
 
 class SplitModel(PartialModel):
-    """The split model on meta; `orders` are the neurons [E, I] of each layer's experts by its name, once known."""
+    """The split model on meta; `orders` are the neurons [E, I] of each layer's experts by its name,
+    once known."""
 
     def __init__(
         self,
@@ -113,7 +116,8 @@ class SplitModel(PartialModel):
         return SplitModel(self.stored, self.layers.values(), self.config, self.factors, orders)
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "SplitModel":
-        """Return the same model, empty, in another dtype or on another device; itself if it is in both."""
+        """Return the same model, empty, in another dtype or on another device; itself if it is in
+        both."""
         stored = self.stored.computing_in(dtype, device)
         if stored is self.stored:
             return self

@@ -1,10 +1,9 @@
 """A model's view for compression: experts split, neurons in order, and the output's top-k.
 
-E experts, I neurons of each, H hidden, S parts, n tokens that were sent to an expert. An order [I] is S runs of equal
-length. The first run holds what matters most, so that pruning experts afterwards takes the last ones. Within a run
-neurons stand as they did, so that a plan need only say the part of each: those of a layer [E, I] stand in it as
-ceil(log2 S) bits each, row by row, in base64.
-"""
+E experts, I neurons of each, H hidden, S parts, n tokens that were sent to an expert. An order [I]
+is S runs of equal length. The first run holds what matters most, so that pruning experts afterwards
+takes the last ones. Within a run neurons stand as they did, so that a plan need only say the part
+of each: those of a layer [E, I] stand in it as ceil(log2 S) bits each, row by row, in base64."""
 
 import base64
 import copy
@@ -49,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def energy_of_weights(experts: Any) -> Tensor:
-    """|gate row| * |up row| * |down column| of every neuron, [E, I] float64; without a gate, of the other two."""
+    """|gate row| * |up row| * |down column| of every neuron, [E, I] float64; without a gate, of the
+    other two."""
     energy = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
     for expert in range(len(energy)):
         view = projections(experts, expert)
@@ -63,10 +63,10 @@ def energy_of_weights(experts: Any) -> Tensor:
 def neuron_energies(stats: LayerStatistics) -> Tensor:
     """Return the energies of a layer's neurons, [E, I] float64.
 
-    The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the token's gate weight, z
-    enters the down projection, so it is the squared norm of what the neuron adds to the output. An expert that no token
-    reached has the energies of its weights, and so have all without text.
-    """
+    The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the
+    token's gate weight, z enters the down projection, so it is the squared norm of what the neuron
+    adds to the output. An expert that no token reached has the energies of its weights, and so have
+    all without text."""
     experts = stats.weights.experts
     energies = energy_of_weights(experts)
     if "squared_neuron_sum" in stats.values:
@@ -78,7 +78,8 @@ def neuron_energies(stats: LayerStatistics) -> Tensor:
 
 
 def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
-    """The order of a layer's neurons by falling energy, [E, I] -> [E, I] int32; the lower number first of equals.
+    """The order of a layer's neurons by falling energy, [E, I] -> [E, I] int32; the lower number
+    first of equals.
 
     `block` neighbours stay together, and count as one of their summed energy.
     """
@@ -89,25 +90,32 @@ def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
 
 
 def parts_of_neurons(order: Tensor, parts: int) -> Tensor:
-    """Return the part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
+    """Return the part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I]
+    int32."""
     run = torch.arange(order.shape[1]) // (order.shape[1] // parts)
-    return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
+    return torch.empty_like(order, dtype=torch.int32).scatter_(
+        1, order.long(), run.int().expand_as(order)
+    )
 
 
 def order_of_parts(parts: Tensor) -> Tensor:
-    """The order of neurons that puts them into these parts, those of a part ascending: [E, I] -> [E, I] int32."""
+    """The order of neurons that puts them into these parts, those of a part ascending: [E, I] ->
+    [E, I] int32."""
     return parts.argsort(dim=1, stable=True).int()
 
 
 def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel:
-    """The model with each expert as `parts`, their neurons in no order yet, whose smaller versions write `top_k`.
+    """The model with each expert as `parts`, their neurons in no order yet, whose smaller versions
+    write `top_k`.
 
-    Raises `CompressionError` where experts cannot be split exactly, and for a top-k that the model has not.
-    """
+    Raises `CompressionError` where experts cannot be split exactly, and for a top-k that the model
+    has not."""
     if parts == 1:
         return with_top_k(model, top_k)
     if not 1 <= parts <= MOST_PARTS:
-        raise CompressionError(f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts")
+        raise CompressionError(
+            f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts"
+        )
     known = f"split in {parts}"
     if known not in model.cached:  # once, as it runs blocks
         model.cached[known] = split_shape(model.architecture, parts)
@@ -125,7 +133,9 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
         config=architecture.config,
         checkpoint=stored,
         architecture=architecture,
-        partial=SplitModel(model.partial, model.architecture.layers, architecture.config, shape.factors),
+        partial=SplitModel(
+            model.partial, model.architecture.layers, architecture.config, shape.factors
+        ),
     )
     if model.layout.quantized:
         try:
@@ -136,26 +146,32 @@ def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel
 
 
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
-    """Return the model whose smaller versions route a token to `top_k` experts, or to fewer where a layer does now."""
+    """Return the model whose smaller versions route a token to `top_k` experts, or to fewer where a
+    layer does now."""
     if top_k is None:
         return model
     architecture = model.architecture
     most = max(layer.top_k for layer in architecture.layers)
     if not 1 <= top_k <= most:
-        raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token is routed to now")
+        raise CompressionError(
+            f"--top-k {top_k} is not between 1 and the {most} experts that a token is routed to now"
+        )
     layers = tuple(replace(layer, top_k=min(layer.top_k, top_k)) for layer in architecture.layers)
     top_k_by_layer = {layer.name: layer.top_k for layer in layers}
-    fields, _ = top_k_fields(architecture.config, architecture, top_k_by_layer, lambda count: min(count, top_k))
+    fields, _ = top_k_fields(
+        architecture.config, architecture, top_k_by_layer, lambda count: min(count, top_k)
+    )
     smaller = replace(architecture, layers=layers, written={**architecture.written, **fields})
     return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
 
 def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, str]:
-    """Return the number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
+    """Return the number of parts for the stored `model` where it is left open, and why; `steps` are
+    all of the stage.
 
-    It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server does worse. Without
-    the strategy `auto`, which alone gains by sub-experts, there is nothing to choose, and no reason.
-    """
+    It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server
+    does worse. Without the strategy `auto`, which alone gains by sub-experts, there is nothing to
+    choose, and no reason."""
     prune = next((options for options in steps if isinstance(options, Prune)), None)
     if prune is None or prune.strategy != "auto":
         return 1, ""
@@ -187,11 +203,16 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
         except CompressionError as error:
             return 1, str(error)
         candidates = (rule for rule in broken(served) if rule.server in servers)
-        worse = next((rule for rule in candidates if (rule.server, rule.needs.words) not in broken_already), None)
+        worse = next(
+            (rule for rule in candidates if (rule.server, rule.needs.words) not in broken_already),
+            None,
+        )
         if worse is None:
             chosen = parts
             break
-        worse_in.setdefault(worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}")
+        worse_in.setdefault(
+            worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}"
+        )
     reasons = [
         f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
         for width, numbers in uneven.items()
@@ -202,11 +223,14 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
     return chosen, "; ".join(reasons)
 
 
-def partitioned(model: OpenModel, text: Calibration | None, progress: Progress, seed: int, changed: bool) -> OpenModel:
-    """Return the split model with its neurons in the order of their energy on the text, or by their weights alone.
+def partitioned(
+    model: OpenModel, text: Calibration | None, progress: Progress, seed: int, changed: bool
+) -> OpenModel:
+    """Return the split model with its neurons in the order of their energy on the text, or by their
+    weights alone.
 
-    Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts will be `changed`.
-    """
+    Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts
+    will be `changed`."""
     model = cut_as_stored(model, changed)
     assert model.whole is not None
     whole = model.whole
@@ -218,7 +242,9 @@ def partitioned(model: OpenModel, text: Calibration | None, progress: Progress, 
     def order(stats: LayerStatistics) -> Tensor:
         return order_of(neuron_energies(stats), parts, block)
 
-    for stats in collect(whole, needs, None if text is None else text.without_heldout(), progress, seed):
+    for stats in collect(
+        whole, needs, None if text is None else text.without_heldout(), progress, seed
+    ):
         orders[stats.layer.name] = ranks().broadcast(partial(order, stats))
     facts = {"calibration": None if text is None else text.identity}
     return with_neuron_order(model, orders, facts)
@@ -238,7 +264,11 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
     reason = "what changes experts needs one" if changed else model.cached[PLAIN]
-    logger.warning("%s is stored quantised; its parts are written in a plain dtype: %s", model.source.label, reason)
+    logger.warning(
+        "%s is stored quantised; its parts are written in a plain dtype: %s",
+        model.source.label,
+        reason,
+    )
     return replace(model, stored_parts=None)
 
 
@@ -253,13 +283,21 @@ def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any
     entry = shapes(model.whole, parts)
     if model.stored_parts:
         entry["block"] = model.stored_parts.block
-    neurons = {name: packed(parts_of_neurons(order, parts), parts) for name, order in orders.items()}
-    entry |= {"output_factor": factors.output, "selection_factor": factors.selection, **facts, "neurons": neurons}
+    neurons = {
+        name: packed(parts_of_neurons(order, parts), parts) for name, order in orders.items()
+    }
+    entry |= {
+        "output_factor": factors.output,
+        "selection_factor": factors.selection,
+        **facts,
+        "neurons": neurons,
+    }
     return replace(model, partial=model.partial.ordered(orders), split=entry)
 
 
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
-    """Return the model split as a plan's entry says, and with this top-k; refuses a split that does not fit."""
+    """Return the model split as a plan's entry says, and with this top-k; refuses a split that does
+    not fit."""
     if (model.split, model.top_k) == (split, top_k):
         return model
     stored = model.whole or model
@@ -273,7 +311,9 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     orders = {}
     for layer in stored.architecture.layers:
         width = width_of(stored.partial.model.get_submodule(layer.name))
-        neurons = unpacked(split["neurons"].get(layer.name), layer.experts, width, parts, layer.name)
+        neurons = unpacked(
+            split["neurons"].get(layer.name), layer.experts, width, parts, layer.name
+        )
         orders[layer.name] = order_of_parts(neurons)
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
     return with_neuron_order(view, orders, facts)
@@ -288,13 +328,16 @@ def packed(part_of_neuron: Tensor, parts: int) -> str:
 
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
-    """Return the part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
+    """Return the part of each neuron, [E, I] int32; raises `CompressionError` for text that does
+    not say it of all."""
     count = experts * width
     bits = (parts - 1).bit_length()
     try:
         data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
         flags = np.unpackbits(data)[: count * bits].reshape(count, bits)
     except (TypeError, ValueError) as error:
-        raise CompressionError(f"{where}: the record of its neurons' parts is damaged; {REMEDY}") from error
+        raise CompressionError(
+            f"{where}: the record of its neurons' parts is damaged; {REMEDY}"
+        ) from error
     numbers = flags.astype(np.int32) << np.arange(bits, dtype=np.int32)
     return torch.from_numpy(numbers.sum(1)).int().view(experts, width)

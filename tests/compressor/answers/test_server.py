@@ -274,9 +274,7 @@ ASKING = ("check", "gate", "evaluate", "traces")
 @pytest.mark.parametrize(
     ("command", "path", "number"),
     [
-        pytest.param(
-            command, path, number, marks=() if command == "check" and path == MODELS else pytest.mark.full
-        )
+        pytest.param(command, path, number, marks=() if command == "check" and path == MODELS else pytest.mark.full)
         for command in ASKING
         for path in (MODELS, VERSION, TEXT)
         for number in range(len(unending("")))

@@ -87,9 +87,7 @@ def test_an_unknown_method_is_named() -> None:
         ({"moe_intermediate_size": 40}, "cannot dequantise"),
     ],
 )
-def test_fp8_blocks_that_stock_mistakes_are_named(
-    sizes: dict[str, Any], says: str | None, tmp_path: Path
-) -> None:
+def test_fp8_blocks_that_stock_mistakes_are_named(sizes: dict[str, Any], says: str | None, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     save_fp8(tmp_path, sizes=sizes)
     found = compressor.inspect(str(tmp_path)).loader_fault

@@ -79,9 +79,7 @@ def test_projections_are_views_in_canonical_layout(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype", "width"), [
     ("mixtral", torch.bfloat16, 28), ("qwen3_moe", torch.float32, 90), ("gpt_oss", torch.bfloat16, 92),
 ])  # fmt: skip
-def test_rows_of_any_width_pass_as_in_the_stock_loop(
-    name: str, dtype: torch.dtype, width: int, tmp_path: Path
-) -> None:
+def test_rows_of_any_width_pass_as_in_the_stock_loop(name: str, dtype: torch.dtype, width: int, tmp_path: Path) -> None:
     field = "moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"
     zoo.build(name, **{field: width}).to(dtype).save_pretrained(tmp_path)
     stock: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
