@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from compressor.steps.prune.options import Prune
     from compressor.steps.quantize.options import Quantize
     from compressor.steps.routers.options import Routers
-    from compressor.steps.split.options import Split
 
-_STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
+_STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers")
 # public names by their modules, which are loaded, and torch with them, when a name is first used
 _HOMES = {
     "answers.options": "AnswerOptions ServerOptions",
@@ -58,7 +57,7 @@ _HOMES = {
     "recipe.recipe": "Recipe",
     "recipe.step": "StepOptions TextOptions",
     "recipe.steps_plan": "Plan",
-    **{f"steps.{step.lower()}.step": step for step in _STEPS},
+    **{f"steps.{step.lower()}.options": step for step in _STEPS},
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

@@ -27,7 +27,7 @@ from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.formats import export_checkpoint, find_exporter
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.resolve import first_state, open_run, prepare
+from compressor.pipeline.resolve import begin, open_run, prepare
 from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
 from compressor.prompt_date import dated
@@ -57,6 +57,7 @@ from compressor.recipe.registry import exporter_options
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import PACKAGES, versions
+from compressor.steps.step import State
 
 if TYPE_CHECKING:  # loaded only where models are compared
     from compressor.report.comparison_report import Comparison
@@ -154,12 +155,12 @@ def compress(
     return replace(outcome, pushed=push_output(outcome, recipe.output))
 
 
-def split(model: ModelLike, out: str | Path, **options: Any) -> Outcome:
-    """Split each expert into narrower sub-experts with the same output.
+def split(model: ModelLike, out: str | Path, parts: int | str = 2, **options: Any) -> Outcome:
+    """Split each expert into narrower sub-experts with the same output: `parts` of each, or "auto".
 
-    `options` are those of `Split` and `compress`.
+    `options` are those of `compress`.
     """
-    return _one_step("split", model, out, options)
+    return _one_step("prune", model, out, {"ratio": 0.0, "split": parts, **options})
 
 
 def calibrate_router(model: ModelLike, out: str | Path, base: str, **options: Any) -> Outcome:
@@ -308,7 +309,7 @@ def plan(
     progress: Progress | None = None,
     announce: Announce | None = None,
 ) -> Plan:
-    """Decide what a recipe's first stage does with every expert; nothing is written.
+    """Decide what a recipe's first step does with every expert; nothing is written.
 
     `announce` gets what servers make of the output.
     """
@@ -319,13 +320,14 @@ def plan(
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
         if announce is not None:
             announce(servers_after(task))
-        state = first_state(task, opened)
-        if state.steps[0].options.order is None:
+        started = begin(task, opened)
+        first = started.steps[0]
+        if first.options.in_place:
             raise CompressionError(
-                f"{state.steps[0].name} works on the whole model and decides nothing; run compress"
+                f"{first.name} works on the whole model and decides nothing; run compress"
             )
-        decide(state, state.stage)
-        return state.plan
+        decide(State(started, started.first, opened.model))
+        return started.plan
 
 
 def compare(

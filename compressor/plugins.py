@@ -27,23 +27,10 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Progress
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.recipe.step import (
-    CONSTANTS,
-    EXPERTS,
-    FORMAT,
-    ROUTERS,
-    SUB_EXPERTS,
-    WEIGHTS,
-    OutputSize,
-    Requirements,
-    Result,
-    Step,
-    StepOptions,
-    TextPart,
-)
+from compressor.recipe.step import StepOptions
 from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
-from compressor.steps.job import plain_job, rewritten, rewritten_size
+from compressor.steps.job import OutputSize, copy_job, make_job, rewritten, rewritten_size
 from compressor.steps.prune.partition import agglomerate, group_experts
 from compressor.steps.prune.reconstruction import (
     KeptErrors,

@@ -21,10 +21,9 @@ from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoi
 from compressor.model.remote_code import json_bytes
 from compressor.pipeline.outcome import read_plan
 from compressor.progress import Progress
-from compressor.recipe.steps_plan import PRUNE, SPLIT, Plan
+from compressor.recipe.steps_plan import PRUNE, Plan
 from compressor.records import read_object
 
-LISTED = (PRUNE, SPLIT)  # steps of which the list says all; a plan that does split is refused
 PLANS = True  # a plan file will do in place of a checkpoint
 ASCEND = "vllm-ascend (pull request 12525 at e8f9ee3), Qwen3-MoE only"
 VLLM = "vLLM 0.33 or later"
@@ -125,6 +124,8 @@ def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
     _refuse_inexpressible(plan)
     lines = [json.dumps({str(layer.layer): list(layer.slots())}) for layer in expert_plan.layers]
     experts = expert_plan.layers[0].experts
+    corrected = ["correct"] if plan.correction else []
+    others = [step.name for step in plan.steps if step.name != PRUNE]
     summary = ListSummary(
         folder=output,
         client=ASCEND,
@@ -134,9 +135,7 @@ def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
         experts=experts,
         kept=expert_plan.experts * len(expert_plan.layers),
         expert_prune_ratio=prune_ratio(experts, expert_plan.experts),
-        not_listed=tuple(
-            dict.fromkeys(step.name for step in plan.steps if step.name not in LISTED)
-        ),
+        not_listed=tuple(dict.fromkeys([*corrected, *others])),
     )
     return summary, LIST, "".join(f"{line}\n" for line in lines)
 

@@ -1,8 +1,9 @@
 """The commands that make models: `plan`, `apply` and `compress`, and `split`, `calibrate-router`
 and `distill`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from compressor.cli.model_files import Imatrix, package_of
 from compressor.cli.options import (
     STEP,
     TEXT,
+    Choices,
     Comparing,
     Computing,
     Making,
@@ -38,8 +40,8 @@ from compressor.recipe.keep_lists import options_of_list
 from compressor.recipe.recipe import Recipe, on_text
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.steps.distill.options import Distill
+from compressor.steps.prune.options import Prune
 from compressor.steps.routers.options import Routers
-from compressor.steps.split.options import Split
 
 if TYPE_CHECKING:  # loaded only where a model is made
     from compressor.pipeline.outcome import Attempt, Outcome
@@ -144,7 +146,7 @@ def compress(
     servers: For = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a model smaller by a recipe's steps, or by split, prune and correct."""
+    """Make a model smaller by a recipe's steps, or by the step prune."""
     if output is None and not dry_run:
         raise CompressionError("Missing option '--output' / '-o'; see moe-compress compress --help")
     package = package_of(context, model, imatrix)
@@ -238,16 +240,19 @@ def show_gated(
 
 
 def _of_step(
-    step: type[StepOptions], name: str, text: str, against_base: bool
+    step: type[StepOptions],
+    name: str,
+    text: str,
+    options: Choices,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    against_base: bool = True,
 ) -> Callable[..., None]:
-    """A command that carries out one step on a finished checkpoint; its options are the step's
-    fields."""
-    sized = "sequence_length" in step.model_fields  # by the step itself
-    fields = (
-        ("data", "emphasis", "strict")
-        if sized
-        else ("data", "samples", "sequence_length", "strict")
-    )
+    """A command that carries out one step, with `fixed` options, on a finished checkpoint."""
+    # sized by the step itself, or by the text
+    sizes = () if "sequence_length" in step.model_fields else ("samples", "sequence_length")
+    texts = [option for option in TEXT if option[0] in ("data", *sizes, "strict")]
+    if against_base:
+        texts += [option for option in TEXT if option[0] == "emphasis"]
     of_base = (
         [("base", Parameter("base", Parameter.KEYWORD_ONLY, annotation=Base))]
         if against_base
@@ -257,11 +262,11 @@ def _of_step(
     def command(
         checkpoint: Model,
         output: Out,
-        text: Annotated[TextOptions, [option for option in TEXT if option[0] in fields]],
+        text: Annotated[TextOptions, texts],
         running: Computing,
         comparing: Comparing,
         base: Annotated[dict[str, Any], of_base],
-        options: Annotated[dict[str, Any], options_of(step, STEP)],
+        chosen: Annotated[dict[str, Any], options],
         seed: Seed = 0,
         dry_run: DryRun = False,
     ) -> None:
@@ -273,7 +278,7 @@ def _of_step(
             **base,
             **revision,
         }
-        steps = [on_text(step.name, options, text)]
+        steps = [on_text(step.name, {**fixed, **chosen}, text)]
         content = {"model": checkpoint, "steps": steps, "output": comparing, **settings}
         recipe = Recipe.of(content, "the command line")
         recipe.check_installed()
@@ -288,10 +293,12 @@ def _of_step(
 
 
 split = _of_step(
-    Split,
+    Prune,
     "split",
     "Split each expert into narrower sub-experts with the same output, which `compress` can drop "
     "one by one.",
+    options_of(Prune, STEP, only=("split",), names={"split": "parts"}),
+    {"ratio": 0.0, "split": 2},
     against_base=False,
 )
 calibrate_router = _of_step(
@@ -299,11 +306,11 @@ calibrate_router = _of_step(
     "calibrate_router",
     "Calibrate a smaller model's routers against its base (after C3PO); kept if held-out text is "
     "closer to the base's.",
-    against_base=True,
+    options_of(Routers, STEP),
 )
 distill = _of_step(
     Distill,
     "distill",
     "Train a smaller model to match its base's next-token distribution.",
-    against_base=True,
+    options_of(Distill, STEP),
 )

@@ -14,6 +14,7 @@ import typer
 from compressor.cli import behaviour, check, compress, gate, inspection, measure, outputs, text
 from compressor.cli.options import click_command, spread
 from compressor.cli.settings import SHOWN as SHOWN_OF_RECIPES
+from compressor.cli.settings import paths_spelled_out
 from compressor.cli.terminal import PROGRAM, Command, alone, on_ranks
 from compressor.distributed import ranks
 from compressor.entry_points import COMMANDS, load, packages, working
@@ -51,7 +52,9 @@ def main() -> None:
     with _own_warnings():
         try:
             status = click_command(app)(
-                spelled_out(sys.argv[1:]), prog_name=PROGRAM, standalone_mode=False
+                paths_spelled_out(spelled_out(sys.argv[1:])),
+                prog_name=PROGRAM,
+                standalone_mode=False,
             )
         except CompressionError as error:
             _fail(str(error))

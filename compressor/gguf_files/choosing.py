@@ -297,12 +297,14 @@ def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
         if planned.module in expert_plan.protected:
             protected[layer.name] = expert_plan.protected[planned.module]
     fitted = replace(expert_plan, layers=tuple(layers), protected=protected)
-    return replace(plan, steps=(replace(plan.of(PRUNE)[-1], decision=fitted, stage=0),))
+    return replace(plan, steps=(replace(plan.of(PRUNE)[-1], decision=fitted),))
 
 
 def refuse_more_than_drop(plan: Plan) -> None:
     """Refuse what needs weights as plain numbers, and a plan that has not decided."""
-    other = next((step.name for step in plan.steps if step.name != PRUNE), None)
+    names = [step.name for step in plan.steps if step.name != PRUNE]
+    names += ["split"] * bool(plan.split) + ["correct"] * bool(plan.correction)
+    other = next(iter(names), None)
     merged = next((layer.module for layer in plan.expert_plan.layers if not layer.is_drop), None)
     if other is not None or merged is not None:
         what = f"has the step {other}" if other is not None else f"merges experts ({merged})"

@@ -50,7 +50,7 @@ from compressor.recipe.document import changed, step_line
 from compressor.recipe.plan import Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
-from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan
+from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
 from compressor.records import read_object
 from compressor.report import page
 from compressor.report.data import Report, all_dispositions, report_data
@@ -591,7 +591,8 @@ def _refitted(outcome: Report) -> Iterator[str]:
     """Yield what was refitted or trained, and what that leaves; a step that changed nothing does
     not count."""
     trained = {step["name"] for step in outcome.steps if changed(step)}
-    methods = [step.options.get("method", "tune") for step in outcome.plan.of(CORRECT)]
+    asked = [step.options.get("correct", {}).get("method", "none") for step in outcome.plan.steps]
+    methods = [method for method in asked if method != "none"]
     if methods:
         corrections = [correction_of(layer.plan) for layer in outcome.layers]
         better = sum(figures.get("kept") not in (None, "none") for figures in corrections)

@@ -1,1 +1,1 @@
-"""Run a recipe: steps in stages, with resume, verification, gate and record."""
+"""Run a recipe: step by step, with resume, verification, gate and record."""

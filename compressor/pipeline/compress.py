@@ -23,7 +23,7 @@ from compressor.model.opened import OpenModel, open_checkpoint, open_model
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import PreparedGate, prepare_gate, request_of
 from compressor.pipeline.outcome import Attempt, GateFailedError, Outcome
-from compressor.pipeline.resolve import content_of, of_stage, sources_of
+from compressor.pipeline.resolve import content_of, sources_of
 from compressor.pipeline.run import Delivery, run
 from compressor.progress import Silent
 from compressor.quality_gate.report import NAMES, write_gate
@@ -59,13 +59,9 @@ def check_search(recipe: Recipe) -> None:
 
 def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
     """Return the numbers of experts, counted as the source does, that every layer can be cut to."""
-    view = model
-    stage = of_stage(recipe.steps, 0)
-    for step in stage:
-        resolved = step.step().resolve(model, stage)
-        if resolved is not None:
-            view = resolved.model_view(view)
-    layers = view.architecture.layers
+    prune = next(step for step in recipe.steps if isinstance(step, Prune))
+    step = prune.step()
+    layers = step.resolve(model).view(model).architecture.layers
     parts = layers[0].parts
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]
     if not counts:

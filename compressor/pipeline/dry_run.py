@@ -16,14 +16,13 @@ from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
 from compressor.pipeline.compress import largest_tried
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import request_of
-from compressor.pipeline.resolve import ResolvedRecipe, prepare, stage_numbers, text_specs
+from compressor.pipeline.resolve import ResolvedRecipe, prepare, text_specs
 from compressor.pipeline.run import earlier_plan
 from compressor.quality_gate.run import PowerAnalysis, passable, read_tasks
 from compressor.recipe.recipe import Recipe
-from compressor.recipe.step import WEIGHTS
 from compressor.records import plain_json
 from compressor.steps.job import output_size
-from compressor.steps.state import OWN, part_name
+from compressor.steps.step import OWN, part_name
 
 EVALUATION = "to compare output and base on, a pass of each"
 
@@ -79,7 +78,7 @@ class DryRun:
     revision: str | None
     family: str
     moe_layers: int
-    # name, options, stage, and passes of its text through a model
+    # name, options, and passes of its text through a model
     steps: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
     before: Shape
@@ -133,12 +132,12 @@ def dry_run(recipe: Recipe) -> DryRun:
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     resolved = prepare(recipe, model, base, earlier_plan(model))
     experts = resolved.counts[-1]
-    changed = any(WEIGHTS in step.changes for step in resolved.options)
+    changed = any(step.rewrites for step in resolved.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
     after = _shape(
         resolved.view,
         experts,
-        lambda count: resolved.output_size(resolved.steps, count, changed).size,
+        lambda count: resolved.output_size(len(resolved.steps) - 1, count, changed).size,
     )
     names = {part_name(number): step.name for number, step in enumerate(resolved.steps)}
     texts = tuple(
@@ -155,12 +154,9 @@ def dry_run(recipe: Recipe) -> DryRun:
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
     steps = []
-    stages = stage_numbers(resolved.options)
-    for step, stage, need in zip(resolved.options, stages, resolved.requirements, strict=True):
+    for step, need in zip(resolved.options, resolved.requirements, strict=True):
         passes = need.passes if texts else 0
-        steps.append(
-            {"name": step.name, "options": step.to_dict(), "stage": stage, "passes": passes}
-        )
+        steps.append({"name": step.name, "options": step.to_dict(), "passes": passes})
     return DryRun(
         model=source.label,
         revision=source.revision,

@@ -12,7 +12,6 @@ from compressor.files import lock_output, new_folder
 from compressor.progress import Progress
 from compressor.recipe.recipe import MONE, SAFETENSORS, Recipe
 from compressor.recipe.registry import exporter_options, load_exporter
-from compressor.recipe.step import CONSTANTS
 from compressor.run_record import (
     PACKAGES,
     answers,
@@ -83,7 +82,7 @@ def formats_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the formats that a recipe writes, without duplicates; refuses those that cannot be
     written together."""
     formats = tuple(dict.fromkeys(recipe.output.formats))
-    if any(CONSTANTS in step.changes for step in recipe.steps):
+    if any(step.format == MONE for step in recipe.steps):
         if formats not in ((SAFETENSORS,), (MONE,)):
             raise CompressionError(
                 f"--format {','.join(formats)}: {MONE} is written alone; name one format"

@@ -27,8 +27,7 @@ from compressor.quality_gate.run import (
     run_gate,
 )
 from compressor.quality_gate.verdict import GateResult, gate_content
-from compressor.recipe.recipe import SAFETENSORS, Recipe
-from compressor.recipe.step import CONSTANTS
+from compressor.recipe.recipe import MONE, SAFETENSORS, Recipe
 from compressor.run_record import request_key, write_cached
 
 
@@ -91,7 +90,7 @@ def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
         raise CompressionError(
             "a gate loads the base from its files; name the model's folder or Hub id"
         )
-    if any(CONSTANTS in step.changes for step in recipe.steps):
+    if any(step.format == MONE for step in recipe.steps):
         raise CompressionError(
             "--gate loads the output by stock transformers, which cannot load --format mone"
         )

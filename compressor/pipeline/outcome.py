@@ -240,11 +240,10 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
     for step in content["steps"]:
         if step.get("text") is not None:
             step["text"] = without_folders(step["text"])
-        if (step.get("plan") or {}).get("calibration") is not None:
-            step["plan"] = {
-                **step["plan"],
-                "calibration": without_folders(step["plan"]["calibration"]),
-            }
+        split = (step.get("plan") or {}).get("split")
+        if split is not None and split.get("calibration") is not None:
+            described = {**split, "calibration": without_folders(split["calibration"])}
+            step["plan"] = {**step["plan"], "split": described}
     return readable_json(
         {
             "tool": TOOL,

@@ -1,4 +1,4 @@
-"""A recipe resolved on an opened model: its stages, its key and its text.
+"""A recipe resolved on an opened model: its steps, its key and its text.
 
 Everything that can be refused without reading text or weights is refused here.
 """
@@ -44,19 +44,16 @@ from compressor.model.opened import OpenModel, how_resident
 from compressor.model.tokenizer import thinking_end
 from compressor.progress import Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
-from compressor.recipe.recipe import Recipe
-from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions, TextOptions
+from compressor.recipe.recipe import MONE, Recipe
+from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import request_key, versions
-from compressor.steps.job import output_size
-from compressor.steps.state import OWN, State, Texts, part_name
+from compressor.steps.job import OutputSize, output_size
+from compressor.steps.step import OWN, Requirements, Run, Step, Texts, part_name
 from compressor.steps.workdir import Workdir
 
 logger = logging.getLogger(__name__)
 
-# The `order` of layerwise steps that only change tensors. Any number of them may end a stage; a
-# later step has its own.
-LAST = 3
 HELDOUT = 0.125  # share of the calibration sequences that are evaluated on and never fitted to
 
 
@@ -122,7 +119,7 @@ class ResolvedRecipe:
     base: OpenModel
     steps: tuple[Step[Any], ...]
     requirements: tuple[Requirements, ...]  # of each step
-    view: OpenModel  # the model as the first layerwise stage sees it
+    view: OpenModel  # the model as its first step sees it
     earlier: Plan | None = None  # the plan of the runs that made the model
     plan: Plan | None = None  # the plan to carry out, if its decisions are given
 
@@ -131,10 +128,9 @@ class ResolvedRecipe:
         """Experts of a layer after each step that decides on their number; the model's number if no
         step does."""
         layers = self.view.architecture.layers
-        parts = layers[0].parts
         counts = []
         for step in self.steps:
-            count = step.experts_left(layers, parts)
+            count = step.experts_left(layers)
             if count is not None:
                 counts.append(count)
                 layers = tuple(replace(layer, experts=count) for layer in layers)
@@ -144,14 +140,12 @@ class ResolvedRecipe:
     def options(self) -> tuple[StepOptions, ...]:
         return tuple(step.options for step in self.steps)
 
-    def output_size(
-        self, steps: Sequence[Step[Any]], experts: int, changed: bool = False
-    ) -> OutputSize:
-        """Return the size of the output of these steps with this number of experts in each layer.
+    def output_size(self, last: int, experts: int, changed: bool = False) -> OutputSize:
+        """Return the size of the output after a step, with this number of experts in each layer.
 
         The last step that has a storage format of its own decides. `changed`: steps write experts
         anew."""
-        for step in reversed(steps):
+        for step in reversed(self.steps[: last + 1]):
             size: OutputSize | None = step.output_size(self.view, experts, changed)
             if size is not None:
                 return size
@@ -161,20 +155,15 @@ class ResolvedRecipe:
     def space(self) -> int:
         """Bytes on disk that the run takes, as far as sizes are known before anything is decided.
 
-        A stage writes its checkpoint beside the previous one; a step on the whole model changes
-        files in place."""
+        A step writes its checkpoint beside the previous one, or changes that in place.
+        """
         most = 0
         previous = 0
-        positions_by_stage = dict[int, list[int]]()
-        for position, stage in enumerate(stage_numbers(self.options)):
-            positions_by_stage.setdefault(stage, []).append(position)
-        for positions in positions_by_stage.values():
-            steps = [self.steps[position] for position in positions]
-            if previous and steps[0].options.order is None:
-                continue
-            output = self.output_size(steps, self.counts[0])
-            most = max(most, previous + output.size.bytes + output.waiting)
-            previous = output.size.bytes
+        for position, options in enumerate(self.options):
+            if not (previous and options.in_place):
+                output = self.output_size(position, self.counts[0])
+                most = max(most, previous + output.size.bytes + output.waiting)
+                previous = output.size.bytes
         return most
 
     def key(self) -> str:
@@ -213,57 +202,18 @@ def content_of(source: str) -> list[str]:
     return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
 
 
-def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
-    """Return the stage number of each step, counted from `first`.
-
-    Layerwise steps of ascending `order` share a stage. A step on the whole model is a stage of its
-    own, and so is one that stores tensors in another format."""
-    numbers = []
-    stage = first - 1
-    previous = -1
-    for step in steps:
-        order = None if step.order is None or step.order > LAST else step.order
-        if (
-            order is None
-            or previous < 0
-            or order < previous
-            or (order == previous and order < LAST)
-        ):
-            stage += 1
-        numbers.append(stage)
-        previous = -1 if order is None else order
-    return numbers
-
-
-def of_stage(steps: Sequence[StepOptions], stage: int) -> list[StepOptions]:
-    """Return the steps of a run that belong to a stage."""
-    return [
-        step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage
-    ]
-
-
 def check_order(steps: Sequence[StepOptions]) -> None:
     """Refuse an order that cannot work, and steps that several processes cannot share."""
-    stages = stage_numbers(steps)
     for position, step in enumerate(steps):
         for earlier in steps[:position]:
-            reasons = [
-                step.cannot_follow[key]
-                for key in (earlier.name, *earlier.changes)
-                if key in step.cannot_follow
-            ]
-            if reasons:
-                message = f"{step.name} cannot stand after {earlier.name}: {reasons[0]}"
+            reason = step.fault_after(earlier)
+            if earlier.format == MONE:
+                reason = "stock transformers cannot load constants"
+            if reason:
+                message = f"{step.name} cannot stand after {earlier.name}: {reason}"
                 raise CompressionError(
                     f"steps[{position}]: {message}; put it before, or leave one of them out"
                 )
-        changed = {
-            change for other in of_stage(steps, stages[position]) for change in other.changes
-        }
-        if step.only_after and not changed & step.only_after.keys():
-            makers = list(step.only_after.values())
-            message = f"{step.name} works on what {' or '.join(makers)} leaves"
-            raise CompressionError(f"steps[{position}]: {message}; put {makers[0]} right before it")
         if not step.processes and not launched().is_alone:
             raise CompressionError(
                 f"the step {step.name} is done by one process; start the command without torchrun"
@@ -286,9 +236,12 @@ def prepare(
     if plan is not None and plan.base is not None and plan.base.fingerprint != base.fingerprint:
         bases = f"the base {plan.base.label}, whose fingerprint is not that of {base.source.label}"
         raise CompressionError(f"the plan was made toward {bases}; run on that base, or plan again")
-    steps = (
-        _resolved(recipe, model) if plan is None else [options.step() for options in recipe.steps]
-    )
+    steps = list[Step[Any]]()
+    for options in recipe.steps:
+        step = options.step()
+        resolved = step.resolve(model) if plan is None else step
+        if resolved is not None:
+            steps.append(resolved)
     if not steps:
         raise CompressionError(
             "the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}"
@@ -306,45 +259,23 @@ def prepare(
     )
 
 
-def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
-    """Return the steps that do something, with every option resolved for the model."""
-    steps = []
-    described = replace(model, formats=recipe.output.formats)
-    for stage, options in zip(stage_numbers(recipe.steps), recipe.steps, strict=True):
-        step = options.step().resolve(described, of_stage(recipe.steps, stage))
-        if step is not None:
-            steps.append(step)
-    return steps
-
-
 def _requirements(
     steps: Sequence[Step[Any]], model: OpenModel, plan: Plan | None
 ) -> tuple[list[Requirements], OpenModel]:
-    """Return the requirements of each step, and the model as the first layerwise stage sees it.
+    """Return the requirements of each step, and the model as the first one sees it.
 
-    Steps of later layerwise stages are checked when their stage begins, on the model that exists
-    then."""
-    options = [step.options for step in steps]
-    stages = stage_numbers(options)
-    layerwise = [
-        stage for stage, step in zip(stages, options, strict=True) if step.order is not None
-    ]
-    view = model
+    Later steps that decide on experts are checked when they begin, on the model that exists then.
+    """
+    view = steps[0].view(model)
     requirements = []
     for position, step in enumerate(steps):
-        order = step.options.order
-        stage = stages[position]
+        earlier = [other.options for other in steps[:position]]
         planned = plan is not None and plan.steps[position].decision is not None
-        if order is None:
-            requirements.append(step.requirements(model, options[:position], planned))
-            continue
-        is_first = stage == layerwise[0]
-        if is_first:
-            view = step.model_view(view)
-        if is_first or order > LAST:
-            requirements.append(step.requirements(view, of_stage(options, stage), planned))
-        else:
+        if position and not step.options.in_place and step.options.format is None:
             requirements.append(Requirements(text=True, heldout=1))
+        else:
+            of_step = model if step.options.in_place or position == 0 else view
+            requirements.append(step.requirements(of_step, earlier, planned))
     return requirements, view
 
 
@@ -422,32 +353,25 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
         evaluation = 0
 
 
-def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None = None) -> State:
-    """Return the state before the first step; this reads the texts."""
+def begin(resolved: ResolvedRecipe, session: Session, work: Workdir | None = None) -> Run:
+    """Return the run before its first step; this reads the texts."""
     with session.clock.phase("read text"):
         texts = read_texts(resolved)
     plan = first_plan(resolved, texts.get(None))
-    first = len(plan.steps) - len(resolved.steps)
-    for needed in resolved.requirements:
-        for note in () if needed.notes_are_described else needed.notes:
-            logger.info("%s", note)
     logger.info("%s", how_resident(resolved.model))
     roles = resolved.model.layout.roles.items()
     outside = [name for name, role in roles if not role.decoder_layer]
     # in use from the first pass on
     resolved.model.cached["outside"] = resolved.model.checkpoint.read_all(outside)
-    return State(
+    return Run(
         resolved.model,
         resolved.base,
-        resolved.model,
         resolved.steps,
         plan,
         session.progress,
         session.clock,
         texts,
         work,
-        number=first,
-        first=first,
     )
 
 
@@ -504,16 +428,13 @@ def first_plan(resolved: ResolvedRecipe, text: TextBatches | None) -> Plan:
             Source.of(model), (), None, resolved.recipe.seed, model.dtype_name
         )
         steps = list(plan.steps)
-        first_stage = max((entry.stage for entry in steps), default=-1) + 1
-        for step, stage in zip(
-            resolved.options, stage_numbers(resolved.options, first_stage), strict=True
-        ):
+        for step in resolved.options:
             options = step.to_dict()
             # files without their folders
             if step.calibration is not None and step.calibration.data is not None:
                 names = [local_name(str(source)) for source in step.calibration.data]
                 options["calibration"] = {**options["calibration"], "data": names}
-            steps.append(PlannedStep(step.name, options, stage=stage))
+            steps.append(PlannedStep(step.name, options))
     is_source = resolved.base is model or resolved.base.fingerprint == plan.source.fingerprint
     return replace(
         plan,

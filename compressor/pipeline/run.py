@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from compressor.answers.scores import REPORT
 from compressor.checkpoint.digests import write_digests
@@ -27,7 +26,6 @@ from compressor.formatting import joined
 from compressor.golden.answers import GoldenAnswers, golden_json
 from compressor.golden.measure import make_golden
 from compressor.memory import PeakMemory
-from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike, open_model
 from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.model.verification import check_carried
@@ -45,8 +43,8 @@ from compressor.pipeline.outcome import (
 )
 from compressor.pipeline.resolve import (
     ResolvedRecipe,
+    begin,
     evaluation_text,
-    first_state,
     open_run,
     prepare,
 )
@@ -58,7 +56,6 @@ from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
-from compressor.recipe.step import FORMAT, Step
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_object, spelled
 from compressor.run_record import (
@@ -73,23 +70,19 @@ from compressor.run_record import (
 from compressor.steps.configuration import changed_fields
 from compressor.steps.constants.step import read_constants
 from compressor.steps.correct.heads import acceptance_of
-from compressor.steps.cutting import through_model
-from compressor.steps.job import check_plan, left_out_of, make_job
-from compressor.steps.stage_files import stage_files
-from compressor.steps.state import State
+from compressor.steps.job import copy_job
+from compressor.steps.step import Result, Run, State
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import (
     LayerWriter,
-    Workdir,
     assemble,
     check_space,
     check_target,
-    is_written,
     open_workdir,
     publish,
     put_tensors,
+    write_checkpoint,
     write_file,
-    write_stage,
 )
 
 logger = logging.getLogger(__name__)
@@ -109,22 +102,12 @@ class Delivery:
 
 
 @dataclass(slots=True)
-class WorkingCheckpoint:
-    """The checkpoint after a stage: its folder, what its files hold, and how to check them."""
+class WrittenCheckpoint:
+    """The checkpoint that a step has written: its folder, and the job that says what is in it."""
 
     folder: Path
     job: OutputJob
-    source: OpenModel  # the model that its layers were made of, as the stage saw it
-    plan: ExpertPlan
-    heads: tuple[Head, ...]  # multi-token-prediction heads that are kept
     model: OpenModel | None = None
-    # the checkpoint it was made of; None for the run's input
-    previous: "WorkingCheckpoint | None" = None
-
-    @property
-    def first(self) -> "WorkingCheckpoint":
-        """The checkpoint that was made of the run's input."""
-        return self if self.previous is None else self.previous.first
 
     def opened(self, like: OpenModel) -> OpenModel:
         """Return the checkpoint as it is now, opened with the dtype and device of another model."""
@@ -142,7 +125,8 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
     """
     formats = formats_of(recipe)
     assert recipe.model is not None
-    deterministic = any(getattr(step, "deterministic", False) for step in recipe.steps)
+    corrections = [getattr(step, "correct", None) for step in recipe.steps]
+    deterministic = any(correct.deterministic for correct in corrections if correct is not None)
     settings = recipe.dtype, delivery.device, delivery.progress, recipe.resident, deterministic
     with open_run(recipe.model, recipe.revision, *settings) as session:
         model = session.model
@@ -184,15 +168,15 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
             with dated(work.date):
-                state = first_state(resolved, session, work)
+                state = begin(resolved, session, work)
                 if resolved.recipe.output.evaluate and state.texts:
                     text = next(iter(state.texts.values()))
                     # without a head, of which a warning is due in the end
                     with suppress(CompressionError):
                         state.evaluator = Evaluator(base, text.evaluation, waits=True)
-                checkpoint = run_stages(state)
+                checkpoints = run_steps(state)
                 ranks().barrier()
-                outcome = _finish(resolved, state, checkpoint, delivery, session.peak, request)
+                outcome = _finish(resolved, state, checkpoints, delivery, session.peak, request)
             ranks().broadcast(lambda: publish(work, delivery.overwrite))
     return outcome
 
@@ -259,8 +243,8 @@ def _in_place(
 
 def _finish(
     resolved: ResolvedRecipe,
-    state: State,
-    checkpoint: WorkingCheckpoint,
+    state: Run,
+    checkpoints: Sequence[WrittenCheckpoint],
     delivery: Delivery,
     peak: PeakMemory,
     request: str,
@@ -270,7 +254,7 @@ def _finish(
     work = state.work
     assert work is not None
     model = resolved.model
-    first = checkpoint.first
+    first, checkpoint = checkpoints[0], checkpoints[-1]
     experts = state.plan.expert_plan
     label = model.source.label
     before = (experts.layers or model.architecture.layers)[0].experts
@@ -278,10 +262,7 @@ def _finish(
     if resolved.earlier is not None:
         label = resolved.earlier.source.label
         before = model.architecture.experts
-    left_out = {
-        *left_out_of(first.source, first.plan),
-        *left_out_of(checkpoint.source, checkpoint.plan),
-    }
+    left_out = {name for written in checkpoints for name in written.job.left_out}
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
@@ -316,17 +297,18 @@ def _finish(
     ranks().broadcast(
         lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label))
     )
-    calibration = None if state.text is None else state.text.fit
-    is_changed = checkpoint is not first or any(step.order is None for step in resolved.options)
-    heads = first.heads if checkpoint.heads else ()
-    acceptance = acceptance_of(
-        first.plan, heads, work.output, first.source, calibration, is_changed
-    )
+    text = next(iter(state.texts.values()), None)
+    calibration = None if text is None else text.fit
+    heads = first.job.heads if checkpoint.job.heads else ()
+    decided = state.plan.steps[state.first].expert_plan or ExpertPlan(0, ())
+    is_changed = len(state.steps) > 1
+    acceptance = acceptance_of(decided, heads, work.output, model, calibration, is_changed)
     formats = formats_of(resolved.recipe)
     if delivery.gate is not None or formats != (SAFETENSORS,):
         # a gate or an exporter may load whole models
-        for opened in (model, state.base, state.model):
-            opened.partial.stream()
+        for opened in (model, state.base, checkpoint.model):
+            if opened is not None:
+                opened.partial.stream()
     if delivery.gate is not None:
         outcome = replace(
             outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress)
@@ -352,7 +334,7 @@ def _finish(
         run_record = RunRecord(
             model.source.name,
             model.source.revision,
-            with_folders(state.plan.calibration if state.text is None else state.text.identity),
+            with_folders(state.plan.calibration if text is None else text.identity),
             outcome.seconds,
             outcome.peak_memory,
             None if delivery.command is None else tuple(delivery.command),
@@ -377,7 +359,7 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
     return result
 
 
-def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> GoldenAnswers | None:
+def _golden_answers(resolved: ResolvedRecipe, state: Run, folder: Path) -> GoldenAnswers | None:
     """Return the output's golden answers; None where they are not wanted, or cannot be had, which
     ends no run."""
     if not resolved.recipe.output.golden_answers:
@@ -392,7 +374,7 @@ def _golden_answers(resolved: ResolvedRecipe, state: State, folder: Path) -> Gol
 
 
 def _heldout_divergence(
-    resolved: ResolvedRecipe, state: State, folder: Path
+    resolved: ResolvedRecipe, state: Run, folder: Path
 ) -> DomainDivergence | None:
     """Return the output's divergence from the base on held-out text; None without text or
     evaluation.
@@ -439,138 +421,80 @@ def _heldout_divergence(
     return read_as(DomainDivergence, rounded)
 
 
-def run_stages(state: State) -> WorkingCheckpoint:
-    """Carry out all stages, and return the checkpoint after the last one."""
-    work = state.work
+def run_steps(run: Run) -> list[WrittenCheckpoint]:
+    """Carry out all steps; return the checkpoints that they have written, in order."""
+    work = run.work
     assert work is not None
-    checkpoint = None
-    for numbers in state.plan.stages:
-        if numbers[0] < state.first:
-            continue
-        state.number = numbers[0]
-        for number in numbers:
-            if number in work.steps:  # recorded by a run that was killed
-                entry = PlannedStep.from_dict(work.steps[number], "journal.json")
-                changes = {"decision": entry.decision, "result": entry.result, "text": entry.text}
-                state.plan = state.plan.with_entry(number, **changes)
-        if state.step_at(numbers[0]).options.order is not None:
-            checkpoint = _layerwise_stage(state, numbers, checkpoint, work)
-            continue
-        # the first step changes the whole model: it works on a copy of the input
-        if checkpoint is None:
-            checkpoint = _written(state, numbers, work)
-        if state.plan.steps[numbers[0]].result is None:
-            _whole_model_step(state, checkpoint, work)
-    assert checkpoint is not None
-    return checkpoint
-
-
-def _layerwise_stage(
-    state: State, numbers: Sequence[int], previous: WorkingCheckpoint | None, work: Workdir
-) -> WorkingCheckpoint:
-    """Decide, refit and write a stage of layerwise steps, on the checkpoint of the previous
-    stage."""
-    if previous is not None:
-        # a resumed run still needs the previous stage, but none before it
-        if previous.previous is not None:
-            work.drop(previous.previous.folder)
-        state.model = previous.opened(state.base)
-        previous.model = None
-    steps = [state.step_at(number) for number in numbers]
-    with LayerWriter() as writer:
-        is_open = not is_written(work.stage(numbers[0]))
-        state.stage_files = stage_files(state, writer) if is_open else None
-        decide(state, numbers)
-        for number, step in zip(numbers, steps, strict=True):
-            if type(step).refit is Step.refit or not is_open:
+    checkpoints = list[WrittenCheckpoint]()
+    model = run.source
+    for number, step in enumerate(run.steps, run.first):
+        if number in work.steps:  # recorded by a run that was killed
+            entry = PlannedStep.from_dict(work.steps[number], "journal.json")
+            changes = {"decision": entry.decision, "result": entry.result, "text": entry.text}
+            run.plan = run.plan.with_entry(number, **changes)
+        if checkpoints:
+            model = checkpoints[-1].opened(run.base)
+        with LayerWriter() as writer:
+            state = State(run, number, model, writer)
+            if step.options.in_place:
+                if not checkpoints:  # it works on a copy of the input
+                    checkpoints.append(_write_checkpoint(state, copy_job(model), []))
+                    state = replace(state, model=checkpoints[-1].opened(run.base))
+                _change_checkpoint(state, checkpoints[-1])
                 continue
-            state.number = number
-            with state.clock.phase(step.name):
-                refitted = step.refit(state)
-            if refitted is not None and state.deciding is not None:
-                _record(state, work, state.deciding, decision=refitted)
-    checkpoint = _written(state, numbers, work, steps)
-    checkpoint.previous = previous
-    return checkpoint
+            if len(checkpoints) > 1:
+                # a resumed run still needs the previous checkpoint, but none before it
+                work.drop(checkpoints[-2].folder)
+            if checkpoints:
+                checkpoints[-1].model = None
+            decide(state)
+            job = step.write(state)
+            assert isinstance(job, OutputJob), step.name
+        checkpoints.append(_write_checkpoint(state, job, [state.label]))
+    return checkpoints
 
 
-def _record(state: State, work: Workdir | None, number: int, **changes: Any) -> None:
-    """Put a step's decision or result into the plan, and keep it for a run that resumes this
-    one."""
-    state.plan = state.plan.with_entry(number, **changes)
-    if work is not None:
-        work.record(number, state.plan.steps[number].to_dict())
-
-
-def decide(state: State, numbers: Sequence[int]) -> None:
-    """Take and apply the decisions of these steps of a stage, in order; known decisions are only
-    applied."""
-    for number in state.stage:
-        state.model = state.step_at(number).model_view(state.model)
-    for number in numbers:
-        state.number = number
-        step = state.step_at(number)
-        decision = state.plan.steps[number].decision
-        if decision is None:
-            with state.clock.phase("plan"):
-                decision = step.decide(state)
-            work = None if decision is None else state.work
-            _record(state, work, number, decision=decision, text=state.own_text)
+def decide(state: State) -> None:
+    """Take the decision of a step and record it, unless it is there."""
+    if state.decision is None:
+        with state.run.clock.phase("plan"):
+            decision = state.step.plan(state)
         if decision is not None:
-            step.apply_decision(decision, state)
+            state.run.record(state.number, decision=decision, text=state.own_text)
 
 
-def _written(
-    state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()
-) -> WorkingCheckpoint:
-    """Write the checkpoint of a stage, layer by layer; without `steps`, a copy of the model as it
-    is."""
-    folder = work.stage(numbers[0])
-    plan = state.expert_plan()
-    heads = check_plan(plan, state.model)
-    position = numbers[0] - state.first
-    packed = [step.name for step in state.steps[:position] if FORMAT in step.options.changes]
-    if packed and through_model(state.model.layout, plan, state.refits):
-        message = (
-            f"{packed[0]} has packed experts that can only be merged, or dropped, once they "
-            "are dequantised"
-        )
-        raise CompressionError(f"steps[{position}]: {message}; put {packed[0]} after it")
-    job = None
-    for number, step in zip(numbers, steps, strict=False):
-        state.number = number
-        job = job or step.writer(state)
-    state.number = numbers[0]
-    if job is None:
-        cut = state.cut() if state.refits else None
-        job = make_job(state.model, plan, cut)
-    if not is_written(folder):
-        labels = state.stage_label if steps else []
+def _write_checkpoint(state: State, job: OutputJob, labels: Sequence[str]) -> WrittenCheckpoint:
+    """Write the files of a job that are not there yet, layer by layer."""
+    work = state.run.work
+    assert work is not None
+    if not state.is_written:
         state.progress.start("write", len(job.decoder_layers))
-        with state.clock.phase("write"):
-            write_stage(job, folder, labels, state.progress.advance)
-        if not any(step.options.verified_by_kept for step in steps):
-            work.drop_kept(numbers[0])
-    return WorkingCheckpoint(folder, job, state.model, plan, heads)
+        with state.run.clock.phase("write"):
+            write_checkpoint(job, state.folder, labels, state.progress.advance)
+        if not job.reads_kept:
+            work.drop_kept(state.number)
+    return WrittenCheckpoint(state.folder, job)
 
 
-def _whole_model_step(state: State, checkpoint: WorkingCheckpoint, work: Workdir) -> None:
-    """Have a step change the whole model: it gives new tensors for the checkpoint's files."""
-    number = state.number
-    step = state.step_at(number)
-    for model in (state.base, checkpoint.source):  # the step may need the memory for a whole model
+def _change_checkpoint(state: State, checkpoint: WrittenCheckpoint) -> None:
+    """Have a step give new tensors for the files of a checkpoint."""
+    run = state.run
+    assert run.work is not None
+    if run.plan.steps[state.number].result is not None:
+        return
+    for model in (run.source, run.base):  # the step may need the memory for a whole model
         model.partial.stream()
-    state.model = checkpoint.opened(state.base)
-    with state.clock.phase(step.name):
-        result = step.apply_model(state)
+    with run.clock.phase(state.step.name):
+        result = state.step.write(state)
     if result is None:
         return
+    assert isinstance(result, Result), state.step.name
 
     def write_tensors() -> None:
         for tensors in result.tensors:
-            put_tensors(checkpoint.folder, tensors, f"{number}-{step.name}")
+            put_tensors(checkpoint.folder, tensors, state.label)
 
     ranks().broadcast(write_tensors)
     checkpoint.model = None  # it was opened with the old tensors
-    _record(state, work, number, result=dict(result.figures), text=state.own_text)
-    work.drop_kept(number)
+    run.record(state.number, result=dict(result.figures), text=state.own_text)
+    run.work.drop_kept(state.number)

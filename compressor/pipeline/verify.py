@@ -22,20 +22,19 @@ from compressor.formatting import listed, short
 from compressor.model.constant_experts import SUFFIX, declared
 from compressor.model.opened import OpenModel, open_model, open_substituted
 from compressor.pipeline.outcome import read_plan
-from compressor.pipeline.run import decide
-from compressor.progress import Clock, Silent
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import LAYER_FACTS, ExpertPlan, Group, LayerPlan
-from compressor.recipe.recipe import recipe_of_plan
-from compressor.recipe.step import FORMAT, ROUTERS, WEIGHTS
-from compressor.recipe.steps_plan import CORRECT, Plan
+from compressor.recipe.recipe import MONE, recipe_of_plan
+from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 from compressor.steps.constants.step import kept_job
-from compressor.steps.job import make_job, stored_partial
-from compressor.steps.state import State, untouched
+from compressor.steps.job import make_job, stored_partial, untouched
 from compressor.steps.tensors import OutputJob, Piece
 
+WEIGHTS = "weights"  # tensors of experts
+ROUTERS = "routers"
+FORMAT = "format"  # how tensors are stored
 OTHERS = "others"  # tensors that are no experts' and no routers'
 CHUNK = 2**22  # numbers that are compared in float64 at once
 UNLIKE = 0.1  # difference of cosines that rounding or training of a router's rows stays below
@@ -166,26 +165,28 @@ def _other_model(folder: Path, base: str, reason: str) -> CompressionError:
 def _as_planned(model: OpenModel, plan: Plan) -> tuple[OpenModel, ExpertPlan]:
     """Return the base as the plan's steps saw it, split or with another top-k, and what became of
     its experts."""
-    steps = tuple(options.step() for options in recipe_of_plan(plan).steps)
-    state = State(model, model, model, steps, plan, Silent(), Clock(), {})
-    for numbers in plan.stages:
-        state.number = numbers[0]
-        if steps[numbers[0]].options.order is not None:
-            decide(state, [number for number in numbers if plan.steps[number].decision is not None])
+    for options, entry in zip(recipe_of_plan(plan).steps, plan.steps, strict=True):
+        if entry.expert_plan is not None:
+            model = options.step().view(model, entry.expert_plan)
     experts = plan.expert_plan
-    return state.model, experts if experts.layers else untouched(state.model)
+    return model, experts if experts.layers else untouched(model)
 
 
 def _changed_kinds(plan: Plan) -> set[str]:
     """Return what the steps of a plan may change: WEIGHTS of experts, ROUTERS, OTHERS and the
     FORMAT."""
-    kinds = set[str]() if plan.expert_plan.is_drop else {WEIGHTS}
+    kinds = set[str]() if plan.expert_plan.is_drop else {WEIGHTS, ROUTERS}
     for options in recipe_of_plan(plan).steps:
-        kinds |= options.changes
-        is_wide = options.name != CORRECT and getattr(options, "train", "all") != "experts"
-        if WEIGHTS in options.changes and is_wide:
-            kinds.add(OTHERS)
-    return kinds | {ROUTERS} if WEIGHTS in kinds else kinds
+        if options.format not in (None, MONE):
+            kinds.add(FORMAT)
+        if options.rewrites:
+            kinds |= {WEIGHTS, ROUTERS}
+            # of distillation, which may train all of a model; a correction refits experts alone
+            if options.in_place and getattr(options, "train", "all") != "experts":
+                kinds.add(OTHERS)
+        elif options.in_place:
+            kinds.add(ROUTERS)
+    return kinds
 
 
 def _found(model: OpenModel, output: OpenModel) -> ExpertPlan:

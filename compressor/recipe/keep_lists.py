@@ -32,7 +32,7 @@ def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     is_ranking = path.suffix in SUFFIXES
     order = _saliencies(path) if is_ranking else _lists(path)
-    options = {"split.parts": 1, "correct.method": "none", "prune.strategy": "listed"}
+    options = {"prune.split": 1, "prune.correct": "none", "prune.strategy": "listed"}
     options["prune.options.order"] = {
         layer: " ".join(map(str, experts)) for layer, experts in order.items()
     }

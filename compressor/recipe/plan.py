@@ -246,6 +246,8 @@ class ExpertPlan:
     layers: tuple[LayerPlan, ...]
     # by module, ascending: stay as they are
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # of each of the input's experts into several, which are then the experts of the layers
+    split: Mapping[str, Any] | None = None
     # experts that a token is routed to in the output, where they are fewer than before
     top_k: int | None = None
     # what is done with multi-token-prediction heads that are understood
@@ -257,6 +259,8 @@ class ExpertPlan:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.split is not None and self.split.get("parts") != 1:
+            check_split(self.split)
         for message in self._faults():
             raise CompressionError(message)
 

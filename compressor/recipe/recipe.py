@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from compressor.data.sources import (
     GIVEN,
@@ -26,6 +26,7 @@ from compressor.entry_points import EXPORTERS, STEPS, find, load
 from compressor.errors import CompressionError
 from compressor.extras import ONNX, TASKS, require
 from compressor.files import refuse_absent
+from compressor.formatting import did_you_mean
 from compressor.model.loaded import LoadedModel
 from compressor.options import Options, separated, validated
 from compressor.plain_yaml import read_yaml, yaml_text
@@ -40,23 +41,26 @@ MONE = "mone"  # the same with constants in the place of experts
 BUILT_IN = (SAFETENSORS, MONE)
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
 # of steps that options add
-ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")
+USUAL_ORDER = ("prune", "constants", "routers", "distill", "quantize")
 UNEVEN_OPTIONS = ("budget", "experts_total")
 UNEVEN_LAYERS = (
     "layers can keep different numbers of experts only with constants (--format mone, which vLLM "
     "serves); stock "
     "checkpoints, ONNX graphs and GGUF files have one number for all layers"
 )
-FIELDS = {  # options of `compress` that are fields of other steps than prune
-    "split": ("split", "parts"),
-    "experts_total": ("constants", "experts_total"),
-    "budget": ("constants", "budget"),
-    "correct": ("correct", "method"),
-    "deterministic": ("correct", "deterministic"),
-    "routers": ("routers", "method"),
-    "distill": ("distill", "train"),
-    "quantize": ("quantize", "scheme"),
+# steps of the first recipes, which are options of prune and constants now
+MOVED = {"split": "split: 2", "correct": "correct: ridge"}
+# names of options of `compress`, in Python and on the command line, for paths in the recipe; a
+# field of prune is named by itself
+SHORT_NAMES = {
+    "deterministic": "prune.correct.deterministic",
+    "experts_total": "constants.experts_total",
+    "budget": "constants.budget",
+    "routers": "routers.method",
+    "distill": "distill.train",
+    "quantize": "quantize.scheme",
 }
+COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 
 
 class OutputOptions(Options):
@@ -144,10 +148,9 @@ class Recipe(ModelOptions):
                 find(EXPORTERS, name)
         for step in self.steps:
             # a strategy of another name, and a correction that it decides on, may read no text
-            reads = getattr(step, "strategy", None) == "auto" or getattr(step, "method", None) in (
-                "ridge",
-                "tune",
-            )
+            correct = getattr(step, "correct", None)
+            refits = correct is not None and correct.method in ("ridge", "tune")
+            reads = refits or getattr(step, "strategy", None) == "auto"
             text = step.calibration or (self.calibration if reads else None)
             refuse_absent_texts((text and text.data) or ())
         if self.gate is not None:
@@ -173,6 +176,12 @@ class Recipe(ModelOptions):
 def step_class(name: str, location: str = "") -> type[StepOptions]:
     """Return the options of a step by its name; raises `CompressionError` for one that is not
     installed, or is none."""
+    if name in MOVED:
+        where = f"{location}: " if location else ""
+        raise CompressionError(
+            f"{where}{name} is an option of prune and constants; write prune: {{ratio: 0.25, "
+            f"{MOVED[name]}}}, or --set prune.{name}"
+        )
     kind = load(STEPS, name, location)
     if (
         not (isinstance(kind, type) and issubclass(kind, StepOptions))
@@ -210,56 +219,101 @@ def _step(entry: Any, number: int) -> StepOptions:
     )
 
 
-def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
-    """The steps of `compress` where only options are given: split, prune, correct, and more where
-    options name them.
+def default_steps(constants: bool = False, **options: Any) -> tuple[StepOptions, ...]:
+    """Return the steps of `compress` where only options are given: prune, and more where options
+    name them.
 
-    `constants` replaces experts by constants; `split`, `correct`, `routers`, `distill` and
-    `quantize` name a number of parts, a method or a scheme, other options are those of `prune`.
-    Options of a step in a mapping: `distill={"steps": 100}`. Where `quantize` is named and no
-    option of `prune`, nothing is pruned."""
-    chosen: dict[str, dict[str, Any]] = {}
-    for option, value in options.items():
-        if value is not None:
-            name, field = FIELDS.get(option, ("prune", option))
-            whole = option == name and isinstance(value, Mapping)
-            chosen.setdefault(name, {}).update(value if whole else {field: value})
-    split = {"parts": "auto", **chosen.get("split", {})}
-    correct = {"method": "auto", **chosen.get("correct", {})}
-    kept = {**chosen.pop("prune", {}), **chosen.pop("constants", {})}
-    if "quantize" in chosen and not constants and not kept:
-        return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
-    if not constants:
-        chosen |= {"split": split, "prune": kept, "correct": correct}
-    else:
-        chosen["constants"] = kept
-        if "method" not in chosen.get("correct", {}):
-            chosen.pop("correct", None)
-    return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
+    Options are fields of prune or those in `SHORT_NAMES`; those of a step may come in a mapping:
+    `distill={"steps": 100}`. `constants` replaces experts by constants. Where `quantize` is named
+    and no option of prune, nothing is pruned.
+    """
+    values = dict[str, Any]()
+    for name, value in options.items():
+        path = SHORT_NAMES.get(name, f"prune.{name}")
+        if isinstance(value, Mapping) and path.startswith(f"{name}."):
+            values |= {f"{name}.{field}": inner for field, inner in value.items()}
+        elif value is not None:
+            values[path] = value
+    return with_values(Recipe(steps=first_steps(values, constants)), values).steps
 
 
-def with_options(
-    steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]
-) -> list[StepOptions]:
-    """Return the steps with these options of one of them, which is put in its usual place if it is
-    missing."""
-    positions = [position for position, step in enumerate(steps) if step.name == name]
-    if len(positions) > 1:
+def first_steps(values: Mapping[str, Any], constants: bool) -> tuple[StepOptions, ...]:
+    """Return the steps that these values, by path, change: prune, as it is by default, unless only
+    a quantisation is asked for, or constants."""
+    if constants:
+        return (make_step("constants", {}),)
+    named = {path.partition(".")[0] for path in values}
+    if "quantize" in named and "prune" not in named:
+        return ()
+    return (make_step("prune", {"split": "auto", "correct": "auto"}),)
+
+
+def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
+    """Return the recipe with these values, by path, such as `prune.correct.steps`; a step that it
+    lacks is put in its usual place.
+
+    Raises `CompressionError` for a path that leads nowhere, and for an impossible value.
+    """
+    names = [step.name for step in recipe.steps]
+    if "constants" not in names and any(path.startswith("constants.") for path in values):
         raise CompressionError(
-            f"the recipe has {len(positions)} steps {name}; change the one that is meant in the "
-            "file"
+            f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out"
         )
-    changed = list(steps)
-    if positions:
-        (position,) = positions
-        changed[position] = make_step(name, {**steps[position].model_dump(), **options})
-        return changed
-    later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
-    position = next(
-        (position for position, step in enumerate(steps) if step.name in later), len(steps)
-    )
-    changed.insert(position, make_step(name, options))
-    return changed
+    content = dict(recipe)
+    of_steps = dict[str, dict[str, Any]]()
+    changed = set[str]()  # fields of prune or constants
+    for path, value in sorted(values.items(), key=lambda entry: entry[0].count(".")):
+        head, _, field = path.partition(".")
+        if head in Recipe.model_fields and head != "steps":
+            content = _with(content, path, value)
+            continue
+        if not field:
+            known = [name for name in Recipe.model_fields if name != "steps"]
+            raise CompressionError(
+                f"--set {path!r} names no option of a step; {did_you_mean(head, known)}write "
+                "step.option=value"
+            )
+        step_class(head)  # which refuses an unknown name
+        if head == "prune" and "constants" in names and head not in names:
+            head = "constants"  # which has the same names
+        if names.count(head) > 1:
+            raise CompressionError(
+                f"the recipe has {names.count(head)} steps {head}; change the one that is meant in "
+                "the file"
+            )
+        if head not in of_steps:
+            of_steps[head] = recipe.steps[names.index(head)].model_dump() if head in names else {}
+        options = of_steps[head]
+        if field in COUNTS and not changed & {*COUNTS}:
+            options |= dict.fromkeys({*COUNTS} & options.keys())
+        elif field == "strategy" and "options" in options and "options" not in changed:
+            options["options"] = {}  # the recipe's were another strategy's
+        changed.add(field)
+        of_steps[head] = _with(options, field, value)
+    steps = list(recipe.steps)
+    for name, options in of_steps.items():
+        if name in names:
+            steps[names.index(name)] = make_step(name, options)
+            continue
+        later = USUAL_ORDER[USUAL_ORDER.index(name) + 1 :] if name in USUAL_ORDER else ()
+        place = next((i for i, step in enumerate(steps) if step.name in later), len(steps))
+        steps.insert(place, make_step(name, options))
+        names.insert(place, name)
+    return Recipe.of({**content, "steps": steps}, "the command line")
+
+
+def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return the options with a value at a path; `correct: ridge` is short for its method."""
+    name, _, inner = path.partition(".")
+    old = options.get(name)
+    below = dict(old) if isinstance(old, BaseModel | Mapping) else {}
+    if name == "correct" and isinstance(old, str):
+        below = {"method": old}
+    if inner:
+        return {**options, name: _with(below, inner, value)}
+    if name == "correct" and isinstance(value, str):
+        return {**options, name: {**below, "method": value}}
+    return {**options, name: value}
 
 
 def recipe_yaml(recipe: Recipe) -> bytes:
@@ -273,7 +327,10 @@ def recipe_yaml(recipe: Recipe) -> bytes:
     }
     steps = []
     for step in recipe.steps:
-        options = step.changed()
+        options = step.model_dump(mode="json", exclude_defaults=True)
+        correct = options.get("correct")
+        if correct and correct.keys() == {"method"}:
+            options["correct"] = correct["method"]
         steps.append({step.name: options} if options else step.name)
     content["steps"] = steps
     gate = recipe.gate.model_dump(mode="json", exclude_defaults=True) if recipe.gate else {}

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial, reduce
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,15 +21,12 @@ from compressor.recipe.plan import (
     Group,
     LayerPlan,
     Source,
-    check_split,
 )
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
-FORMAT = "moe-compressor-plan/2"
-SPLIT = "split"
+FORMAT = "moe-compressor-plan/3"
 PRUNE = "prune"
 CONSTANTS = "constants"
-CORRECT = "correct"
 QUANTIZE = "quantize"
 MOST_EXPERTS = 2**12  # of a layer: more than any has
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
@@ -46,8 +42,6 @@ class PlannedStep:
     decision: Decision | None = None
     result: Mapping[str, Any] | None = None
     text: Mapping[str, Any] | None = None  # identity of a text of its own
-    # number of its stage: layerwise steps that are done together, or one on the whole model
-    stage: int = 0
 
     @property
     def expert_plan(self) -> ExpertPlan | None:
@@ -56,11 +50,7 @@ class PlannedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without absent values; the decision is named `plan`."""
-        content: dict[str, Any] = {
-            "name": self.name,
-            "options": dict(self.options),
-            "stage": self.stage,
-        }
+        content: dict[str, Any] = {"name": self.name, "options": dict(self.options)}
         if self.decision is not None:
             content["plan"] = decision_to_dict(self.decision)
         if self.result is not None:
@@ -110,24 +100,12 @@ class Plan:
             raise CompressionError(
                 "constants are measured on calibration data; restore calibration or plan again"
             )
-        if self.split is not None:
-            check_split(self.split)
-
-    @cached_property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the steps of each stage: layerwise ones that follow each other, or one on the
-        whole model."""
-        numbers = groupby(range(len(self.steps)), key=lambda number: self.steps[number].stage)
-        return tuple(tuple(group) for _, group in numbers)
 
     @cached_property
     def expert_plan(self) -> ExpertPlan:
-        """The source's experts in the output, over all stages together, for display."""
+        """The source's experts in the output, over all steps together, for display."""
         plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
-        if plans:
-            return reduce(_composed, plans)
-        split = self.split
-        return ExpertPlan(0 if split is None else int(split["experts"]) * int(split["parts"]), ())
+        return reduce(_composed, plans) if plans else ExpertPlan(0, ())
 
     @property
     def pruning(self) -> PlannedStep | None:
@@ -137,11 +115,9 @@ class Plan:
     @property
     def strategy(self) -> str:
         """The strategy of the last step that chose experts."""
-        return (
-            KEPT_WHOLE
-            if self.pruning is None
-            else str(self.pruning.options.get("strategy", self.pruning.name))
-        )
+        if self.pruning is None or self.pruning.options.get("ratio") == 0:
+            return KEPT_WHOLE
+        return str(self.pruning.options.get("strategy", self.pruning.name))
 
     @property
     def strategy_options(self) -> dict[str, Any]:
@@ -154,26 +130,17 @@ class Plan:
         return self.pruning is not None and bool(self.pruning.options.get("sequential"))
 
     @property
-    def split(self) -> dict[str, Any] | None:
+    def split(self) -> Mapping[str, Any] | None:
         """The split of the source's experts; None if they stayed whole."""
-        decided = [
-            dict(step.decision) for step in self.of(SPLIT) if isinstance(step.decision, Mapping)
-        ]
-        return next((split for split in decided if split.get("parts") != 1), None)
+        plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
+        splits = [plan.split for plan in plans if plan.split and plan.split.get("parts") != 1]
+        return splits[0] if splits else None
 
     @property
     def correction(self) -> dict[str, Any] | None:
         """The correction in the step that decided on experts; None if there was none."""
-        pruning = self.pruning
-        refits = [
-            step for step in self.of(CORRECT) if pruning is not None and step.stage == pruning.stage
-        ]
-        if not refits:
-            return None
-        options = {
-            name: value for name, value in refits[-1].options.items() if name != "calibration"
-        }
-        return {**options, "dtype": self.dtype}
+        asked = {} if self.pruning is None else self.pruning.options.get("correct") or {}
+        return {**asked, "dtype": self.dtype} if asked.get("method", "none") != "none" else None
 
     @property
     def constants(self) -> dict[str, Any] | None:
@@ -234,7 +201,8 @@ class Plan:
         impossible."""
         if content.get("format") != FORMAT:
             raise CompressionError(
-                f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}"
+                f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}; "
+                "plan again"
             )
         try:
             steps = value_as(content.get("steps"), tuple[Any, ...], "steps")
@@ -276,7 +244,7 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
         content["protected"] = {
             module: list(experts) for module, experts in decision.protected.items()
         }
-    given = {name: getattr(decision, name) for name in ("budget", "top_k", "mtp")}
+    given = {name: getattr(decision, name) for name in ("split", "budget", "top_k", "mtp")}
     content |= {name: value for name, value in given.items() if value is not None}
     return {**content, "layers": [layer_to_dict(layer) for layer in decision.layers]}
 
@@ -342,7 +310,7 @@ def layer_from_dict(entry: Any) -> LayerPlan:
 
 
 def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
-    """Return one plan for two stages in sequence, in terms of the first stage's experts."""
+    """Return one plan for two steps in sequence, in terms of the first one's experts."""
     before = first.by_module
     layers = []
     for layer in second.layers:
@@ -353,7 +321,8 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
             later = {name: getattr(layer, name) for name in ("upstream", "decided_by", "figures")}
             layer = replace(earlier, groups=tuple(groups), constants=(), **later)
         layers.append(layer)
-    return replace(second, layers=tuple(layers), protected=first.protected)
+    split = first.split or second.split
+    return replace(second, layers=tuple(layers), protected=first.protected, split=split)
 
 
 def _composed_group(earlier: LayerPlan, group: Group) -> Group:

@@ -92,10 +92,9 @@ def random_drop(seed: int) -> Strategy:
 
 
 def correction(method: str) -> Correct:
-    """Return the step of that method; raises `CompressionError` for an unknown one."""
-    step = make_step("correct", {"method": method})
-    assert isinstance(step, Correct)
-    return step
+    """Return the options of that method; raises `CompressionError` for an unknown one."""
+    named: Any = method
+    return Correct(method=named)
 
 
 def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:

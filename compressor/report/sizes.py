@@ -32,12 +32,12 @@ from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import NAMES, loaders
 from compressor.model.substitution import Substitution
-from compressor.pipeline.resolve import HELDOUT, Session, of_stage, open_run, read_calibration
+from compressor.pipeline.resolve import HELDOUT, Session, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, default_steps, make_step
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.step import FORMAT, StepOptions, TextOptions
+from compressor.recipe.step import StepOptions, TextOptions
 from compressor.report.comparison import Candidate, measured, read_texts
 from compressor.report.comparison_report import Comparison, Row, choice, related
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
@@ -46,14 +46,13 @@ from compressor.statistics.statistics import WEIGHTS
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import correct
 from compressor.steps.cutting import CutFiles, cut_layers
-from compressor.steps.job import output_size, stored_partial
+from compressor.steps.job import OutputSize, output_size, stored_partial, untouched
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of
 from compressor.steps.quantize.matrices import EXPERTS, Matrix, expert_matrices, find_matrices
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
 from compressor.steps.split.view import partitioned
-from compressor.steps.state import untouched
 
 RIDGE = Correct(method="ridge")
 UNCUT = {"name": "base", "strategy": "base", "correction": "none"}
@@ -186,10 +185,8 @@ class PlannedShare:
         groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
         changed = self.files is not None or not all(group.untouched for group in groups)
         if name != STORED:
-            size = (
-                make_step("quantize", {"scheme": name}).step().output_size(model, experts, changed)
-            )
-            assert size is not None
+            quantize = make_step("quantize", {"scheme": name}).step()
+            size: OutputSize = quantize.output_size(model, experts, changed)
             return size.size.bytes
         if self.share == 1:
             return Size.of(model.checkpoint.tensors.values()).bytes
@@ -231,18 +228,13 @@ def plan_shares(
 
     Refitted layers go into the `folder`. All experts are those of the base, neither split nor
     refitted."""
-    model = base
-    resolved = {}
-    stage = of_stage(steps, 0)
-    for options in stage:
-        step = options.step().resolve(base, stage)
-        if step is not None:
-            model = step.model_view(model)
-            resolved[step.name] = step.options
-            if isinstance(options, Correct) and options.method == "auto":
-                resolved[step.name] = RIDGE  # the closed form is fast
-    prune = resolved["prune"]
-    correction: Correct | None = resolved.get("correct")
+    asked = next(options for options in steps if isinstance(options, Prune))
+    step = asked.step().resolve(base)
+    model = step.view(base)
+    prune = step.options
+    correction = prune.correct if prune.correct.wanted else None
+    if correction is not None and asked.correct.method == "auto":
+        correction = RIDGE  # the closed form is fast
     strategy = load_strategy(prune.strategy, prune.options)
     reads_text = bool(strategy.needs - WEIGHTS)
     method = "none" if correction is None else correction.method
@@ -406,7 +398,7 @@ def fitted(
     or nothing need be done."""
     grid = Grid(servers=tuple(servers), nbytes=limit)
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
-    if prune is None or any(FORMAT in step.changes for step in recipe.steps):
+    if prune is None or any(step.format for step in recipe.steps):
         raise CompressionError(
             "--bytes chooses experts and their format: it needs the step prune, and no quantize"
         )
@@ -436,18 +428,13 @@ def fitted(
 
 def concrete(steps: Sequence[StepOptions], row: Row) -> tuple[StepOptions, ...]:
     """Return the steps that make a row: split and pruned as it is, and quantised at the end."""
-    idle: tuple[str, ...] = ("split",) if row.split == 1 else ()
-    if row.share == 1:
-        idle = ("split", "prune", "correct")
-    changes: dict[str, dict[str, Any]] = {
-        "split": {"parts": row.split},
-        "prune": {"ratio": 1 - (row.share or 1.0)},
-    }
-    chosen = [
-        step.model_copy(update=changes.get(step.name, {}))
-        for step in steps
-        if step.name not in idle
-    ]
+    changes = {"split": row.split, "ratio": 1 - (row.share or 1.0)}
+    chosen = list[StepOptions]()
+    for step in steps:
+        if not isinstance(step, Prune):
+            chosen.append(step)
+        elif row.share != 1:
+            chosen.append(step.model_copy(update=changes))
     if not row.is_stored:
         chosen.append(make_step("quantize", {"scheme": row.scheme}))
     return tuple(chosen)

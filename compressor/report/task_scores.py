@@ -24,7 +24,7 @@ from compressor.report.comparison_report import Row
 from compressor.report.grid import Grid
 from compressor.steps.cutting import CutFiles
 from compressor.steps.job import make_job
-from compressor.steps.workdir import write_stage
+from compressor.steps.workdir import write_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class TaskRun:
             folder = Path(scratch) / f"{plan.experts} experts"
             job = make_job(model, plan, files)
             progress.start("write", len(job.decoder_layers))
-            write_stage(job, folder, ["prune"], progress.advance)
+            write_checkpoint(job, folder, ["prune"], progress.advance)
             model.partial.stream()  # lm-eval may load the smaller model as a whole
             source = ModelSource(str(folder), None, folder)
             content = identity(source, digests=True)

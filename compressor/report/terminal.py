@@ -143,7 +143,9 @@ def dry_run_blocks(run: DryRun) -> list[Block]:
     resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
     solving = (
         "; correct takes about as much again"
-        if any(step["name"] == "correct" for step in run.steps)
+        if any(
+            step["options"].get("correct", {}).get("method", "none") != "none" for step in run.steps
+        )
         else ""
     )
     blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))

@@ -6,8 +6,8 @@ copied."""
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from operator import attrgetter
 from pathlib import Path
@@ -32,12 +32,11 @@ from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
-from compressor.model.mtp import Head, find_heads, kept_heads
+from compressor.model.mtp import Head, find_heads, fitting_heads, kept_heads
 from compressor.model.opened import NARROWED, OpenModel, open_model, pick_dtype
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
-from compressor.recipe.step import OutputSize
 from compressor.records import read_object
 from compressor.steps.configuration import (
     all_renames,
@@ -46,7 +45,6 @@ from compressor.steps.configuration import (
     renumbered_quantization,
 )
 from compressor.steps.cutting import Conversion, CutFiles, cut_or_kept, through_model
-from compressor.steps.state import State
 from compressor.steps.tensors import (
     Named,
     OutputJob,
@@ -73,6 +71,15 @@ CARRIED = re.compile(
     r"|(system_prompt|licen[cs]e|notice|copying)([._-](?!(md|py)$).*)?",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSize:
+    """Size of a checkpoint that a step stores in a way of its own, and bytes that wait in the work
+    folder meanwhile."""
+
+    size: Size
+    waiting: int = 0
 
 
 def carried_files(folder: Path) -> dict[str, bytes | Path]:
@@ -155,23 +162,12 @@ def idle_parameters(model: OpenModel, experts: int) -> int:
     return idle
 
 
-def _kept_heads(model: OpenModel, plan: ExpertPlan) -> tuple[Head, ...]:
-    return kept_heads(model, [layer.module for layer in plan.layers])
-
-
 def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
     """Refuse a plan that was made for another model, or for one with another head; returns the
     heads that it keeps."""
-    heads = _kept_heads(model, plan)
+    heads = kept_heads(model, [layer.module for layer in plan.layers])
     check_layers(plan, (*model.architecture.layers, *(head.named for head in heads)))
     return heads
-
-
-def left_out_of(model: OpenModel, plan: ExpertPlan) -> tuple[str, ...]:
-    """Return the base's tensors that are not in the output: no part of the stock model, nor of a
-    head that is kept."""
-    kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
-    return tuple(name for name in model.layout.left_out if name not in kept)
 
 
 # by decoder layer: names and bytes of tensors that are made at once
@@ -308,7 +304,7 @@ def make_job(
         if through is None and (model.is_split or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
         outputs, conversions = _cut(model, partial, plan, cut)
-    heads = _kept_heads(model, plan)
+    heads = check_plan(plan, model)
     head_outputs = dict[str, OutputTensor]()
     head_renames: dict[str, str | None] = {}
     for number, head in enumerate(heads):
@@ -359,12 +355,30 @@ def make_job(
         files=files_beside,
         verify=bind(_verify, model, plan.experts, [*head_outputs]),
         zeroed=tuple(zeroed),
+        left_out=left_out_of(model, heads),
+        heads=heads,
     )
 
 
-def plain_job(state: State) -> OutputJob:
-    """Return the job that writes a stage's checkpoint as the earlier steps have left it."""
-    return make_job(state.model, state.expert_plan())
+def left_out_of(model: OpenModel, heads: Sequence[Head] = ()) -> tuple[str, ...]:
+    """Return the tensors of the input that neither the stock model nor one of these heads loads."""
+    kept = {name for head in heads for name in head.names.stored}
+    return tuple(name for name in model.layout.left_out if name not in kept)
+
+
+def untouched(model: OpenModel) -> ExpertPlan:
+    """Return the plan that keeps every expert, those of multi-token-prediction heads too."""
+    whole = ExpertPlan.whole(model)
+    if model.is_split:
+        return whole
+    experts = range(whole.experts)
+    heads = (LayerPlan.keep(head.named, experts) for head in fitting_heads(model, whole.experts))
+    return replace(whole, layers=(*whole.layers, *heads))
+
+
+def copy_job(model: OpenModel) -> OutputJob:
+    """Return the job that writes a model as it is."""
+    return make_job(model, untouched(model))
 
 
 def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None = None) -> OutputJob:

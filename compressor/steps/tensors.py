@@ -27,6 +27,7 @@ from compressor.checkpoint.reader import (
 )
 from compressor.errors import CompressionError
 from compressor.model.layout import Role
+from compressor.model.mtp import Head
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 
 # by which each further one of equal router rows is shorter: the precision of bfloat16
@@ -85,11 +86,10 @@ class OutputJob:
     verify: Callable[[Path], None]
     # config fields set to zero, as the tensors that they announce are left out
     zeroed: tuple[str, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(output.nbytes for output in self.outputs)
+    # tensors of the input that no part of the stock model, nor of a head that is kept, loads
+    left_out: tuple[str, ...] = ()
+    heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are kept
+    reads_kept: bool = False  # `verify` reads what the step keeps in the work folder
 
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:

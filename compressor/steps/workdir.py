@@ -2,14 +2,15 @@
 it.
 
 .OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
-    lock            held by the run journal.json    the run's key and date, and the decision and
-    result of each finished step kept/           tensors and plans that steps keep for a run that
-    resumes after a kill stage-N/        the checkpoint after the layerwise steps from step N on:
-    one file per decoder layer output/         the finished checkpoint, verified, gated and then
-    renamed to OUT
+    lock            held by the run
+    journal.json    the run's key and date, and the decision and result of each finished step
+    kept/           tensors and plans that steps keep for a run that resumes after a kill
+    step-N/         the checkpoint that step N has written: one file per decoder layer
+    output/         the finished checkpoint, verified, gated and then renamed to OUT
 
 A layer's file is written beside, flushed and renamed. Its header says which steps made it; one that
-cannot be read, as after a loss of power, counts as none."""
+cannot be read, as after a loss of power, counts as none.
+"""
 
 import json
 import math
@@ -108,18 +109,18 @@ class Workdir:
             content = {"key": self.key, "date": self.date, "steps": list(self.steps.items())}
             write_whole(self.folder / JOURNAL, json.dumps(content))
 
-    def drop(self, stage: Path) -> None:
-        """Remove a stage that a later one has replaced."""
+    def drop(self, checkpoint: Path) -> None:
+        """Remove a checkpoint that a later one has replaced."""
         if ranks().is_first:
-            shutil.rmtree(stage, ignore_errors=True)
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
     def kept(self, number: int, name: str) -> Path:
         """Return the path of work of step `number` that a resumed run need not repeat."""
         return self.folder / "kept" / f"{number}-{name}"
 
-    def stage(self, number: int) -> Path:
-        """Return the checkpoint that the layerwise steps from `number` on make."""
-        return self.folder / f"stage-{number}"
+    def checkpoint(self, number: int) -> Path:
+        """Return the folder of the checkpoint that step `number` writes."""
+        return self.folder / f"step-{number}"
 
     def drop_kept(self, number: int) -> None:
         """Remove the kept work of step `number`, which is no longer needed."""
@@ -173,12 +174,12 @@ def check_space(out: Path, nbytes: int) -> None:
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
-def is_written(stage: Path) -> bool:
-    """Return True if all files of a stage are there: its index is written last."""
-    return bool(ranks().broadcast((stage / INDEX_NAME).exists))
+def is_written(checkpoint: Path) -> bool:
+    """Return True if all files of a checkpoint are there: its index is written last."""
+    return bool(ranks().broadcast((checkpoint / INDEX_NAME).exists))
 
 
-def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
+def write_checkpoint(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
     """Write the files of a job that are not there yet; processes take turns. `steps` label those
     that make them."""
     if ranks().is_first:
@@ -207,8 +208,7 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
 
 
 def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
-    """Write the layer files of a stage anew with other values for some tensors, by stored name, of
-    the same dtype."""
+    """Write layer files of a checkpoint anew with other values of the same dtype, by stored name."""
     stored = Checkpoint(folder)
     with LayerWriter() as writer:
         for file in sorted({stored.tensors[name].file for name in tensors}):
@@ -227,12 +227,12 @@ def _changed(
         yield info.name, iter([tensor_bytes_view(value)])
 
 
-def assemble(stage: Path, output: Path, max_shard_bytes: int | None) -> None:
-    """Make the finished checkpoint of a stage's files, small ones joined, with config and
+def assemble(checkpoint: Path, output: Path, max_shard_bytes: int | None) -> None:
+    """Make the finished output of a checkpoint's files, small ones joined, with config and
     tokenizer."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
-    stored = Checkpoint(stage)
+    stored = Checkpoint(checkpoint)
     shard_files = _shard_files(stored, max_shard_bytes)
     file_of = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
@@ -244,25 +244,25 @@ def assemble(stage: Path, output: Path, max_shard_bytes: int | None) -> None:
             )
             file_of |= dict.fromkeys(infos, shard)
             sources = list(dict.fromkeys(info.file for info in infos))
-            if len(sources) == 1 and len(infos) == len(read_header(stage / sources[0])):
+            if len(sources) == 1 and len(infos) == len(read_header(checkpoint / sources[0])):
                 try:
-                    os.link(stage / sources[0], output / shard)
+                    os.link(checkpoint / sources[0], output / shard)
                 except OSError:  # a file system without second names
-                    shutil.copyfile(stage / sources[0], output / shard)
+                    shutil.copyfile(checkpoint / sources[0], output / shard)
                 continue
             steps = dict[str, None]()
             for source in sources:
-                steps |= dict.fromkeys(made_by(stage / source) or ())
+                steps |= dict.fromkeys(made_by(checkpoint / source) or ())
             writer.write(output / shard, infos, _changed(stored, infos, {}), [*steps])
     if len(shard_files) > 1:
         write_index(output, file_of)
-    for path in stage.rglob("*"):
+    for path in checkpoint.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
-            write_file(output / path.relative_to(stage), path.read_bytes())
+            write_file(output / path.relative_to(checkpoint), path.read_bytes())
 
 
 def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
-    """Return the tensors of each file of the output, in the order of a stage's files.
+    """Return the tensors of each file of the output, in the order of a checkpoint's files.
 
     One tensor may be larger than a file.
     """

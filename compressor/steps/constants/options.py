@@ -1,18 +1,10 @@
 """Options of the step `constants`: a constant stands for each expert that is left out (MoNE), as
 vLLM serves them."""
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from compressor.recipe.step import (
-    CONSTANTS,
-    EXPERTS,
-    FORMAT,
-    ROUTERS,
-    SUB_EXPERTS,
-    WEIGHTS,
-    StepOptions,
-)
+from compressor.recipe.step import StepOptions
+from compressor.steps.correct.options import Correct, Correcting
 from compressor.steps.prune.options import Protect, protecting_packages
 
 
@@ -21,16 +13,8 @@ class Constants(StepOptions):
 
     name: ClassVar[str] = "constants"
     implementation: ClassVar[str] = "compressor.steps.constants.step:ConstantsStep"
-    changes: ClassVar[frozenset[str]] = frozenset({CONSTANTS})
-    order: ClassVar[int | None] = 1
-    cannot_follow: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            (SUB_EXPERTS, EXPERTS, CONSTANTS), "constants stand for whole experts of the source"
-        ),
-        **dict.fromkeys((ROUTERS, WEIGHTS, FORMAT), "constants are measured on the source"),
-    }
+    format: ClassVar[str | None] = "mone"
     processes: ClassVar[bool] = False
-    verified_by_kept: ClassVar[bool] = True
 
     experts: int | None = None
     """Experts to keep in every MoE layer."""
@@ -42,6 +26,16 @@ class Constants(StepOptions):
     """even (as many in every layer) or uneven (fewer where the model loses least)."""
     protect: Protect = None
     """Experts that are not replaced: auto, graph:N or a JSON list, as for `prune`."""
+
+    correct: Correcting = Correct("none")
+    """Refit constants and the experts that stay, as for `prune`."""
+
+    @property
+    def rewrites(self) -> bool:
+        return self.correct.wanted
+
+    def fault_after(self, earlier: StepOptions) -> str:
+        return "constants are measured on the source, and stand for its experts"
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -30,12 +30,17 @@ from compressor.model.constant_experts import (
 )
 from compressor.model.layout import expert_prefixes
 from compressor.model.moe_layer import MoeLayer, left_by
-from compressor.model.opened import OpenModel, open_substituted, pick_dtype
+from compressor.model.opened import (
+    OpenModel,
+    open_substituted,
+    pick_dtype,
+    refuse_shared_experts,
+)
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.model.substitution import SideBySide, Substitution
 from compressor.model.verification import check_carried
 from compressor.recipe.plan import UNEVEN, ExpertPlan
-from compressor.recipe.step import Requirements, Step, StepOptions
+from compressor.recipe.step import StepOptions
 from compressor.steps.configuration import config_with
 from compressor.steps.constants.options import Constants
 from compressor.steps.constants.search import (
@@ -48,13 +53,16 @@ from compressor.steps.constants.search import (
     refit,
     substitutes_of,
 )
-from compressor.steps.correct.options import Correct
-from compressor.steps.correct.sequential import constants_key, refitted_substitution
+from compressor.steps.correct.sequential import (
+    constants_key,
+    correction_needs,
+    refitted_substitution,
+)
 from compressor.steps.cutting import Conversion, CutFiles
-from compressor.steps.job import files_with, stored_partial
-from compressor.steps.prune.planning import planner_of, protected_experts
+from compressor.steps.job import check_plan, files_with, left_out_of, stored_partial
+from compressor.steps.prune.planning import Planner, protected_experts
 from compressor.steps.prune.protection import given_protected, listed, with_list
-from compressor.steps.state import State
+from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import (
     Named,
     OutputJob,
@@ -81,33 +89,41 @@ class ConstantsStep(Step[Constants]):
         """The way in which the remaining experts are divided over layers."""
         return self.options.budget or (EVEN if self.options.experts_total is None else UNEVEN)
 
-    def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:
-        """Return the step with the experts that a file protects."""
-        return self.with_options(protect=with_list(self.options.protect))
+    def resolve(self, model: OpenModel) -> Self:
+        """Return the step with the experts that a file protects; nothing is corrected by itself."""
+        correct = self.options.correct
+        if correct.method == "auto":
+            correct = correct.model_copy(update={"method": "none"})
+        return self.with_options(protect=with_list(self.options.protect), correct=correct)
 
     def requirements(
-        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+        self, model: OpenModel, earlier: Sequence[StepOptions], planned: bool
     ) -> Requirements:
-        """Check model, numbers and what follows; raises `CompressionError` for what this format
+        """Check model, numbers and correction; raises `CompressionError` for what this format
         cannot do."""
         refuse_model(model)
+        correct = self.options.correct
         layers = model.architecture.layers
-        experts = self.experts_left(layers, 1)
-        correct = next((step for step in steps if isinstance(step, Correct)), None)
+        experts = self.experts_left(layers)
         if model.layout.quantized:
-            if correct is not None:
+            if correct.wanted:
                 raise CompressionError(
                     f"--correct {correct.method} changes experts, which stay quantised with "
-                    "--format mone; pass "
-                    "--correct none"
+                    "--format mone; pass --correct none"
                 )
             logger.warning(
                 "vLLM serves constants only beside experts that are not quantised, and these stay "
                 "quantised"
             )
+        if correct.wanted:
+            refuse_shared_experts(model)
+            if correct.toward:
+                raise CompressionError(
+                    "correct: toward is not known beside constants; leave it out"
+                )
         given_protected(self.options.protect, layers, experts)
-        heldout = FEWEST if self.budget == UNEVEN else int(correct is not None)
-        return Requirements(True, heldout, passes=1)
+        heldout = FEWEST if self.budget == UNEVEN else 0
+        return correction_needs(correct, Requirements(True, heldout, passes=1))
 
     def _total(self, layers: Sequence[MoeLayer]) -> int:
         """Return how many experts of all layers together stay."""
@@ -142,18 +158,19 @@ class ConstantsStep(Step[Constants]):
             )
         return kept
 
-    def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
+    def experts_left(self, layers: Sequence[MoeLayer]) -> int:
         return self._total(layers) // len(layers)
 
-    def decide(self, state: State) -> ExpertPlan:
+    def plan(self, state: State) -> ExpertPlan:
         """Decide for which experts of each layer constants stand."""
         assert state.text is not None
         model = state.model
         layers = state.model.architecture.layers
         calibration = state.text.fit
+        planner = Planner(model, state.fit, state.progress, state.seed)
         total = self._total(layers)
-        experts = self.experts_left(layers, 1)
-        protected = protected_experts(self.options.protect, experts, planner_of(state))
+        experts = self.experts_left(layers)
+        protected = protected_experts(self.options.protect, experts, planner)
         constants = _measured(state)
         removed = sum(layer.experts for layer in layers) - total
         heldout = calibration.heldout_batches
@@ -184,36 +201,19 @@ class ConstantsStep(Step[Constants]):
             figures=figures,
         )
 
-    def refit(self, state: State) -> ExpertPlan | None:
-        """Refit constants and the experts that stay into the work folder; returns the plan with
-        figures."""
-        correction = state.options_of(Correct)
-        if correction is None:
-            return None
-        assert state.text is not None
-        given = state.text.fit, state.progress, state.seed, correction, state.cut()
-        refitted = refit(state.model, _planned(state), *given)
-        plan = state.expert_plan()
-        layers = []
-        for layer in plan.layers:
-            if layer.module in refitted:
-                figures = {
-                    **layer.figures,
-                    "correction": refitted[layer.module].figures["correction"],
-                }
-                layer = replace(layer, figures=figures)
-            layers.append(layer)
-        return replace(plan, layers=tuple(layers))
+    def write(self, state: State) -> OutputJob:
+        """Refit constants and the experts that stay, if asked, and return how both are written.
 
-    def writer(self, state: State) -> OutputJob:
-        """Return the job of writing the stage. What is measured and refitted waits in the work
-        folder."""
+        What is measured and refitted waits in the work folder, as the finished output is compared
+        with it."""
         model = state.model
         roles = state.model.layout.roles
-        planned = _planned(state)
+        plan = state.expert_plan
+        dropped = {layer.module: layer.constants for layer in plan.layers}
+        planned = substitutes_of(dropped, _measured(state))
         layers = [layer for layer in model.architecture.layers if layer.name in planned]
-        files = None if state.options_of(Correct) is None else state.cut()
-        if files is None:
+        files = None
+        if not self.options.correct.wanted:
             stored = pick_dtype("auto", model.config, model.checkpoint)
             planned = {
                 name: replace(constants, values=constants.values.to(stored))
@@ -221,8 +221,11 @@ class ConstantsStep(Step[Constants]):
             }
             written = Substitution(constants=planned)
         else:
-            written = refitted_substitution(model, state.expert_plan().layers, files)
-        kept = kept_job(model, state.expert_plan())
+            files = CutFiles(state.kept("layers"))
+            if not state.is_written:
+                plan = self._refit(state, plan, planned, files)
+            written = refitted_substitution(model, plan.layers, files)
+        kept = kept_job(model, plan)
         copies = kept.outputs
         added = []
         for layer in layers:
@@ -264,12 +267,34 @@ class ConstantsStep(Step[Constants]):
             check_carried(folder, model.source.folder)
             check_forward(folder, model, written)
 
-        return replace(kept, outputs=tuple(outputs), produce=produce, verify=verify)
+        return replace(
+            kept, outputs=tuple(outputs), produce=produce, verify=verify, reads_kept=True
+        )
+
+    def _refit(
+        self, state: State, plan: ExpertPlan, planned: ConstantsByLayer, files: CutFiles
+    ) -> ExpertPlan:
+        """Refit into the files; return the plan with its figures."""
+        assert state.text is not None
+        given = state.text.fit, state.progress, state.seed, self.options.correct, files
+        with state.run.clock.phase("correct"):
+            refitted = refit(state.model, planned, *given)
+        layers = []
+        for layer in plan.layers:
+            if layer.module in refitted:
+                correction = refitted[layer.module].figures["correction"]
+                figures = {**layer.figures, "correction": correction}
+                layer = replace(layer, figures=figures)
+            layers.append(layer)
+        plan = replace(plan, layers=tuple(layers))
+        state.run.record(state.number, decision=plan)
+        return plan
 
 
 def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
     """Return the job of writing everything but the constants: copies of the tensors that stay, and
     the config."""
+    check_plan(plan, model)
     replaced = {layer.module: Substitutes(layer.constants, torch.empty(0)) for layer in plan.layers}
     copies = [
         OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
@@ -288,20 +313,15 @@ def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
         files=files_with(model, config),
         verify=check_carried,
         zeroed=tuple(zeroed),
+        left_out=left_out_of(model),
     )
 
 
 def _measured(state: State) -> dict[str, LayerConstants]:
     """Return the constants of all layers; a run that was killed finds them in its work folder."""
     assert state.text is not None
-    kept = None if state.work is None else state.work.kept(state.stage[0], "measured")
+    kept = None if state.run.work is None else state.kept("measured")
     return measure(state.model, state.text.fit, state.progress, state.seed, kept)
-
-
-def _planned(state: State) -> ConstantsByLayer:
-    """Return the constants that a stage's plan names, as measured."""
-    dropped = {layer.module: layer.constants for layer in state.expert_plan().layers}
-    return substitutes_of(dropped, _measured(state))
 
 
 def _refitted(

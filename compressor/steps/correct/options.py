@@ -1,27 +1,21 @@
-"""Options of the step `correct`: refit the remaining experts until each layer outputs what it did
-before."""
+"""Options of reconstruction: refit the remaining experts until each layer outputs what it did."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from compressor.recipe.step import CONSTANTS, EXPERTS, FORMAT, WEIGHTS, StepOptions
+from compressor.options import NamedOptions
 
 NONE = "none"
 
 
-class Correct(StepOptions):
+class Correct(NamedOptions):
     """Refit the remaining experts, layer by layer, toward the base's output on the same input."""
 
-    name: ClassVar[str] = "correct"
-    implementation: ClassVar[str] = "compressor.steps.correct.step:CorrectStep"
-    changes: ClassVar[frozenset[str]] = frozenset({WEIGHTS})
-    order: ClassVar[int | None] = 2
-    only_after: ClassVar[Mapping[str, str]] = {EXPERTS: "prune", CONSTANTS: "constants"}
-    cannot_follow: ClassVar[Mapping[str, str]] = {
-        FORMAT: "it would write the experts that it refits unquantised"
-    }
+    def __init__(self, *method: str, **named: Any) -> None:
+        """Take options by name, or the method alone (`Correct("tune")`)."""
+        super().__init__(**dict(zip(("method",), method, strict=False)), **named)
 
     method: Literal["auto", "none", "ridge", "tune"] = "tune"
     """Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in
@@ -57,3 +51,13 @@ class Correct(StepOptions):
     def wanted(self) -> bool:
         """Return True if anything is refitted."""
         return self.method != NONE
+
+
+def _by_method(value: Any) -> Any:
+    """Return options that are named by their method alone as a mapping; nothing is none of them."""
+    if value is None or isinstance(value, str):
+        return {"method": value or NONE}
+    return {**value} if isinstance(value, Mapping) else value
+
+
+Correcting = Annotated[Correct, BeforeValidator(_by_method)]

@@ -17,7 +17,6 @@ from compressor.distributed import ranks
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.progress import SILENT, Progress
-from compressor.recipe.step import CONSTANTS
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.options import NONE, Correct
 from compressor.steps.correct.ridge import refit_constants, refit_down
@@ -152,7 +151,7 @@ def correct_layer(
         steps = STEPS_OF[correction.method]
         leaves = list(router.values())
         if constants is not None:
-            steps = (CONSTANTS, *steps)
+            steps = ("constants", *steps)
             leaves.append(constants.values)
         for name in steps if guard.best > 0 and fitted else ():
             if name == "tune":

@@ -52,8 +52,11 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.streams import BaseStream, EarlyBatches
 from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
+from compressor.steps.step import Requirements
 
 Decide = Callable[[LayerStatistics], LayerPlan]
+HIDDEN_COPIES = 4  # of a layer: inputs and outputs as it was, and as it is
+BASE_COPIES = 2  # more, toward the base's own hidden states
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
@@ -259,6 +262,21 @@ class _InOrder(LayerVisitor):
         for layer in layers:
             self.model.partial.release(layer.name)
         return layer_forward
+
+
+def correction_needs(correction: Correct, needed: Requirements) -> Requirements:
+    """Return the needs of a step that corrects so, beside what it `needed` before: text, a part of
+    it held out to evaluate on."""
+    if not correction.wanted:
+        return needed
+    copies = HIDDEN_COPIES + (BASE_COPIES if correction.toward != 0 else 0)
+    return replace(
+        needed,
+        text=True,
+        heldout=max(needed.heldout, 1),
+        passes=needed.passes + 1,
+        hidden_copies=copies,
+    )
 
 
 def constants_key(layer: MoeLayer) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, WEIGHTS, StepOptions
+from compressor.recipe.step import DEFAULT_LENGTH, StepOptions
 
 # at the highest, by `train`
 RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "all": 1e-3}
@@ -20,9 +20,7 @@ class Distill(StepOptions):
 
     name: ClassVar[str] = "distill"
     implementation: ClassVar[str] = "compressor.steps.distill.step:DistillStep"
-    cannot_follow: ClassVar[Mapping[str, str]] = {
-        CONSTANTS: "stock transformers cannot load constants"
-    }
+    in_place: ClassVar[bool] = True
 
     train: Literal["experts", "router", "lora", "all", "none"] = "experts"
     """Train experts (and routers), router, lora or all toward the base."""
@@ -94,5 +92,5 @@ class Distill(StepOptions):
         return self.rate * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
 
     @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({ROUTERS if self.train == "router" else WEIGHTS})
+    def rewrites(self) -> bool:
+        return self.train not in ("router", "none")

@@ -7,24 +7,17 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from compressor.data.sources import TextPart
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import short
 from compressor.model.opened import OpenModel
 from compressor.recipe.document import changed, divergence, flips
-from compressor.recipe.step import (
-    FORMAT,
-    WEIGHTS,
-    Requirements,
-    Result,
-    Step,
-    StepOptions,
-    TextPart,
-)
+from compressor.recipe.step import StepOptions
 from compressor.steps.distill.engines import stored_dtypes, trained_layers
 from compressor.steps.distill.options import Distill
 from compressor.steps.distill.training import distill
-from compressor.steps.state import State
+from compressor.steps.step import Requirements, Result, State, Step
 
 COLUMNS = ("step", "KL", "loss", "flips", "training")
 OPTIMISER_BYTES = {"adam": 12, "adafactor": 4}  # of memory for each parameter that is trained
@@ -34,24 +27,24 @@ OPTIMISER_BYTES = {"adam": 12, "adafactor": 4}  # of memory for each parameter t
 class DistillStep(Step[Distill]):
     """Train toward the base; the loss is the sum of its parts, each times its weight."""
 
-    def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
+    def resolve(self, model: OpenModel) -> Self | None:
         """Return the step; None if nothing is trained."""
         return None if self.options.train == "none" else self
 
     def requirements(
-        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+        self, model: OpenModel, earlier: Sequence[StepOptions], planned: bool
     ) -> Requirements:
         """Return the need of text of its own; refuse tensors that cannot be trained as they are
         stored."""
         options = self.options
-        packed = [step.name for step in steps if FORMAT in step.changes]
-        if packed and WEIGHTS in options.changes:
+        packed = [step.name for step in earlier if step.format]
+        if packed and options.rewrites:
             message = f"train {options.train} changes weights that {packed[0]} has packed"
             raise CompressionError(
                 f"distill: {message}; put distill before {packed[0]}, or give train: router"
             )
         layers = trained_layers(model, options)
-        if not model.layout.quantized or not steps:  # merging and correcting dequantise first
+        if not model.layout.quantized or not earlier:  # merging and correcting dequantise first
             stored_dtypes(model, layers)
         sequences = options.sequences
         part = TextPart(
@@ -71,7 +64,7 @@ class DistillStep(Step[Distill]):
     def needs_teacher_hidden(self) -> bool:
         return self.options.hidden_states > 0
 
-    def apply_model(self, state: State) -> Result:
+    def write(self, state: State) -> Result:
         """Train, evaluate on held-out text, and take the best state if its KL from the base is
         lower."""
         return distill(self.options, state)

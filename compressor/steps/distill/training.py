@@ -20,7 +20,6 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
 from compressor.progress import Progress
-from compressor.recipe.step import Result
 from compressor.records import finite, read_as
 from compressor.steps.distill.engines import (
     Engine,
@@ -38,7 +37,7 @@ from compressor.steps.distill.objective import (
     training_text,
 )
 from compressor.steps.distill.options import Distill
-from compressor.steps.state import State
+from compressor.steps.step import Result, State
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 FIGURES = "figures.safetensors"  # written after all new stored tensors

@@ -1,7 +1,7 @@
 """Options of the step `prune`: a strategy decides which experts stay, merge or go."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
@@ -10,7 +10,9 @@ from compressor import entry_points
 from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer, resolve_count
-from compressor.recipe.step import CONSTANTS, EXPERTS, StepOptions
+from compressor.recipe.plan import MOST_PARTS
+from compressor.recipe.step import StepOptions
+from compressor.steps.correct.options import Correct, Correcting
 
 WHOLE = re.compile(r"0*[1-9][0-9]{0,8}")  # a number above 0
 # of a planner: experts module and number, the strongest first
@@ -60,10 +62,6 @@ class Prune(StepOptions):
 
     name: ClassVar[str] = "prune"
     implementation: ClassVar[str] = "compressor.steps.prune.step:PruneStep"
-    order: ClassVar[int | None] = 1
-    cannot_follow: ClassVar[Mapping[str, str]] = {
-        CONSTANTS: "stock transformers cannot load constants"
-    }
 
     strategy: str = "auto"
     """Pruning strategy. See `moe-compress list strategies`."""
@@ -92,9 +90,29 @@ class Prune(StepOptions):
     or worst: the source that keeps the least share of its score gets its best expert, until the
     layer is full."""
 
+    split: Annotated[int, Field(ge=1, le=MOST_PARTS)] | Literal["auto"] = 1
+    """Sub-experts that each expert becomes before, narrower and together the same, so that they can
+    go one by one; auto: 2, 3 or 4, the first that suits the experts' width, or 1."""
+    correct: Correcting = Correct("none")
+    """Refit what is kept: none, ridge, tune, auto, or a mapping of method and other options. ridge
+    solves for the down projections in closed form. tune then trains router, gate, up and down
+    projections by gradient steps. auto is the strategy's own method."""
+
     @property
-    def changes(self) -> frozenset[str]:
-        return frozenset({EXPERTS})
+    def rewrites(self) -> bool:
+        return self.correct.wanted
+
+    def fault_after(self, earlier: StepOptions) -> str | None:
+        if self.split != 1 and (earlier.name == self.name or earlier.format):
+            return "experts are split before anything else is done to them"
+        if self.correct.wanted and earlier.format:
+            return "it would write the experts that it refits unquantised"
+        return None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return True if every expert stays, so that no strategy decides."""
+        return self.ratio == 0 and self.experts is None and self.mtp is None
 
     @property
     def is_sized(self) -> bool:

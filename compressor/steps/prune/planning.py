@@ -41,7 +41,6 @@ from compressor.steps.correct.sequential import (
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.protection import Protected, given_protected, listed, strongest_that_fit
-from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -283,13 +282,3 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
         return given_protected(protect, layers, keep)
     experts = protector(planner)  # by all processes together
     return ranks().broadcast(lambda: strongest_that_fit(experts, layers, keep, protect))
-
-
-def planner_of(state: State) -> Planner:
-    """Return the planner of the stage's model, whose routing attribution is run once for all
-    steps."""
-    key = f"planner {state.stage[0]}"
-    if key not in state.shared:
-        state.shared[key] = Planner(state.model, state.fit, state.progress, state.seed)
-    planner: Planner = state.shared[key]
-    return planner

@@ -1,12 +1,11 @@
 """Options of the step `quantize`: weights in fewer bits, stored as compressed-tensors store
 them."""
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from compressor.recipe.step import CONSTANTS, FORMAT, StepOptions
+from compressor.recipe.step import StepOptions
 
 
 class Quantize(StepOptions):
@@ -14,13 +13,8 @@ class Quantize(StepOptions):
 
     name: ClassVar[str] = "quantize"
     implementation: ClassVar[str] = "compressor.steps.quantize.step:QuantizeStep"
-    changes: ClassVar[frozenset[str]] = frozenset({FORMAT})
-    order: ClassVar[int | None] = 4
+    format: ClassVar[str | None] = "compressed-tensors"
     packages: ClassVar[tuple[str, ...]] = ("compressed_tensors",)
-    cannot_follow: ClassVar[Mapping[str, str]] = {
-        FORMAT: "weights are quantised once, after everything that changes them",
-        CONSTANTS: "constants stand for unquantised experts",
-    }
 
     scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = "int4"
     """Number format that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."""
@@ -42,3 +36,7 @@ class Quantize(StepOptions):
                 "group_size is 0; give the columns that share a scale, or -1 for a whole row"
             )
         return size
+
+    def fault_after(self, earlier: StepOptions) -> str | None:
+        reason = "weights are quantised once, after everything that changes them"
+        return reason if earlier.format else None

@@ -8,13 +8,14 @@ from compressor.document.blocks import Block, Text
 from compressor.formatting import joined
 from compressor.model.opened import OpenModel
 from compressor.model.serving import loaders
-from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions
+from compressor.recipe.step import StepOptions
+from compressor.steps.job import OutputSize
 from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
 from compressor.steps.quantize.options import Quantize
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer, packed_size
-from compressor.steps.state import State
+from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob
 
 
@@ -23,7 +24,7 @@ class QuantizeStep(Step[Quantize]):
     """Store weights in fewer bits, as a compressed-tensors checkpoint."""
 
     def requirements(
-        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+        self, model: OpenModel, earlier: Sequence[StepOptions], planned: bool
     ) -> Requirements:
         """Return the need of calibration text for GPTQ; refuse groups that do not divide the
         model's matrices."""
@@ -44,7 +45,7 @@ class QuantizeStep(Step[Quantize]):
         size, packed = packed_size(model, scheme, matrices, experts, changed)
         return OutputSize(size, packed if self.options.method == "gptq" else 0)
 
-    def decide(self, state: State) -> Mapping[str, Any]:
+    def plan(self, state: State) -> Mapping[str, Any]:
         """Return the format and its effective bits; of a source that was quantised, that it's
         dequantised first."""
         writer = self._writer(state)
@@ -63,13 +64,13 @@ class QuantizeStep(Step[Quantize]):
             "dequantized": state.model.layout.quantized,
         }
 
-    def refit(self, state: State) -> None:
-        if self.options.method == "gptq":
+    def write(self, state: State) -> OutputJob:
+        writer = self._writer(state)
+        if self.options.method == "gptq" and not state.is_written:
             assert state.text is not None
-            quantize_sequentially(self._writer(state), state.text.fit, state.progress, state.seed)
-
-    def writer(self, state: State) -> OutputJob:
-        return self._writer(state).job(state.expert_plan())
+            with state.run.clock.phase(self.name):
+                quantize_sequentially(writer, state.text.fit, state.progress, state.seed)
+        return writer.job(state.expert_plan)
 
     def _writer(self, state: State) -> Writer:
         matrices, scheme = self._chosen(state.model)

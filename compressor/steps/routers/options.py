@@ -1,12 +1,11 @@
 """Options of the step `routers`: router calibration, which moves routers toward the base, after
 C3PO."""
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, StepOptions
+from compressor.recipe.step import DEFAULT_LENGTH, StepOptions
 
 
 class Routers(StepOptions):
@@ -14,10 +13,7 @@ class Routers(StepOptions):
 
     name: ClassVar[str] = "routers"
     implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"
-    changes: ClassVar[frozenset[str]] = frozenset({ROUTERS})
-    cannot_follow: ClassVar[Mapping[str, str]] = {
-        CONSTANTS: "stock transformers cannot load constants"
-    }
+    in_place: ClassVar[bool] = True
 
     method: Literal["router", "bias", "auto", "none"] = "router"
     """Calibrate router weights (router), a bias per expert (bias) or the better one (auto)."""

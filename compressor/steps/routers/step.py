@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from compressor.data.sources import TextPart
 from compressor.distributed import ranks, refuse_several
 from compressor.divergence.evaluator import Evaluator, accepts, require_enough
 from compressor.document.blocks import Block, Table, Text
@@ -17,7 +18,7 @@ from compressor.formatting import short
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
 from compressor.recipe.document import changed, divergence
-from compressor.recipe.step import Requirements, Result, Step, StepOptions, TextPart
+from compressor.recipe.step import StepOptions
 from compressor.steps.routers.options import Routers
 from compressor.steps.routers.weights import (
     Answered,
@@ -27,7 +28,7 @@ from compressor.steps.routers.weights import (
     calibrate_bias,
     calibrate_weights,
 )
-from compressor.steps.state import State
+from compressor.steps.step import Requirements, Result, State, Step
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,12 @@ class RoutersStep(Step[Routers]):
     def is_forced(self) -> bool:
         return self.options.accept == "always"
 
-    def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
+    def resolve(self, model: OpenModel) -> Self | None:
         """Return the step; None if nothing is moved."""
         return None if self.options.method == "none" else self
 
     def requirements(
-        self, model: OpenModel, steps: Sequence[StepOptions], planned: bool
+        self, model: OpenModel, earlier: Sequence[StepOptions], planned: bool
     ) -> Requirements:
         """Return the need of text of its own; refuse routers whose logits cannot be moved as they
         are stored."""
@@ -79,7 +80,7 @@ class RoutersStep(Step[Routers]):
         found."""
         return batches[:PLACED] if self.options.method == "bias" else batches
 
-    def apply_model(self, state: State) -> Result:
+    def write(self, state: State) -> Result:
         """Move the routers as far as that lowers the KL on held-out text; new ones are kept until
         they are in place.
 

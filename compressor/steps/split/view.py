@@ -8,7 +8,7 @@ of each: those of a layer [E, I] stand in it as ceil(log2 S) bits each, row by r
 import base64
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,10 +25,8 @@ from compressor.formatting import joined
 from compressor.model.experts import projections, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
-from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, breach_text, broken
 from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
-from compressor.recipe.step import StepOptions
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics, collect
 from compressor.steps.configuration import fields_set
 from compressor.steps.cutting import Tensors
@@ -39,7 +37,6 @@ from compressor.steps.split.tensors import SplitModel
 
 PARTS = (2, 3, 4)  # tried in this order if the number is left open
 WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
-GGUF = "gguf"  # the format that llama.cpp reads
 PLAIN = "plain because"  # in a model's facts: why parts are not cut from quantised tensors
 REMEDY = "restore the plan or make it anew"
 
@@ -165,62 +162,44 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
     return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
 
-def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, str]:
-    """Return the number of parts for the stored `model` where it is left open, and why; `steps` are
-    all of the stage.
+def chosen_parts(model: OpenModel, prune: Prune) -> tuple[int, str]:
+    """Return the number of parts for the stored `model` where it is left open, and why.
 
-    It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server
-    does worse. Without the strategy `auto`, which alone gains by sub-experts, there is nothing to
-    choose, and no reason."""
-    prune = next((options for options in steps if isinstance(options, Prune)), None)
-    if prune is None or prune.strategy != "auto":
+    It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons. Without the strategy
+    `auto`, which alone gains by sub-experts, there is nothing to choose, and no reason."""
+    if prune.strategy != "auto" or prune.keeps_all:
         return 1, ""
-    layers = model.architecture.layers
     if prune.top_k is not None:
         return 1, "--top-k counts whole experts"
     if model.layout.quantized:
         return 1, "they are stored quantised"
     if prune.mtp != "drop" and known_heads(model):
         return 1, "a split would leave out the multi-token-prediction head"
-    try:
-        kept = prune.count(layers) if prune.is_sized else layers[0].experts
-    except CompressionError:
-        return 1, ""  # the number is refused when it is checked
-    servers = [server for server in SERVERS if server != LLAMA_CPP or GGUF in model.formats]
-    unsplit = replace(served_model(model), experts=kept)
-    broken_already = {(rule.server, rule.needs.words) for rule in broken(unsplit)}
+    if prune.is_sized:
+        try:
+            prune.count(model.architecture.layers)
+        except CompressionError:
+            return 1, ""  # the number is refused when it is checked
     all_widths = sorted(set(widths(model.partial.model).values()))
     uneven = dict[int, list[str]]()  # numbers of parts that a width of experts does not make
-    worse_in = dict[Rule, str]()  # the first number of parts that breaks a rule
     chosen = 1
     for parts in PARTS:
-        uneven_width = next((width for width in all_widths if width % (parts * WIDTH)), None)
-        if uneven_width is not None:
-            uneven.setdefault(uneven_width, []).append(str(parts))
-            continue
-        try:
-            served = replace(served_model(seen_as(model, parts)), experts=parts * kept)
-        except CompressionError as error:
-            return 1, str(error)
-        candidates = (rule for rule in broken(served) if rule.server in servers)
-        worse = next(
-            (rule for rule in candidates if (rule.server, rule.needs.words) not in broken_already),
-            None,
-        )
-        if worse is None:
+        width = next((width for width in all_widths if width % (parts * WIDTH)), None)
+        if width is None:
             chosen = parts
             break
-        worse_in.setdefault(
-            worse, f"with {parts} parts {worse.server} {breach_text(worse, served)}"
-        )
+        uneven.setdefault(width, []).append(str(parts))
     reasons = [
         f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
         for width, numbers in uneven.items()
     ]
-    reasons += worse_in.values()
-    if chosen > 1:
-        reasons.append("it loses less than whole experts, and no server does worse with them")
-    return chosen, "; ".join(reasons)
+    if chosen == 1:
+        return 1, "; ".join(reasons)
+    try:
+        seen_as(model, chosen)
+    except CompressionError as error:
+        return 1, str(error)
+    return chosen, "; ".join([*reasons, "it loses less than whole experts"])
 
 
 def partitioned(

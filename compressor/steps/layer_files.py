@@ -1,4 +1,4 @@
-"""The files of a stage's decoder layers, each written once and in its final form while the layer is
+"""The files of a step's decoder layers, each written once and in its final form while the layer is
 loaded."""
 
 import shutil
@@ -14,7 +14,6 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
 from compressor.recipe.plan import ExpertPlan, LayerPlan
-from compressor.recipe.step import EXPERTS, Step
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.steps.cutting import (
     Conversion,
@@ -25,35 +24,30 @@ from compressor.steps.cutting import (
     through_model,
 )
 from compressor.steps.job import conversion_of, own_outputs, stored_partial
-from compressor.steps.state import State
+from compressor.steps.step import State
 from compressor.steps.tensors import plan_outputs, stored_decoder_layer
-from compressor.steps.workdir import LayerWriter, made_by
+from compressor.steps.workdir import made_by
 from compressor.tensor_cache import save_tensors
 
 
-class StageFiles(CutFiles, LayerVisitor):
-    """Layers of a stage in their final files; beside these, only their plans are kept.
+class LayerFiles(CutFiles, LayerVisitor):
+    """Layers of a step in their final files; beside these, only their plans are kept.
 
     Refitted layers are saved with their tensors, others while they are loaded. In a pass, it writes
     the decoder layers without experts."""
 
-    def __init__(self, state: State, writer: LayerWriter) -> None:
-        assert state.work is not None
-        first = state.stage[0]
-        super().__init__(state.work.kept(first, "layers"))
-        self.state = state
-        self.writer = writer
-        self.stage = state.work.stage(first)
-        self.label = tuple(state.stage_label)
-        self.refitted = state.refits
+    def __init__(self, state: State, model: OpenModel, refitted: bool) -> None:
+        assert state.writer is not None
+        super().__init__(state.kept("layers"))
+        self.model = model
+        self.writer = state.writer
+        self.target = state.folder
+        self.label = (state.label,)
+        self.refitted = refitted
         self.is_stopped = False
         # until all MoE layers of their decoder layer are there
         self.waiting = dict[str, tuple[LayerPlan, Tensors]]()
         self.conversions = dict[int, Conversion]()  # by experts
-
-    @property
-    def model(self) -> OpenModel:
-        return self.state.model
 
     @cached_property
     def partial(self) -> PartialModel:
@@ -68,7 +62,7 @@ class StageFiles(CutFiles, LayerVisitor):
 
     def file(self, decoder_layer: str) -> Path:
         """Return the file of a decoder layer."""
-        return self.stage / f"{decoder_layer}.safetensors"
+        return self.target / f"{decoder_layer}.safetensors"
 
     def is_written(self, decoder_layer: str) -> bool:
         """Return True if a decoder layer's file is on the disk."""
@@ -132,7 +126,7 @@ class StageFiles(CutFiles, LayerVisitor):
         if through_model(layout, plan, self.refitted) != self.through:
             self.is_stopped = True
             self.writer.flush()
-            shutil.rmtree(self.stage, ignore_errors=True)
+            shutil.rmtree(self.target, ignore_errors=True)
             return
         if self.through:
             own = own_outputs(self.model, self.partial, plan, roles)
@@ -143,18 +137,6 @@ class StageFiles(CutFiles, LayerVisitor):
         else:
             outputs = plan_outputs(self.model.checkpoint, roles, plan, (decoder_layer,))
             named = stored_decoder_layer(outputs, decoder_layer)
-        self.stage.mkdir(parents=True, exist_ok=True)
+        self.target.mkdir(parents=True, exist_ok=True)
         self.writer.write(self.file(decoder_layer), outputs, named, self.label, behind)
         self.views = views  # in use until the next file is written, which waits for this one
-
-
-def stage_files(state: State, writer: LayerWriter) -> StageFiles | None:
-    """Return the files of a stage of which a layer's output is known as soon as it is planned, or
-    refitted; else None.
-
-    Then no step changes layers in a way of its own, and none is split but in a refit.
-    """
-    steps = [state.step_at(number) for number in state.stage]
-    own = any(type(step).writer is not Step.writer for step in steps)
-    is_simple = state.refits or (len(steps) == 1 and EXPERTS in steps[0].options.changes)
-    return StageFiles(state, writer) if is_simple and not own else None
