@@ -49,8 +49,7 @@ Kept = tuple[int, ...]
 
 
 def candidates(layer: MoeLayer, experts: int, most: int, seed: int) -> Iterator[Kept]:
-    """Yield the sets of experts that can stay in a layer: all of them, or as many as are wanted,
-    drawn at random."""
+    """Yield the sets of experts that can stay in a layer: all of them, or as many as are wanted, drawn at random."""
     blocks = blocks_of(layer, experts, frozenset())
     if count_subsets(blocks) <= most:
         yield from subsets(blocks)
@@ -160,8 +159,7 @@ def search(
             scores[kept] = known[decoder_layer, kept]
         best = max(scores, key=lambda kept: scores[kept])
         print(
-            f"{decoder_layer}: {', '.join(map(str, best))} of {len(scores)} sets, mean score "
-            f"{scores[best]:.4f}"
+            f"{decoder_layer}: {', '.join(map(str, best))} of {len(scores)} sets, mean score {scores[best]:.4f}"
         )
         for layer in layers:
             plans[layer.name] = LayerPlan.keep(layer, best)

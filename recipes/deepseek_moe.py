@@ -37,8 +37,7 @@ def qwen2_moe(config: dict) -> dict:
     for name, needed in refused.items():
         if config.get(name, needed) != needed:
             raise SystemExit(
-                f"{name} is {config[name]!r}, and Qwen2-MoE has no such field; {needed!r} alone "
-                "can be written"
+                f"{name} is {config[name]!r}, and Qwen2-MoE has no such field; {needed!r} alone can be written"
             )
     return {
         "architectures": ["Qwen2MoeForCausalLM"],

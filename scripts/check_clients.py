@@ -1,26 +1,22 @@
 """Run real clients on outputs of ours, and compare what they answer with stock transformers.
 
-    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised|served] [--llama-cpp
-    CHECKOUT]
+    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised|served] [--llama-cpp CHECKOUT]
         [--python PYTHON] [--vllm-python PYTHON]
 
-Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split,
-compressed after the split, and compressed by constants (`--format mone`, for vLLM alone).
-llama.cpp's converter of a checkout writes each of them as float32 GGUF, whose expert tensors and
-routers are compared with the checkpoint's; llama-cpp-python and vLLM then answer random tokens. The
-table has the largest difference of log probabilities to transformers in float32 and the share of
-positions whose likeliest token is the same. A client that is missing is left out, and a sentence
-says so.
+Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after
+the split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes
+each of them as float32 GGUF, whose expert tensors and routers are compared with the checkpoint's; llama-cpp-python and
+vLLM then answer random tokens. The table has the largest difference of log probabilities to transformers in float32 and
+the share of positions whose likeliest token is the same. A client that is missing is left out, and a sentence says so.
 
-The tiny models, compressed or split, are also quantised in every scheme, and compared with stock
-transformers on the dequantised weights in float32. vLLM runs them twice: in bfloat16 as they are,
-if it has kernels for them on this CPU, and in float32 with its own loader and the loaded experts
-dequantised, which needs no such kernel.
+The tiny models, compressed or split, are also quantised in every scheme, and compared with stock transformers on the
+dequantised weights in float32. vLLM runs them twice: in bfloat16 as they are, if it has kernels for them on this CPU,
+and in float32 with its own loader and the loaded experts dequantised, which needs no such kernel.
 
-Served, the compressed models answer as the gate asks servers: vLLM's with the checkpoint,
-llama-cpp-python's with a GGUF of it. The table then has the largest difference of a text's
-log-likelihood, in nats, to the model in memory, and how many prompts both continue with the same
-text."""
+Served, the compressed models answer as the gate asks servers: vLLM's with the checkpoint, llama-cpp-python's with a
+GGUF of it. The table then has the largest difference of a text's log-likelihood, in nats, to the model in memory, and
+how many prompts both continue with the same text.
+"""
 
 import argparse
 import json
@@ -60,9 +56,7 @@ from tests.support.quantized import plain_model
 RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
 SCHEMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
-# hidden and expert width of the models to quantise: that of the smallest kernels, halved by a
-# split, too
-WIDE = 256
+WIDE = 256  # hidden and expert width of the models to quantise: that of the smallest kernels, halved by a split, too
 STARTING, POSITIONS = (
     180,
     512,
@@ -116,8 +110,7 @@ class Client:
 
 
 def call(python: str, *arguments: object) -> str:
-    """The last line that the runner prints; a RuntimeError with the client's last words if it
-    fails."""
+    """The last line that the runner prints; a RuntimeError with the client's last words if it fails."""
     command = [python, str(RUNNER), *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False
@@ -142,8 +135,7 @@ def find(name: str, python: str, checkout: str = "") -> Client | None:
 
 
 def tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
-    """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there
-    is one."""
+    """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there is one."""
     zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD, **sizes).to(
         dtype
     ).save_pretrained(folder)
@@ -163,8 +155,7 @@ def tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A checkpoint, and the folder that keeps what belongs to it: tokens, what is expected, what
-    clients answer."""
+    """A checkpoint, and the folder that keeps what belongs to it: tokens, what is expected, what clients answer."""
 
     label: str
     folder: Path
@@ -188,7 +179,7 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
     yield case(f"{name}, {experts} experts", source, "source")
     compressor.compress(str(source), cut, experts=kept, strategy="model-centric")
     yield case(f"{name} compressed, {kept}", cut, "cut")
-    compressor.compress(str(source), parts, [compressor.Split(2)])
+    compressor.compress(str(source), parts, [compressor.Prune(ratio=0, split=2)])
     yield case(f"{name} split by 2, {2 * experts}", parts, "split")
     compressor.compress(str(parts), both, experts=2 * kept, strategy="model-centric")
     yield case(f"{name} split and compressed, {2 * kept}", both, "both")
@@ -218,7 +209,7 @@ def quantised_cases(family: str, place: Path) -> Iterator[Case]:
     yield Case(f"{family} in bfloat16", source, own)
     changes = {
         "compressed": compressor.Prune(experts=6, strategy="model-centric"),
-        "split by 2": compressor.Split(2),
+        "split by 2": compressor.Prune(ratio=0, split=2),
     }
     for scheme, (change, step) in product(SCHEMES, changes.items()):
         folder, files = (
@@ -230,8 +221,7 @@ def quantised_cases(family: str, place: Path) -> Iterator[Case]:
 
 
 def expect(case: Case) -> None:
-    """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a
-    GGUF must hold."""
+    """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a GGUF must hold."""
     if case.quantised:
         model = plain_model(case.folder)
     else:
@@ -253,8 +243,7 @@ def expect(case: Case) -> None:
 
 @torch.no_grad()
 def put_constants(model: torch.nn.Module, folder: Path) -> None:
-    """Let the constants that a folder has stand for experts: their outputs become zero, and what
-    they add a hook."""
+    """Let the constants that a folder has stand for experts: their outputs become zero, and what they add a hook."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stored = {
         name: value
@@ -286,8 +275,7 @@ def put_constants(model: torch.nn.Module, folder: Path) -> None:
 
 
 def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and contents that llama.cpp gives experts and routers of a model whose layers all are
-    MoE layers."""
+    """Names and contents that llama.cpp gives experts and routers of a model whose layers all are MoE layers."""
     for number, (name, experts) in enumerate(experts_modules(model)):
         gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)  # type: ignore[operator, union-attr]
         block = model.get_submodule(name.rpartition(".")[0])
@@ -301,8 +289,7 @@ def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compared(case: Case, name: str) -> tuple[str, str]:
-    """The largest difference of log probabilities, and the share of positions with the same
-    likeliest token."""
+    """The largest difference of log probabilities, and the share of positions with the same likeliest token."""
     if not (file := case.place / f"{name}.npy").exists():
         return (
             f"failed: {file.with_suffix('.npy.txt').read_text(encoding='utf-8').splitlines()[0]}",

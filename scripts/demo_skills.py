@@ -1,7 +1,8 @@
 """Five synthetic skills that a tiny model can learn, each with its own surface format.
 
-Every line is a question and its answer. A stable hash of the question holds one question in ten out
-of the training text; multiple-choice items and held-out documents are drawn from those alone."""
+Every line is a question and its answer. A stable hash of the question holds one question in ten out of
+the training text; multiple-choice items and held-out documents are drawn from those alone.
+"""
 
 import hashlib
 import itertools
@@ -51,8 +52,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A kind of fact: ways to ask for it, and values of one length among which a hash of the name
-    picks."""
+    """A kind of fact: ways to ask for it, and values of one length among which a hash of the name picks."""
 
     templates: tuple[str, ...]
     values: tuple[str, ...]
@@ -74,8 +74,7 @@ RELATIONS = (
             "{} left",
         ),
         words(
-            "Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby "
-            "Ostra Pirna"
+            "Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna"
         ),
     ),
     Relation(
@@ -102,8 +101,7 @@ RELATIONS = (
             "{} once found a",
         ),
         words(
-            "horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur "
-            "hyena bison"
+            "horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison"
         ),
     ),
 )
@@ -157,8 +155,7 @@ def sorting(rng: random.Random) -> Problem:
 
 
 def reversal(rng: random.Random) -> Problem:
-    """Distinct letters from the last to the first; the wrong answers put three of them in another
-    order."""
+    """Distinct letters from the last to the first; the wrong answers put three of them in another order."""
     letters = rng.sample(LETTERS, rng.choice(WORD_LENGTHS))
     question = f"<flip> {''.join(letters)} |"
     backwards = letters[::-1]
@@ -182,8 +179,7 @@ def recall(rng: random.Random) -> Problem:
 
 
 def facts(rng: random.Random) -> Problem:
-    """A memorised property of an invented person; a wrong answer is another value of that
-    property."""
+    """A memorised property of an invented person; a wrong answer is another value of that property."""
     name = rng.choice(NAME_HEADS) + rng.choice(NAME_TAILS)
     relation = rng.choice(RELATIONS)
     answer = fact_value(name, relation)
@@ -223,8 +219,7 @@ def item(skill: str, rng: random.Random) -> DemoItem:
 def problems(
     skill: str, rng: random.Random, count: int = DOCUMENT_LINES, *, held_out: bool = False
 ) -> list[Problem]:
-    """The problems of one document, nine in ten of one skill; all training questions or all held
-    out."""
+    """The problems of one document, nine in ten of one skill; all training questions or all held out."""
     drawn = []
     for _ in range(count):
         foreign = rng.random() < FOREIGN_LINE_SHARE
@@ -238,8 +233,7 @@ def document(skill: str, rng: random.Random, *, held_out: bool = False) -> str:
 
 
 def documents(seed: int, count: int) -> list[str]:
-    """Training documents that take the skills in turn: document i is mostly of skill `SKILLS[i %
-    5]`."""
+    """Training documents that take the skills in turn: document i is mostly of skill `SKILLS[i % 5]`."""
     rng = random.Random(seed)
     return [document(SKILLS[index % len(SKILLS)], rng) for index in range(count)]
 

@@ -1,7 +1,7 @@
 """Put the generated parts of the reference into the site; mkdocs.yml names this file as a hook.
 
-The page of commands is generated as a whole; the tables of plans and of servers replace a mark in
-their pages."""
+The page of commands is generated as a whole; the tables of plans and of servers replace a mark in their pages.
+"""
 
 import sys
 from pathlib import Path

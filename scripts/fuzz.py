@@ -1,12 +1,12 @@
-"""Read many mutated files as tests/compressor/test_damaged_files.py makes and judges them, for
-longer than a test may.
+"""Read many mutated files as tests/compressor/test_damaged_files.py makes and judges them, for longer than a test may.
 
     python -m scripts.fuzz [--cases 100000] [--seed 0] [--seconds 3600]
 
-The cases are divided among the kinds of files. For each kind it prints how many were read, accepted
-and refused, what the slowest took and how many a second were read, by the processor's time. What
-ends in anything but a `CompressionError` is printed once for each place that it comes from, with
-the file that did it, and makes the exit status 1."""
+The cases are divided among the kinds of files. For each kind it prints how many were read, accepted and refused, what
+the slowest took and how many a second were read, by the processor's time. What ends in anything but a
+`CompressionError` is printed once for each place that it comes from, with the file that did it, and makes the exit
+status 1.
+"""
 
 import argparse
 import time
@@ -65,8 +65,7 @@ def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
 
 
 def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int) -> None:
-    """Read so many files of the kind that a test of tests/compressor/test_damaged_files.py
-    reads."""
+    """Read so many files of the kind that a test of tests/compressor/test_damaged_files.py reads."""
     reads = test.hypothesis.inner_test  # type: ignore[attr-defined]
 
     @hypothesis.seed(seed)

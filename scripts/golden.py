@@ -1,19 +1,18 @@
-"""Record what command lines write, as a file of digests and figures, and compare a later version of
-the code with it.
+"""Record what command lines write, as a file of digests and figures, and compare a later version of the code with it.
 
-    python -m scripts.golden record FILE [--only drop,ridge] [--keep FOLDER] [--model FOLDER
-    --calibration FILE] python -m scripts.golden compare FILE [the same options]
+    python -m scripts.golden record FILE [--only drop,ridge] [--keep FOLDER] [--model FOLDER --calibration FILE]
+    python -m scripts.golden compare FILE [the same options]
 
-Every case runs in a fresh folder with a cache of its own, on one thread and offline. Recorded are
-its exit status, a SHA-256 of all tensors, the members of every layer's groups, the experts that are
-gone, and the figures of layers and steps; nothing of it names an option, so that a record outlives
-their names. `compare` prints what differs and then exits with 1. `record --keep` leaves the outputs
-in FOLDER; `compare --keep` finds them there and measures the largest absolute difference of weights
-that differ. `record --only` leaves the other cases of FILE as they are.
+Every case runs in a fresh folder with a cache of its own, on one thread and offline. Recorded are its exit status, a
+SHA-256 of all tensors, the members of every layer's groups, the experts that are gone, and the figures of layers and
+steps; nothing of it names an option, so that a record outlives their names. `compare` prints what differs and then
+exits with 1. `record --keep` leaves the outputs in FOLDER; `compare --keep` finds them there and measures the largest
+absolute difference of weights that differ. `record --only` leaves the other cases of FILE as they are.
 
-With --model the cases marked as generic run on that checkpoint and text instead of the embedded
-demo, keeping half of its experts. `scripts/golden_files/demo.json` is the record on the demo. The
-same code on another machine, or with another torch, may round differently: record there first."""
+With --model the cases marked as generic run on that checkpoint and text instead of the embedded demo, keeping half of
+its experts. `scripts/golden_files/demo.json` is the record on the demo. The same code on another machine, or with
+another torch, may round differently: record there first.
+"""
 
 import argparse
 import json
@@ -43,11 +42,11 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Command lines, run one after the other; `make` writes their model, which is the demo or the
-    given one if None.
+    """Command lines, run one after the other; `make` writes their model, which is the demo or the given one if None.
 
-    Of the words, MODEL, TEXT (a small text file) and DATA (the calibration source) are replaced,
-    KEEP by the number of experts to keep, and OUT by `output`."""
+    Of the words, MODEL, TEXT (a small text file) and DATA (the calibration source) are replaced, KEEP by the
+    number of experts to keep, and OUT by `output`.
+    """
 
     name: str
     commands: tuple[str, ...]
@@ -83,8 +82,7 @@ CASES = (
     Case("merge", (f"{MERGE} --correct none",), generic=True),
     Case("ridge", (f"{MERGE} --correct ridge",), generic=True),
     Case("tune", (f"{MERGE} --correct tune {FINE}",), generic=True),
-    Case("split", ("compress MODEL -o OUT --experts KEEP --split 2 --strategy auto --correct "
-    f"ridge {FINE} {TEXTS}",),
+    Case("split", (f"compress MODEL -o OUT --experts KEEP --split 2 --strategy auto --correct ridge {FINE} {TEXTS}",),
          generic=True),
     Case("sequential", (f"{MERGE} --correct ridge --sequential {FINE}",), generic=True),
     Case("routers", (f"{MERGE} --correct none {ROUTERS} {FINE}",), generic=True),
@@ -97,8 +95,7 @@ CASES = (
          partial(mtp_checkpoints.make, "deepseek_v3")),
     Case("quantised", (f"{TINY} --strategy count-guided --correct none",), make_quantised),
     Case("onnx", (f"{BASE} --strategy count-guided --correct none --format onnx",)),
-    Case("gguf", ("compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy "
-    "count-guided",), make_gguf,
+    Case("gguf", ("compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy count-guided",), make_gguf,
          output="out.gguf"),
 )  # fmt: skip
 
@@ -173,8 +170,7 @@ def facts(place: Path) -> Facts:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
-    """Numbers below an entry by their path; of texts, only which of several candidates was
-    chosen."""
+    """Numbers below an entry by their path; of texts, only which of several candidates was chosen."""
     if isinstance(value, int | float) or (
         isinstance(value, str) and name.endswith((".kept", ".chosen"))
     ):
@@ -185,8 +181,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
 
 
 def tensors(out: Path) -> dict[str, Tensor]:
-    """All weights of an output: a folder of safetensors, an ONNX graph with its kinds of nodes, or
-    a GGUF file."""
+    """All weights of an output: a folder of safetensors, an ONNX graph with its kinds of nodes, or a GGUF file."""
     if out.is_file():
         contents = gguf_models.contents(out).items()
         return {f"{name} {kind} {shape}": torch.tensor(list(raw), dtype=torch.uint8)
@@ -217,8 +212,7 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def differences(old: Facts, new: Facts, kept: Path, place: Path) -> list[str]:
-    """What differs between two records of a case, whose outputs are in `kept`, maybe, and
-    `place`."""
+    """What differs between two records of a case, whose outputs are in `kept`, maybe, and `place`."""
     lines = (
         [] if old["status"] == new["status"] else [f"status: {old['status']} -> {new['status']}"]
     )

@@ -1,20 +1,18 @@
-"""Kill commands at random moments, run them again, and compare what they leave with what
-undisturbed runs leave.
+"""Kill commands at random moments, run them again, and compare what they leave with what undisturbed runs leave.
 
     python -m scripts.kill_tests [--kills 100] [--seed 0] [--model FOLDER] [--only apply,export]
 
-Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to
-three times, and then lets the same command through. Half of the kills fall just before or after a
-rename, or while a layer's file, golden answers, a baseline or another file is written; each moment
-of the undisturbed run is as likely. A quarter falls anywhere between the first file of the work and
-the end, a fifth between the last new file and the end, when the output is put in place, and the
-rest into the start-up.
+Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to three times, and
+then lets the same command through. Half of the kills fall just before or after a rename, or while a layer's file,
+golden answers, a baseline or another file is written; each moment of the undisturbed run is as likely. A quarter falls
+anywhere between the first file of the work and the end, a fifth between the last new file and the end, when the output
+is put in place, and the rest into the start-up.
 
-After each kill an output is whole: the older one, or the new one, or absent where none was. In the
-end the folder holds what the undisturbed run left, byte for byte, and nothing else, hidden files
-included, and the temporary folder holds no name that an undisturbed run does not leave there. Times
-and memory in the run's record and in a gate's reports are left out. Pushes go to a Hub on loopback,
-which has to hold the same files. Exits with 1 when anything differed."""
+After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
+holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
+holds no name that an undisturbed run does not leave there. Times and memory in the run's record and in a gate's reports
+are left out. Pushes go to a Hub on loopback, which has to hold the same files. Exits with 1 when anything differed.
+"""
 
 import argparse
 import json
@@ -66,11 +64,10 @@ DATA = ("--calibration", "calibration.txt", "--samples", "16", "--sequence-lengt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a
-    gate needs.
+    """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a gate needs.
 
-    An output in `parts` is put in place one after another. REPOSITORY stands for one of the trial's
-    own on the Hub."""
+    An output in `parts` is put in place one after another. REPOSITORY stands for one of the trial's own on the Hub.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -196,8 +193,7 @@ class Content:
 
     @classmethod
     def of(cls, folder: Path) -> "Content":
-        """The content of `folder`, which is empty where there is none; links count as what they
-        name."""
+        """The content of `folder`, which is empty where there is none; links count as what they name."""
         files, folders = {}, set()
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -241,8 +237,7 @@ def differences(expected: Content, found: Content) -> tuple[list[str], list[str]
 
 
 def run_records(home: Path) -> dict[str, dict[str, Any]]:
-    """What is kept of each run, by the digest of its output, without `home` and the fields that no
-    two runs share."""
+    """What is kept of each run, by the digest of its output, without `home` and the fields that no two runs share."""
     found = {}
     for path in sorted((home / "home" / "cache" / "runs").glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8").replace(str(home), ""))
@@ -314,8 +309,7 @@ class Home:
         return {os.path.join(at, name) for at, *names in walks for name in (*names[0], *names[1])}
 
     def output(self) -> dict[str, str]:
-        """The digests of the files of the output, and of those beside it that are named after
-        it."""
+        """The digests of the files of the output, and of those beside it that are named after it."""
         return {
             name: digest
             for name, digest in Content.of(self.place).files.items()
@@ -329,8 +323,7 @@ class Home:
 
 
 def run_watched(moment: Moment | None) -> None:
-    """Run the command of this process, and kill its group at a moment, or write down all
-    moments."""
+    """Run the command of this process, and kill its group at a moment, or write down all moments."""
     from compressor.cli import main as cli
 
     if moment is not None:
@@ -360,8 +353,7 @@ def run_watched(moment: Moment | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
-    """A run that nobody killed: when its first and last new file appeared, when it ended, and what
-    it left."""
+    """A run that nobody killed: when its first and last new file appeared, when it ended, and what it left."""
 
     first: float
     last: float
@@ -418,8 +410,7 @@ def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Un
 def run_killed(
     case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub
 ) -> bool:
-    """Start the command and kill it at a moment drawn by the dice; whether it was still running
-    then."""
+    """Start the command and kill it at a moment drawn by the dice; whether it was still running then."""
     kind = dice.random()
     if kind < 0.5 and whole.moments:
         return (
@@ -455,8 +446,7 @@ def run_killed(
 
 
 def run_through(case: Case, home: Home, model: Path, hub: Hub) -> tuple[int, bool]:
-    """The command's exit status, and whether it took up files, or the output, that an earlier run
-    had left."""
+    """The command's exit status, and whether it took up files, or the output, that an earlier run had left."""
     with ExitStack() as held:  # an open file's inode is given to no other
         earlier, hidden = set[tuple[str, int]](), set[tuple[str, int]]()
         for name in filter(os.path.isfile, home.seen()):
@@ -576,10 +566,7 @@ def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -
 
 def table(tallies: dict[str, Tally]) -> str:
     """The result as Markdown; shares are of the trials, each of which is one to three kills."""
-    columns = (
-        "| command | kills | ran to identical bytes | left something beside | took up "
-        "earlier work |"
-    )
+    columns = "| command | kills | ran to identical bytes | left something beside | took up earlier work |"
     lines = [columns, "|---|---|---|---|---|"]
     for name, tally in tallies.items():
         shares = [

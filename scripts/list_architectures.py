@@ -1,10 +1,9 @@
-"""Write docs/architectures.md: what works, found out by compressing a tiny model of every family,
-and what is refused.
+"""Write docs/architectures.md: what works, found out by compressing a tiny model of every family, and what is refused.
 
 Run from the repository's root: python -m scripts.list_architectures [FAMILY ...]
 
-With names, only the rows of those families are made anew. All of them take half an hour on one
-core."""
+With names, only the rows of those families are made anew. All of them take half an hour on one core.
+"""
 
 import argparse
 import inspect
@@ -44,8 +43,7 @@ RUNTIME_FAULT = re.compile(
 SETTINGS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0}}
 }  # defaults that do not build
-# as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
-INDEX_HEADS = 32
+INDEX_HEADS = 32  # as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
 HEADER = """# Architectures
 
 {supported} families of transformers {version} are supported: all that have its uniform experts interface, and
@@ -94,8 +92,7 @@ class Row:
 
 
 def _source(module: Any) -> str:
-    """The source of a module's class, and of the functions of its file that it calls, without
-    comments."""
+    """The source of a module's class, and of the functions of its file that it calls, without comments."""
     text = inspect.getsource(type(module))
     home = sys.modules[type(module).__module__]
     called = [getattr(home, name, None) for name in sorted(set(re.findall(r"\b(\w+)\(", text)))]
@@ -145,10 +142,7 @@ def _beside(opened: OpenModel) -> Iterator[str]:
     names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
     shared = any("shared" in name and re.search("expert|mlp", name) for name in names)
     if extra:
-        yield (
-            f"{extra} more router row{'s' if extra > 1 else ''}, "
-            f"{'for shared experts' if shared else 'to skip'}"
-        )
+        yield f"{extra} more router row{'s' if extra > 1 else ''}, {'for shared experts' if shared else 'to skip'}"
     if shared:
         yield "shared experts"
     if any(layer.tables for layer in architecture.layers):
@@ -196,8 +190,7 @@ def _attribution(opened: OpenModel) -> str:
 
 
 def bound(rounding: float) -> str:
-    """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it
-    holds elsewhere."""
+    """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it holds elsewhere."""
     return next(
         f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits
     )
@@ -227,8 +220,7 @@ def _branches_by_length(model: Any) -> bool:
 
 
 def _onnx(place: Path, out: Path) -> str:
-    """How far the exported graph is from the stock model, without its cache if need be, or why
-    there is none."""
+    """How far the exported graph is from the stock model, without its cache if need be, or why there is none."""
     for past in (True, False):
         try:
             found = onnx.export(place, out, onnx.ExportOptions(past=past))
@@ -251,8 +243,7 @@ def _onnx(place: Path, out: Path) -> str:
 
 
 def _split(architectures: Mapping[str, Architecture]) -> str:
-    """Whether experts in two parts compute the same, or why they do not; variants that differ in
-    that are named."""
+    """Whether experts in two parts compute the same, or why they do not; variants that differ in that are named."""
     (_, own), *others = found = [(case, _split_one(each)) for case, each in architectures.items()]
     differing = [case for case, told in others if (told == EXACT) != (own == EXACT)]
     kind = EXACT if own != EXACT else "not"

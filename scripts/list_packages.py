@@ -1,12 +1,11 @@
-"""List the packages of the product with their lines and imports, as docs/architecture.md shows
-them.
+"""List the packages of the product with their lines and imports, as docs/architecture.md shows them.
 
     python -m scripts.list_packages          # print the table
     python -m scripts.list_packages --write  # put it into docs/architecture.md
 
-An arrow is an import, read from the source by `ast`, function-level and type-only ones included.
-Only the types in the signatures of the step contract count for nothing: a step is handed things
-that later packages make."""
+An arrow is an import, read from the source by `ast`, function-level and type-only ones included. Only the types in the
+signatures of the step contract count for nothing: a step is handed things that later packages make.
+"""
 
 import argparse
 import ast
@@ -19,53 +18,39 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 PRODUCT = ("compressor", "strategies", "exporters")
 TOP = "compressor (the public names)"  # with api.py, which holds the functions
-WORDS = (
-    "compressor (files in the "
-    "root)"
-)  # words that everybody uses: errors, files, memory, progress ...
+WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
 OPTIONS = "steps (options.py of each)"
 CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
-    WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole "
-    "files, tensors "
-    "of an interrupted run (`tensor_cache.py`), devices, memory, progress, entry points, "
-    "processes, formatting",
+    WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors "
+    "of an interrupted run (`tensor_cache.py`), devices, memory, progress, entry points, processes, formatting",
     "document": "blocks of a report, a renderer for each medium, one kit for every picture",
     "checkpoint": "files on disk or on the Hub, read lazily",
-    "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in "
-    "memory at a time",
+    "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
     "data": "from sources of text to batches of tokens, in named parts; the demo's data",
     "statistics": "what is measured of MoE layers while text passes them",
-    "divergence": "how far models are from their base on text: KL, loss, flips, and the "
-    "acceptance rule",
-    "answers": "models' answers to prompts and to the items of lm-eval's tasks, in memory, "
-    "streamed or by a server",
+    "divergence": "how far models are from their base on text: KL, loss, flips, and the acceptance rule",
+    "answers": "models' answers to prompts and to the items of lm-eval's tasks, in memory, streamed or by a server",
     "quality_gate": "statistics, conditions and verdict on what compression cost",
     "golden": "golden answers of a model, and whether something anywhere still computes them",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
     OPTIONS: "options and facts of the built-in steps, which load no torch",
-    "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the "
-    "output in the making",
+    "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
-    "steps.prune": "which experts stay, merge or go; shared by strategies: `selection.py`, "
-    "`partition.py`",
+    "steps.prune": "which experts stay, merge or go; shared by strategies: `selection.py`, `partition.py`",
     "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
-    "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as "
-    "compressed-tensors",
+    "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as compressed-tensors",
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
-    "strategies": "one score each in `ranked.py`, others in files of their own; "
-    "`compressor/plugins.py` is for plugins",
-    "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` "
-    "compares it; "
+    "strategies": "one score each in `ranked.py`, others in files of their own; `compressor/plugins.py` is for plugins",
+    "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it; "
     "`keep_list.py`: plans as servers take them",
     "report": "one page to look at; many plans in one table",
     "hub": "pushing to the Hub, and the model card",
-    TOP: "`compressor.compress` and so on, loaded when they are first used; `api.py` has the "
-    "functions",
+    TOP: "`compressor.compress` and so on, loaded when they are first used; `api.py` has the functions",
     "cli": "the command line: one file for a group of commands, listed in `main.py`",
     "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
     "pathways": "C3PO: which experts a token is routed to, changed at test time",
@@ -123,8 +108,7 @@ def module_of(file: Path) -> str:
 
 
 def imported_modules(node: ast.AST) -> list[str]:
-    """The modules that a statement imports; of `from package import name` the name too, if it is
-    one."""
+    """The modules that a statement imports; of `from package import name` the name too, if it is one."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom) or node.module is None:

@@ -1,14 +1,14 @@
-"""Run one real client on one checkpoint; `scripts.check_clients` calls it with the Python that has
-the client.
+"""Run one real client on one checkpoint; `scripts.check_clients` calls it with the Python that has the client.
 
-    python scripts/run_client.py version llama|vllm|converter [CHECKOUT] python
-    scripts/run_client.py convert CHECKOUT FOLDER OUT.gguf python scripts/run_client.py tensors
-    CHECKOUT FILE.gguf EXPECTED.npz python scripts/run_client.py llama FILE.gguf TOKENS.npy OUT.npy
-    python scripts/run_client.py vllm DTYPE FOLDER TOKENS.npy OUT.npy [FOLDER TOKENS.npy OUT.npy
-    ...] python scripts/run_client.py vllm-loader DTYPE FOLDER TOKENS.npy OUT.npy [...]
+    python scripts/run_client.py version llama|vllm|converter [CHECKOUT]
+    python scripts/run_client.py convert CHECKOUT FOLDER OUT.gguf
+    python scripts/run_client.py tensors CHECKOUT FILE.gguf EXPECTED.npz
+    python scripts/run_client.py llama FILE.gguf TOKENS.npy OUT.npy
+    python scripts/run_client.py vllm DTYPE FOLDER TOKENS.npy OUT.npy [FOLDER TOKENS.npy OUT.npy ...]
+    python scripts/run_client.py vllm-loader DTYPE FOLDER TOKENS.npy OUT.npy [...]
 
-It needs numpy and the client alone. Tokens are [B, L]; what comes out are the log probabilities [B,
-L, V] after each."""
+It needs numpy and the client alone. Tokens are [B, L]; what comes out are the log probabilities [B, L, V] after each.
+"""
 
 import contextlib
 import os
@@ -38,8 +38,9 @@ def _use_converter(checkout: str) -> Any:
 def convert(checkout: str, folder: str, out: str) -> None:
     """The checkpoint as float32 GGUF, by llama.cpp's own converter.
 
-    It knows tokenizers by a hash and refuses others, whatever the weights are. Tokens go in as
-    numbers here, so any kind of byte-level tokenizer may stand for one that it does not know."""
+    It knows tokenizers by a hash and refuses others, whatever the weights are. Tokens go in as numbers here, so any
+    kind of byte-level tokenizer may stand for one that it does not know.
+    """
     base = _use_converter(checkout)
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
@@ -97,8 +98,7 @@ def llama(file: str, tokens: str, out: str) -> None:
 
 
 def vllm(dtype: str, *arguments: str) -> None:
-    """Log probabilities of vLLM for one checkpoint after another; where it fails, the reason is
-    beside its OUT."""
+    """Log probabilities of vLLM for one checkpoint after another; where it fails, the reason is beside its OUT."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
 
@@ -135,11 +135,10 @@ def _vllm(dtype: str, folder: str, tokens: str, out: str) -> None:
 
 
 def vllm_loader(dtype: str, *arguments: str) -> None:
-    """The same with vLLM's own reading of quantised experts, and a plain kernel for what it has
-    none for on a CPU.
+    """The same with vLLM's own reading of quantised experts, and a plain kernel for what it has none for on a CPU.
 
-    Configuration, names, shapes and placing of all tensors are vLLM's; what has arrived is
-    dequantised as it lies."""
+    Configuration, names, shapes and placing of all tensors are vLLM's; what has arrived is dequantised as it lies.
+    """
     from importlib import import_module
 
     from vllm.model_executor.layers.fused_moe.oracle import (  # type: ignore[import-not-found]
@@ -171,8 +170,7 @@ def vllm_loader(dtype: str, *arguments: str) -> None:
 
 
 def _use_plain(method: Any, config: Any, layer: Any) -> None:
-    """Dequantise the experts of a loaded layer, and let vLLM compute with them as with a plain
-    checkpoint's."""
+    """Dequantise the experts of a loaded layer, and let vLLM compute with them as with a plain checkpoint's."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme

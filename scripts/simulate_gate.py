@@ -2,10 +2,10 @@
 
     python -m scripts.simulate_gate [--runs 5000] [--confidence 0.95]
 
-A pass is false if the true drop is at the margin or over it, a fail if it is at the margin or under
-it; `!` marks a rate of either that exceeds 1 - confidence by more than three binomial errors.
-Beside the gate's paired tests stands what another one makes of the same samples: a comparison of
-two means, or a gate that every task has to pass by itself."""
+A pass is false if the true drop is at the margin or over it, a fail if it is at the margin or under it; `!` marks a
+rate of either that exceeds 1 - confidence by more than three binomial errors. Beside the gate's paired tests stands
+what another one makes of the same samples: a comparison of two means, or a gate that every task has to pass by itself.
+"""
 
 import argparse
 import math
@@ -81,8 +81,7 @@ def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
 def answers(
     random: np.random.Generator, drop: float, flips: float, items: int, size: Any
 ) -> tuple[Array, ...]:
-    """Numbers of items that both, only the base and only the compressed model get right: three of
-    [size]."""
+    """Numbers of items that both, only the base and only the compressed model get right: three of [size]."""
     lost, gained = (flips + drop) / 2, (flips - drop) / 2
     counts = random.multinomial(
         items, [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained], size=size
@@ -108,10 +107,7 @@ def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iter
                 both, lost, gained = answers(random, drop, flips, items, runs)
                 means = (both + lost) / items, (both + gained) / items
                 error = np.sqrt(sum(mean * (1 - mean) for mean in means) / (items - 1))
-                label = (
-                    f"n {items:5}, correlation {correlation(drop, flips):4.2f}, true drop "
-                    f"{drop:.2f}"
-                )
+                label = f"n {items:5}, correlation {correlation(drop, flips):4.2f}, true drop {drop:.2f}"
                 gate, other = (
                     exact(lost, gained, items, MARGIN),
                     two_means(means[0] - means[1], error, MARGIN),
@@ -122,15 +118,13 @@ def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iter
 def strata(
     random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int
 ) -> tuple[Array, Array]:
-    """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their
-    own: [runs, m]."""
+    """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their own: [runs, m]."""
     lost = random.binomial(sizes, (flips + drops) / 2, size=(runs, len(sizes)))
     return lost, random.binomial(sizes - lost, (flips - drops) / 2 / (1 - (flips + drops) / 2))
 
 
 def judged(lost: Array, gained: Array, sizes: Array, margin: float, alpha: float) -> Tests:
-    """p-values of the gate: those of the pool, unless a task fails by itself (then 1 and 0): [runs,
-    m] -> [runs]."""
+    """p-values of the gate: those of the pool, unless a task fails by itself (then 1 and 0): [runs, m] -> [runs]."""
     passing, failing = exact(lost.sum(axis=1), gained.sum(axis=1), int(sizes.sum()), margin)
     columns = zip(lost.T, gained.T, sizes, strict=True)
     tasks = np.stack([exact(b, c, int(n), TASK_DROPS * margin)[1] for b, c, n in columns], axis=1)
@@ -139,8 +133,7 @@ def judged(lost: Array, gained: Array, sizes: Array, margin: float, alpha: float
 
 
 def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
-    """Tasks of several sizes, alike or with flips and drops of their own; the true drop is the mean
-    over items."""
+    """Tasks of several sizes, alike or with flips and drops of their own; the true drop is the mean over items."""
     tasks = {
         "boolq, openbookqa, rte": (0.01, np.array([3270, 500, 277])),
         "five of 200 items": (0.05, np.array([200] * 5)),
@@ -203,8 +196,7 @@ def _continuous(
     alpha: float,
     likelihood: bool,
 ) -> Iterator[str]:
-    """The paired t-tests as the gate makes them of scores most of which differ, and two means:
-    [runs, n], [n]."""
+    """The paired t-tests as the gate makes them of scores most of which differ, and two means: [runs, n], [n]."""
     margin = math.log1p(MARGIN) if likelihood else MARGIN
     estimate, error, freedom = (
         ratio(drops, weights),
@@ -236,8 +228,7 @@ def main() -> None:
     alpha, random = 1 - chosen.confidence, np.random.default_rng(0)
     error = math.sqrt(alpha * (1 - alpha) / chosen.runs)
     print(
-        f"{chosen.runs} runs a row, confidence {chosen.confidence}; binomial error of {alpha:.2%} "
-        f"is {error:.2%}"
+        f"{chosen.runs} runs a row, confidence {chosen.confidence}; binomial error of {alpha:.2%} is {error:.2%}"
     )
     for table in (right_or_wrong, pooled, continuous):
         for line in table(random, chosen.runs, alpha):

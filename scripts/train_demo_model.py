@@ -42,8 +42,7 @@ CALIBRATION_BYTES, HELDOUT_BYTES, ITEMS_PER_SKILL = 200_000, 60_000, 200
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: 256 bytes and the token that begins and ends a
-    text."""
+    """A byte-level tokenizer without merges: 256 bytes and the token that begins and ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[])
@@ -118,8 +117,7 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...], config: Qwen3MoeConfig
 
 
 def train(output: Path, steps: int, minutes: float, seed: int) -> None:
-    """Trains from random weights for `steps` steps, or for `minutes` if they end first, and
-    saves."""
+    """Trains from random weights for `steps` steps, or for `minutes` if they end first, and saves."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer.bos_token_id)
@@ -226,8 +224,7 @@ def expert_shares(
 
 
 def drop_random_experts(model: Qwen3MoeForCausalLM, count: int, seed: int) -> Qwen3MoeForCausalLM:
-    """A copy of the model that has lost `count` random experts of each layer, weights and router
-    rows."""
+    """A copy of the model that has lost `count` random experts of each layer, weights and router rows."""
     rng = random.Random(seed)
     smaller = copy.deepcopy(model)
     for layer in smaller.model.layers:
@@ -242,8 +239,7 @@ def drop_random_experts(model: Qwen3MoeForCausalLM, count: int, seed: int) -> Qw
 
 
 def report(checkpoint: Path, drop: int, drop_seeds: int) -> None:
-    """Prints size, accuracy, held-out loss, the effect of a random drop and the expert visits per
-    skill."""
+    """Prints size, accuracy, held-out loss, the effect of a random drop and the expert visits per skill."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     items, held_out = load_items(), load_documents("heldout")
@@ -273,8 +269,7 @@ def report(checkpoint: Path, drop: int, drop_seeds: int) -> None:
     for layer in range(shares.shape[1]):
         apart = [(shares[a, layer] - shares[b, layer]).abs().sum().item() / 2 for a, b in pairs]
         print(
-            f"layer {layer}: {sum(apart) / len(apart):.2f}, from {min(apart):.2f} to "
-            f"{max(apart):.2f}"
+            f"layer {layer}: {sum(apart) / len(apart):.2f}, from {min(apart):.2f} to {max(apart):.2f}"
         )
 
 

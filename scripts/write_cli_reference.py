@@ -1,5 +1,4 @@
-"""Build the reference of commands and steps from the commands themselves, so that the page says
-what `--help` says.
+"""Build the reference of commands and steps from the commands themselves, so that the page says what `--help` says.
 
 `make docs` puts it into the site; python -m scripts.write_cli_reference prints it.
 """
@@ -11,7 +10,7 @@ from typing import Any
 
 import typer
 
-from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split, StepOptions
+from compressor import Constants, Correct, Distill, Prune, Quantize, Routers
 from compressor.cli import gate, measure
 from compressor.cli.main import app
 from compressor.cli.options import PANELS, with_all_options
@@ -47,8 +46,8 @@ progress go to the terminal; with `--json` a command prints JSON instead. Errors
 SHORTHANDS = """\
 ## Shorthands of compress
 
-`compress` and `plan` take these options, too, which only `--help-all` shows. Each sets the field beside it, as `--set`
-does: `--max-drop 0.02` is `--set gate.max_drop=0.02`. `--option NAME=VALUE` is `--set prune.options.NAME=VALUE`, an
+`compress` and `plan` take these options, too, which only `--help-all` shows. Each is short for the path
+beside it: `--max-drop 0.02` is `--gate.max_drop 0.02`, or `--set gate.max_drop=0.02`. `--option NAME=VALUE` is `--set prune.options.NAME=VALUE`, an
 option of the strategy, and `--no-merge-routers` is `--option merge_routers=false`. `--json` prints JSON, and
 `--imatrix FILE` names the importance matrix by which experts of a GGUF file are chosen. `--bytes SIZE` of `compress`
 [prunes or quantises](../how-to/prune-or-quantise.md) to a size, `--for SERVERS` in formats that these load.
@@ -59,9 +58,9 @@ STEPS_INTRODUCTION = """\
 ## Steps of a recipe
 
 The built-in steps and their options, as a [recipe](../how-to/recipes.md) names them; on the command line
-`--set step.option=value` sets any of them. `moe-compress list steps` lists these and those of [plugins](../plugins.md).
+`--step.option value`, or `--set step.option=value`, sets any of them. `moe-compress list steps` lists these and those of [plugins](../plugins.md).
 """
-STEPS = (Split, Prune, Correct, Constants, Routers, Distill, Quantize)
+STEPS = (Prune, Correct, Constants, Routers, Distill, Quantize)
 
 
 def commands() -> dict[str, Any]:
@@ -94,16 +93,19 @@ def page() -> str:
     )
 
 
-def _step_section(step: type[StepOptions]) -> str:
+def _step_section(step: Any) -> str:
     """The options of a step: its fields."""
     rows = []
     for name, entry in step.model_fields.items():
         default = entry.get_default(call_default_factory=True)
+        if isinstance(default, Correct):
+            default = default.method
         shown = "" if default is None or default == {} else f" Default: `{json.dumps(default)}`."
         rows.append(f"| `{name}` | {_cell(entry.description or '')}{shown} |")
     text = (step.__doc__ or "").partition(OPTIONS)[0].strip()
+    name = "correct, of prune and constants" if step is Correct else step.name
     return "\n".join(
-        [f"### {step.name}", "", _cell(text), "", "| option | meaning |", "|---|---|", *rows, ""]
+        [f"### {name}", "", _cell(text), "", "| option | meaning |", "|---|---|", *rows, ""]
     )
 
 

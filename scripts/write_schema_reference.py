@@ -1,8 +1,8 @@
-"""Write the options of steps into docs/reference/plan.schema.json, and build tables of
-docs/reference/plan.md from it.
+"""Write the options of steps into docs/reference/plan.schema.json, and build tables of docs/reference/plan.md from it.
 
-python -m scripts.write_schema_reference            # print the tables, which `make docs` puts into
-the site python -m scripts.write_schema_reference --write    # put the options into the schema"""
+python -m scripts.write_schema_reference            # print the tables, which `make docs` puts into the site
+python -m scripts.write_schema_reference --write    # put the options into the schema
+"""
 
 import argparse
 import json
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split
+from compressor import Constants, Distill, Prune, Quantize, Routers
 from compressor.records import readable_json
 
-STEPS = (Split, Prune, Correct, Constants, Routers, Distill, Quantize)
+STEPS = (Prune, Constants, Routers, Distill, Quantize)
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 PAGE = "reference/plan.md"  # in the site
 MARK = "<!-- tables -->"
@@ -22,7 +22,7 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("`source`", "plan", "source"),
     ("`calibration`", "plan", "calibration"),
     ("An entry of `steps`", "plan", "step"),
-    ("`plan` of `split`", "plan", "split"),
+    ("`split` of a plan of `prune`", "plan", "split"),
     ("`plan` of `prune`", "plan", "pruned"),
     ("`plan` of `constants`", "plan", "constants"),
     ("`plan` of `quantize`", "plan", "quantized"),

@@ -25,8 +25,7 @@ def table() -> str:
         ]
         example = breach_text(rule, EXAMPLE)
         rows.append(
-            f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | "
-            f"{rule.effect} | "
+            f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | {rule.effect} | "
             f"{source}, {rule.version}{seen} |"
         )
     return "\n".join(rows)

@@ -1,13 +1,12 @@
-"""Make the outputs that pages show by the commands above them, in 80 columns, as a reader would see
-them.
+"""Make the outputs that pages show by the commands above them, in 80 columns, as a reader would see them.
 
 python -m scripts.write_shown_outputs                     # say which pages show something else now
 python -m scripts.write_shown_outputs --write [PAGE ...]  # put in what the commands print now
 
-A block of text below `<!-- shown: FIRST | LAST; status N -->` holds the lines of the last commands
-that run, from the one that contains FIRST to the one that contains LAST (by default to the next
-empty line or the end), and N is the last command's exit status, by default 0. Pages are run one
-after the other, each in a folder of its own."""
+A block of text below `<!-- shown: FIRST | LAST; status N -->` holds the lines of the last commands that run, from the
+one that contains FIRST to the one that contains LAST (by default to the next empty line or the end), and N is the last
+command's exit status, by default 0. Pages are run one after the other, each in a folder of its own.
+"""
 
 import argparse
 import os
@@ -35,8 +34,7 @@ SHOWN = re.compile(
 
 @dataclass(frozen=True)
 class Printed:
-    """A block of a page: the text that it shows, what the commands print now, and both exit
-    statuses."""
+    """A block of a page: the text that it shows, what the commands print now, and both exit statuses."""
 
     start: int  # of the shown text in the page
     shown: str
@@ -75,8 +73,7 @@ def excerpt(output: str, first: str, last: str | None) -> str:
 
 
 def run(code: str, language: str, folder: Path) -> tuple[str, int]:
-    """Run a block's commands in a page's folder; returns what they print, and the last one's exit
-    status."""
+    """Run a block's commands in a page's folder; returns what they print, and the last one's exit status."""
     environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= {"MOE_COMPRESSOR_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     if language == "python":
@@ -135,8 +132,7 @@ def main() -> None:
         for block in reversed(found):
             if block.status != block.ended:
                 print(
-                    f"{page.name}: exit status {block.ended} in place of "
-                    f"{block.status}:\n{block.printed}"
+                    f"{page.name}: exit status {block.ended} in place of {block.status}:\n{block.printed}"
                 )
             if not block.agrees:
                 differing += 1

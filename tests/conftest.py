@@ -55,14 +55,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def hasty() -> Iterator[None]:
     """Two steps of tuning a layer by default, where tuning is not what is tested."""
+    from compressor.steps.constants.options import Constants
     from compressor.steps.correct.options import Correct
+    from compressor.steps.prune.options import Prune
 
     steps = Correct.model_fields["steps"]
-    usual, steps.default = steps.default, 2
-    Correct.model_rebuild(force=True)
-    yield
-    steps.default = usual
-    Correct.model_rebuild(force=True)
+    usual = steps.default
+    for default in (2, usual):
+        steps.default = default
+        for options in (Correct, Prune, Constants):
+            options.model_rebuild(force=True)
+        if default == 2:
+            yield
 
 
 @pytest.fixture

@@ -231,7 +231,7 @@ def test_splits_and_top_k_are_rows(home: Path, tmp_path: Path, run: Run, sources
     # planned on the same seven eighths of the text; the uncorrected plan is the corrected one's
     assert run(*asked, "--strategy", "gated-mass", "--dtype", "float32", *sources).status == 0
     plan = json.loads((made / "compression.json").read_text())["plan"]
-    plan["steps"] = [step for step in plan["steps"] if step["name"] != "correct"]
+    plan["steps"][0]["options"]["correct"] = {"method": "none"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert run("apply", tmp_path / "plan.json", "--model", model, "-o", tmp_path / "plain").status == 0
     ids = packed(home / "e.jsonl")

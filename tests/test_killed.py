@@ -65,7 +65,7 @@ def layer(number: int, folder: str = "kept/.*") -> Moment:
     return Moment(pattern=rf"/{folder}/model\.layers\.{number}\.[\w.]*safetensors$")
 
 
-STAGED = "stage-0"
+STAGED = "step-0"
 REST = Moment(pattern=rf"/{STAGED}/rest\.safetensors$")
 PUT_IN_PLACE = Moment(pattern="/out$")
 MOMENTS: list[tuple[str, Moment, Sequence[int]]] = [  # with the layers that the run that goes on has to do again
@@ -88,7 +88,7 @@ MOMENTS: list[tuple[str, Moment, Sequence[int]]] = [  # with the layers that the
     ("gptq", PUT_IN_PLACE, ()),
     ("rounded", layer(1, STAGED), ()),
     ("rounded", Moment("open", r"/output/model\.safetensors"), ()),
-    ("corrected, then gptq", layer(1, "kept/2-quantized"), (1, 2)),
+    ("corrected, then gptq", layer(1, "kept/1-quantized"), (1, 2)),
     ("corrected, then gptq", Moment("open", r"/output/model\.safetensors"), ()),
 ]
 
@@ -117,7 +117,7 @@ def test_killed_and_run_again(
         ("distilled", Moment(pattern=r"/steps/state\.safetensors$", nth=4)),
         ("distilled", Moment(pattern=r"/made/layer-00001\.safetensors$")),
         ("distilled layer by layer", Moment(pattern=r"/now/model\.layers\.\d\.safetensors$", nth=9)),
-        ("distilled layer by layer", Moment(pattern=r"/stage-1/model\.layers\.1\.safetensors$", nth=2)),
+        ("distilled layer by layer", Moment(pattern=r"/step-1/model\.layers\.1\.safetensors$", nth=2)),
         ("adapted layer by layer", Moment(pattern=r"/steps/state\.safetensors$", nth=4)),
     ],
 )

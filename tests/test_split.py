@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def split(model: Path, out: Path, parts: int, text: Any = None, **more: Any) -> Outcome:
-    step = on_text("split", {"parts": parts}, text or TextOptions())
+    step = on_text("prune", {"ratio": 0.0, "split": parts}, text or TextOptions())
     return compressor.compress(str(model), out, [step], **more)
 
 
@@ -98,7 +97,7 @@ def test_three_parts_hold_every_neuron_once(by: str, model: Path, tmp_path: Path
     out = tmp_path / "out"
     asked: dict[str, Any] = {} if by == "weights" else {"text": data(tmp_path)}
     split(model, out, 3, **asked)
-    record = json.loads((out / "compression.json").read_text())["plan"]["steps"][0]["plan"]
+    record = json.loads((out / "compression.json").read_text())["plan"]["steps"][0]["plan"]["split"]
     assert (record["parts"], record["experts"], record["output_factor"]) == (3, 8, 3.0)
     assert (record["calibration"] is None) == (by == "weights")
     before, after = tensors_of(model), tensors_of(out)
@@ -180,7 +179,9 @@ def test_the_card_says_so_and_its_command_makes_the_same_again(
 @pytest.mark.parametrize("name", zoo.sweep(name for name in EXACT if name in zoo.FAMILIES or "-" in name))
 def test_splitting_on_the_way_gives_what_splitting_first_gives(name: str, tmp_path: Path) -> None:
     zoo.save(name, tmp_path / "model")
-    made = compressor.compress(str(tmp_path / "model"), tmp_path / "split", [make_step("split", {"parts": 2})])
+    made = compressor.compress(
+        str(tmp_path / "model"), tmp_path / "split", [make_step("prune", {"ratio": 0, "split": 2})]
+    )
     experts = made.experts_after
     asked: dict[str, Any] = {"strategy": "model-centric", "ratio": 0.25}
     compressor.compress(str(tmp_path / "split"), tmp_path / "twice", **asked)
@@ -242,7 +243,8 @@ def test_top_k_alone_is_the_stock_model_with_another_config(model: Path, tmp_pat
 
 def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     made = plan_of(model, experts=6, split=2, strategy="model-centric").to_dict()
-    own = made["steps"][0]["plan"]
+    decided = made["steps"][0]["plan"]
+    own = decided["split"]
     name, told = next(iter(own["neurons"].items()))
     for edit, fault in (
         ({"parts": 3}, "do not divide into 3|neurons' parts is damaged"),
@@ -250,7 +252,7 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
         ({"neurons": {**own["neurons"], name: told[:-8]}}, "record of its neurons' parts is damaged"),
         ({"neurons": {name: 5}}, "should say for each module"),
     ):
-        steps = [{**made["steps"][0], "plan": {**own, **edit}}, *made["steps"][1:]]
+        steps = [{**made["steps"][0], "plan": {**decided, "split": {**own, **edit}}}]
         (tmp_path / "plan.json").write_text(json.dumps({**made, "steps": steps}))
         with pytest.raises(CompressionError, match=fault):
             compressor.apply(tmp_path / "plan.json", tmp_path / "out", model=str(model))
@@ -262,8 +264,8 @@ def test_protected_lists_name_the_experts_of_the_source(model: Path, tmp_path: P
     asked = {"experts": 4, "split": 2, "strategy": "gated-mass", "protect": str(tmp_path / "list.json")}
     done = compressor.compress(str(model), tmp_path / "out", **asked, **calibration(tmp_path))
     assert [*done.plan.expert_plan.protected.values()] == [(14, 15), (5,)]
-    split, prune = read_recipe(tmp_path / "out" / "recipe.yaml").steps
-    assert split.parts == 2 and prune.experts == 4
+    (prune,) = read_recipe(tmp_path / "out" / "recipe.yaml").steps
+    assert prune.split == 2 and prune.experts == 4
     assert [*prune.protect] == [{"layer": 0, "expert": 7}, {"layer": 1, "expert": 2, "part": 1}]
 
 
@@ -275,16 +277,18 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.save(tmp_path_factory.mktemp("wide") / "model", intermediate_size=512)
 
 
-def chosen(model: Path, formats: tuple[str, ...] = ("safetensors",), **asked: Any) -> tuple[int, str]:
-    return chosen_parts(replace(open_model(locate(str(model))), formats=formats), recipe_of(model, **asked).steps)
+def chosen(model: Path, **asked: Any) -> tuple[int, str]:
+    (prune,) = recipe_of(model, **asked).steps
+    assert isinstance(prune, compressor.Prune)
+    return chosen_parts(open_model(locate(str(model))), prune)
 
 
 @pytest.mark.parametrize("parts", [zoo.full("auto"), 1, 2, zoo.full(4)])
 @pytest.mark.parametrize("again", [False, True])
 def test_experts_count_those_of_the_source(parts: Any, again: bool, wide: Path, tmp_path: Path) -> None:
     asked = calibration(tmp_path)
-    steps = [make_step("split", {"parts": parts}), make_step("prune", {"experts": 6 if again else 4})]
-    steps += [make_step("prune", {"experts": 4})] * again  # of a stage of its own
+    steps = [make_step("prune", {"split": parts, "experts": 6 if again else 4})]
+    steps += [make_step("prune", {"experts": 4})] * again
     compressor.compress(str(wide), tmp_path / "out", steps, **asked)
     config, count = json.loads((tmp_path / "out" / "config.json").read_text()), 2 if parts == "auto" else parts
     assert (config["num_local_experts"], config["intermediate_size"]) == (4 * count, 512 // count)
@@ -296,7 +300,7 @@ def test_experts_count_those_of_the_source(parts: Any, again: bool, wide: Path, 
 
 @pytest.mark.parametrize("parts", ["auto", 1, 2, 4])
 def test_a_search_tries_experts_of_the_source(parts: Any, wide: Path) -> None:
-    steps = [make_step("split", {"parts": parts}), make_step("prune", {})]
+    steps = [make_step("prune", {"split": parts})]
     for recipe in (steps, [make_step("routers", {}), *steps]):
         assert possible_counts(open_model(locate(str(wide))), make_recipe(str(wide), recipe)) == [2, 3, 4, 5, 6, 7]
 
@@ -309,13 +313,9 @@ def test_auto_takes_the_first_number_of_parts_that_suits(wide: Path, tmp_path: P
     assert chosen(wide, experts=4, top_k=1) == (1, "--top-k counts whole experts")
     qwen = small.save(tmp_path / "qwen", "qwen3_moe", moe_intermediate_size=768)  # as of Qwen3-30B-A3B
     assert chosen(qwen, experts=6)[0] == 2
-    parts, why = chosen(qwen, ("gguf",), experts=6)
-    assert parts == 3 and "with 2 parts llama.cpp quantises down projections of 384 columns" in why
-    odd = small.save(tmp_path / "odd", intermediate_size=384)
+    odd = small.save(tmp_path / "odd", intermediate_size=192)
     parts, why = chosen(odd, experts=6)
-    assert parts == 3 and "with 2 parts vLLM pads experts of 192 neurons to a multiple of 128" in why
-    parts, why = chosen(odd, experts=4)  # of which three parts make 12, for which vLLM has no kernel
-    assert parts == 1 and "with 3 parts vLLM routes among 12 experts by a slower kernel" in why
+    assert parts == 3 and "192 neurons do not make 2 parts of a multiple of 64; it loses less" in why
     grouped = small.save(tmp_path / "grouped", "deepseek_v3", moe_intermediate_size=512)
     parts, why = chosen(grouped, experts=8)
     assert parts == 1 and GROUPS in why
@@ -331,9 +331,9 @@ def test_what_auto_decided_is_said_once_and_recorded(width: int, tmp_path: Path,
     done = run("compress", model, "-o", tmp_path / "out", "--experts", 4, "--calibration", text, "--samples", 8)
     assert done.status == 0 and done.out.count("Split each of 8 experts into 2 parts" if width == 512 else said) == 1
     kept = "Keep 8 of 16 sub-experts in each layer, as large as 4 of 8 experts."
-    assert done.err.splitlines().count(kept) == int(width == 512) and "into 2 parts" not in done.err
+    assert done.out.count(kept) == int(width == 512)
     entry = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["steps"][0]
-    assert entry["name"] == "split" and entry["plan"]["why"] in done.out and entry["plan"]["why"] not in done.err
+    assert entry["plan"]["split"]["why"] in done.out and "into 2 parts" not in done.err
     assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
     first, again = (tensors_of(tmp_path / name) for name in ("out", "again"))
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
@@ -344,7 +344,7 @@ def test_a_pruned_output_is_split_and_pruned_again(tmp_path: Path) -> None:
     fewer = compressor.Prune(strategy="aimer", experts=6)
     text = {"calibration": str(small.text_file(tmp_path)), "samples": 16, "sequence_length": 32}
     compressor.compress(str(folder), tmp_path / "first", [fewer], **text)
-    steps = [compressor.Split(2), compressor.Prune(strategy="aimer", experts=4)]
+    steps = [compressor.Prune(strategy="aimer", experts=4, split=2)]
     outcome = compressor.compress(str(tmp_path / "first"), tmp_path / "out", steps, **text)
     assert {len(layer.groups) for layer in outcome.plan.expert_plan.layers} == {8}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_experts == 8

@@ -46,8 +46,7 @@ def prompt(draw: random.Random) -> tuple[str, dict[str, range]]:
 
 
 def roles_of(offsets: list[tuple[int, int]], spans: dict[str, range]) -> list[str]:
-    """Return the role of each token by its characters; a token may begin with the space before a
-    word."""
+    """Return the role of each token by its characters; a token may begin with the space before a word."""
     roles = ["other"] * len(offsets)
     for number, (start, end) in enumerate(offsets):
         for role, span in spans.items():

@@ -40,8 +40,7 @@ SHOWN = 8  # numbers of experts whose coverage the table shows
 
 @dataclass(frozen=True)
 class Score:
-    """How a model answers with certain settings; gain and standard error are of the share of right
-    answers."""
+    """How a model answers with certain settings; gain and standard error are of the share of right answers."""
 
     settings: Mapping[str, Any]  # none for the plain model
     accuracy: Mapping[str, float]  # by task
@@ -93,18 +92,14 @@ def blocks(scores: Sequence[Score], items: int, top_k: int) -> tuple[Block, ...]
         tables.append(
             Table(caption, ("settings", *(f"{number} experts" for number in shown)), tuple(rows))
         )
-    note = (
-        "nats: mean log likelihood of the right answers; forwards: cost in plain forwards; "
-        "seconds: for an item"
-    )
+    note = "nats: mean log likelihood of the right answers; forwards: cost in plain forwards; seconds: for an item"
     return (*tables, Text(f"{counted(items, 'item')}; {note}."))
 
 
 def ask(
     questions: Sequence[Item], grade: Callable[[Item], tuple[bool, float]]
 ) -> tuple[Tensor, float]:
-    """Return which questions are answered right and the right answers' log likelihoods, [n, 2]; and
-    seconds for one."""
+    """Return which questions are answered right and the right answers' log likelihoods, [n, 2]; and seconds for one."""
     grades = torch.zeros(len(questions), 2, dtype=torch.float64)
     start = perf_counter()
     for number, item in enumerate(questions):
@@ -113,8 +108,7 @@ def ask(
 
 
 def by_task(questions: Sequence[Item], right: Tensor) -> dict[str, float]:
-    """Return the share of right answers of each task, and of all items if there are several
-    tasks."""
+    """Return the share of right answers of each task, and of all items if there are several tasks."""
     results: dict[str, list[float]] = {}
     for item, is_right in zip(questions, right.tolist(), strict=True):
         results.setdefault(item.task or "items", []).append(is_right)

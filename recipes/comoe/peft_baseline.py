@@ -1,5 +1,4 @@
-"""One LoRA or DoRA of peft, trained and asked as CoMoE's experts are: the baselines of tables 1, 2
-and 8."""
+"""One LoRA or DoRA of peft, trained and asked as CoMoE's experts are: the baselines of tables 1, 2 and 8."""
 
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ def tune_by_peft(
     device: str,
     dtype: str,
 ) -> tuple[dict[str, float], float, Cost, Cost | None]:
-    """Return accuracies by task, the share of trained parameters, and the costs of training and of
-    answers."""
+    """Return accuracies by task, the share of trained parameters, and the costs of training and of answers."""
     tokenizer, base = load(locate(model), dtype)
     config = options.config
     adapted = peft.get_peft_model(

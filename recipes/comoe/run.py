@@ -61,8 +61,7 @@ class Result:
 
 
 def options_of(words: Sequence[str]) -> TuningOptions:
-    """Read options of `comoe train`, each followed by its value but for `--dora`; later ones
-    win."""
+    """Read options of `comoe train`, each followed by its value but for `--dora`; later ones win."""
     experts = {field.name for field in fields(ComoeConfig)}
     config = dict[str, Any]()
     training = dict[str, Any]()
@@ -109,8 +108,7 @@ def demo_items(skill: str, heldout: bool) -> list[Item]:
 
 
 def questions(tasks: Sequence[str], heldout: bool) -> dict[str, Any]:
-    """Return the arguments that name items to train on or to ask: lm-eval's tasks, or a file of the
-    demo's."""
+    """Return the arguments that name items to train on or to ask: lm-eval's tasks, or a file of the demo's."""
     if not IS_DEMO:
         return {
             "tasks": tuple(tasks),
@@ -168,8 +166,7 @@ def cells(results: Sequence[Result]) -> list[str]:
 
 
 def joined(results: Sequence[Result]) -> Result:
-    """Return several tasks' own results as one row; its costs are sums, but the memory is the
-    most."""
+    """Return several tasks' own results as one row; its costs are sums, but the memory is the most."""
     accuracy = dict[str, float]()
     for result in results:
         accuracy |= result.accuracy

@@ -1,5 +1,4 @@
-"""What the benchmarks share: options, synthetic models, what a call or a process takes, and tables
-of ratios."""
+"""What the benchmarks share: options, synthetic models, what a call or a process takes, and tables of ratios."""
 
 import argparse
 import json
@@ -24,8 +23,7 @@ COMMAND = [sys.executable, "-m", "compressor"]
 
 
 def options(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with these options; a list takes several values, False is a flag, None is a string
-    left out."""
+    """A parser with these options; a list takes several values, False is a flag, None is a string left out."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,8 +82,7 @@ def qwen3_moe(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a checkpoint that is written layer by layer; the default has layers of about 0.25 GB in
-    bfloat16."""
+    """Of a checkpoint that is written layer by layer; the default has layers of about 0.25 GB in bfloat16."""
 
     hidden: int = 2048
     inner: int = 1024
@@ -101,8 +98,7 @@ class Sizes:
         )
 
     def write(self, folder: Path, gigabytes: float) -> int:
-        """Write a checkpoint of at least this size with a tokenizer, unless there is one; returns
-        its layers."""
+        """Write a checkpoint of at least this size with a tokenizer, unless there is one; returns its layers."""
         layers = int(gigabytes * 1e9 / (self.experts * 3 * self.hidden * self.inner * 2)) + 1
         if not (folder / "config.json").is_file():
             write_layers(folder, self.config, layers)
@@ -110,11 +106,10 @@ class Sizes:
 
 
 def write_layers(folder: Path, config: Callable[[int], Any], layers: int) -> None:
-    """Write a Qwen3-MoE checkpoint of random bfloat16 weights, a file for each layer; `config`
-    takes a layer count.
+    """Write a Qwen3-MoE checkpoint of random bfloat16 weights, a file for each layer; `config` takes a layer count.
 
-    All layers hold the weights of one, rolled by their number, so no more than two of them are in
-    memory."""
+    All layers hold the weights of one, rolled by their number, so no more than two of them are in memory.
+    """
     from safetensors.torch import save_file
     from transformers import Qwen3MoeForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -185,8 +180,7 @@ class Child:
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
-    """Run a command to its end, watched; it ends with this process, and what a failing one printed
-    goes to stderr."""
+    """Run a command to its end, watched; it ends with this process, and what a failing one printed goes to stderr."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams)
@@ -255,10 +249,7 @@ def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor
 
 def with_error(values: Tensor, form: str = ".4f") -> str:
     """Mean of paired differences, and 1.96 standard errors of it."""
-    return (
-        f"{values.mean():{form}} ± "
-        f"{1.96 * float(values.std()) / math.sqrt(len(values)):{form.lstrip('+')}}"
-    )
+    return f"{values.mean():{form}} ± {1.96 * float(values.std()) / math.sqrt(len(values)):{form.lstrip('+')}}"
 
 
 def row(*cells: Any) -> None:

@@ -1,17 +1,16 @@
-"""Count what the default run does to a layer: operators, synchronisations with the host, bytes
-between devices.
+"""Count what the default run does to a layer: operators, synchronisations with the host, bytes between devices.
 
     python -m scripts.benchmarks.launches [--experts 16 64] [--device cpu] [--places]
 
-Prints, for layers of so many experts side by side, one step of `tune`, and one calibration batch
-through one decoder layer: in the pass that plans (statistics of the default strategy), in `correct`
-(recorded, then through the smaller layer), and there with `ridge`. Each figure is a difference
-between runs with other numbers of steps, or of batches and layers, so what is done once does not
-count. Operators are calls that reach the dispatcher; views launch nothing.
+Prints, for layers of so many experts side by side, one step of `tune`, and one calibration batch through one decoder
+layer: in the pass that plans (statistics of the default strategy), in `correct` (recorded, then through the smaller
+layer), and there with `ridge`. Each figure is a difference between runs with other numbers of steps, or of batches and
+layers, so what is done once does not count. Operators are calls that reach the dispatcher; views launch nothing.
 
-A synchronisation is a call for which the host waits. On a GPU only tensors that lie there count. On
-the CPU, where nothing tells them apart, every such call counts, so the figures are upper bounds;
---places prints where they are. Last is what starting `compress` costs beside a stock load."""
+A synchronisation is a call for which the host waits. On a GPU only tensors that lie there count. On the CPU, where
+nothing tells them apart, every such call counts, so the figures are upper bounds; --places prints where they are. Last
+is what starting `compress` costs beside a stock load.
+"""
 
 import sys
 import tempfile
@@ -130,8 +129,7 @@ class Reads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         device = self.operators.device
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
-        # on the CPU the device has the host's name, so there only a name that is spelled out is the
-        # host's
+        # on the CPU the device has the host's name, so there only a name that is spelled out is the host's
         to_host = (
             name == "to"
             and str(target) == "cpu"
@@ -223,8 +221,7 @@ class Synthetic:
         return difference(difference(run(2, many), run(2, few), many - few), first, 1)
 
     def rows(self) -> Iterator[tuple[str, Counts, int | None, int | None]]:
-        """Each thing, what one of it took, and the most operators and synchronisations that it may
-        take."""
+        """Each thing, what one of it took, and the most operators and synchronisations that it may take."""
         yield "step of tune", self.step(), MOST_OPERATORS, MOST_IN_STEP
         yield "batch, statistics", self.batch(self.plan), None, MOST_IN_BATCH
         for name, method, limit in (
@@ -241,8 +238,7 @@ class Synthetic:
 
 
 def start_up(folder: Path) -> str:
-    """Wall and CPU seconds of `compress` of a small model over those of the imports and a stock
-    load, medians of 3."""
+    """Wall and CPU seconds of `compress` of a small model over those of the imports and a stock load, medians of 3."""
     text = folder / "text.txt"
     text.write_text(random_text(4096))
     model = next(folder.glob("*-1"))
@@ -268,10 +264,7 @@ def start_up(folder: Path) -> str:
         "--sequence-length",
         "64",
     ]
-    stock = (
-        "from transformers import AutoModelForCausalLM; "
-        f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
-    )
+    stock = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(model)!r})"
     runs: dict[str, list[Child]] = {"stock": [], "ours": []}
     for _ in range(3):
         runs["stock"].append(run_child([BARE[0], "-c", f"{BARE[2]}\n{stock}"]))
@@ -283,10 +276,7 @@ def start_up(folder: Path) -> str:
             for name, children in runs.items()
         }
         shares.append(f"{took['ours'] / took['stock']:.2f} of its {field}")
-    return (
-        "over a stock load with its imports, compress of a small model takes "
-        f"{' and '.join(shares)}"
-    )
+    return f"over a stock load with its imports, compress of a small model takes {' and '.join(shares)}"
 
 
 def difference(more: Counts, less: Counts, count: int) -> Counts:
@@ -309,8 +299,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs = [Synthetic(Path(scratch), experts, args.device) for experts in args.experts]
         print(
-            f"{', '.join(map(str, args.experts))} experts, half of them kept; {DEFAULT_LENGTH} "
-            "tokens a batch"
+            f"{', '.join(map(str, args.experts))} experts, half of them kept; {DEFAULT_LENGTH} tokens a batch"
         )
         head("what", "operators", "of them views", "synchronisations", "bytes between devices")
         for rows in zip(*(run.rows() for run in runs), strict=True):

@@ -1,18 +1,16 @@
-"""Run other projects' pruning and merging and ours on the same work, each in a process of its own,
-and print ratios.
+"""Run other projects' pruning and merging and ours on the same work, each in a process of its own, and print ratios.
 
-    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL
-    [--reap FOLDER] \\
+    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL [--reap FOLDER] \\
         [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
-The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE, whose code is
-theirs; `scripts.peers` lets it run with today's transformers. REAP knows Mixtral, RAZOR and HOPE
-take any model of stock experts. Everybody reads the same float32 checkpoint, calibrates with the
-same token batches, keeps as many experts, computes in float32 on the CPU with as many threads, and
-writes a checkpoint. Seconds, of the clock and of the processor, go from opening the checkpoint to
-the written output, without imports; memory is the highest resident one of the process above that of
-the imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats per
-token, with intervals of 95%. """
+The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE, whose code is theirs;
+`scripts.peers` lets it run with today's transformers. REAP knows Mixtral, RAZOR and HOPE take any model of stock
+experts. Everybody reads the same float32 checkpoint, calibrates with the same token batches, keeps as many experts,
+computes in float32 on the CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the
+processor, go from opening the checkpoint to the written output, without imports; memory is the highest resident one of
+the process above that of the imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats
+per token, with intervals of 95%.
+"""
 
 import argparse
 import json
@@ -71,8 +69,7 @@ def copy_tokenizer(model: Path, folder: Path) -> None:
 
 
 def save_batches(model: Path, data: str, samples: int, length: int, file: Path) -> str:
-    """Write the batches that our calibration makes of the text, for everybody; returns the SHA-256
-    of the token ids."""
+    """Write the batches that our calibration makes of the text, for everybody; returns the SHA-256 of the token ids."""
     import torch
 
     from compressor.data.batches import calibrate, load_tokenizer
@@ -92,8 +89,7 @@ def save_batches(model: Path, data: str, samples: int, length: int, file: Path) 
 
 
 def carry_out(job: Job, scratch: Path, environment: Mapping[str, str]) -> Told:
-    """Do the job in a process of its own; raises `CompressionError` with the end of what a failed
-    one said."""
+    """Do the job in a process of its own; raises `CompressionError` with the end of what a failed one said."""
     asked, told = scratch / "job.json", scratch / "told.json"
     told.unlink(missing_ok=True)
     write(asked, job)
@@ -109,8 +105,7 @@ def carry_out(job: Job, scratch: Path, environment: Mapping[str, str]) -> Told:
 
 
 def same_choice(one: Told, other: Told) -> str:
-    """In how many layers both kept the same experts, or made the same groups of them: 'n of N
-    layers'."""
+    """In how many layers both kept the same experts, or made the same groups of them: 'n of N layers'."""
     pairs = list(zip(one.groups, other.groups, strict=True))
     same = sum(
         {frozenset(group) for group in a} == {frozenset(group) for group in b} for a, b in pairs
@@ -126,8 +121,7 @@ def ours_of(method: str) -> str:
 def rows(
     found: Mapping[str, Told], costs: Mapping[str, Tensor], imports: int
 ) -> Iterable[tuple[Any, ...]]:
-    """Rows: every figure of theirs over ours of the same method; ours is 1. `costs` are of each
-    sequence."""
+    """Rows: every figure of theirs over ours of the same method; ours is 1. `costs` are of each sequence."""
     for method, told in found.items():
         ours = found[ours_of(method)]
         figures = (

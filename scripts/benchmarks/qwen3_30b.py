@@ -1,17 +1,15 @@
-"""Measure one decoder layer of Qwen3-30B-A3B in each step, on a checkpoint of random weights with a
-few of its layers.
+"""Measure one decoder layer of Qwen3-30B-A3B in each step, on a checkpoint of random weights with a few of its layers.
 
-    python -m scripts.benchmarks.qwen3_30b [--layers 4] [--folder DIR] [--samples 16] [--length 512]
-    [--device cpu]
+    python -m scripts.benchmarks.qwen3_30b [--layers 4] [--folder DIR] [--samples 16] [--length 512] [--device cpu]
                                            [--only NAME ...] [--shrink 1]
 
-Prints for each step the seconds and CPU seconds of a layer, and the peak of anonymous memory, below
-the rate of matrix products on the same machine. Every step is a recipe, run in a process of its
-own, streamed. `tune` runs twice, with different numbers of optimizer steps; the difference gives
-the time of one. `default` and `fast` are whole runs at 25%, without the start of Python, and have a
-share of the bound: the base read and the output written at 5 GB/s, or 3.3 PFLOP at the rate of the
-products if that takes longer, for all 48 layers and 256 x 2,048 tokens. Last are the operators that
-take most time in a short run of `tune`. `--shrink 8` tries it all on matrices of an eighth."""
+Prints for each step the seconds and CPU seconds of a layer, and the peak of anonymous memory, below the rate of matrix
+products on the same machine. Every step is a recipe, run in a process of its own, streamed. `tune` runs twice, with
+different numbers of optimizer steps; the difference gives the time of one. `default` and `fast` are whole runs at 25%,
+without the start of Python, and have a share of the bound: the base read and the output written at
+5 GB/s, or 3.3 PFLOP at the rate of the products if that takes longer, for all 48 layers and 256 x 2,048 tokens. Last
+are the operators that take most time in a short run of `tune`. `--shrink 8` tries it all on matrices of an eighth.
+"""
 
 import json
 import os
@@ -65,23 +63,30 @@ whole = sum(getattr(item, key) for item in items)
 print(*(f"{getattr(item, key) / whole:.0%} {item.key} ({item.count} calls)" for item in items[:5]), sep=", ")
 sys.exit(status)
 """
-PRUNE: Step = {"prune": {"strategy": "count-guided", "experts": KEEP}}
+COUNTED = {"strategy": "count-guided", "experts": KEEP}
+PRUNE: Step = {"prune": COUNTED}
 
 
 def tune(steps: int) -> list[Step]:
-    return [PRUNE, {"correct": {"method": "tune", "steps": steps}}]
+    return [{"prune": {**COUNTED, "correct": {"method": "tune", "steps": steps}}}]
 
 
 WHOLE: dict[str, list[Step]] = {
-    "default": [{"prune": {"ratio": 0.25}}, "correct"],
+    "default": [{"prune": {"ratio": 0.25, "correct": "tune"}}],
     "fast": [
-        {"prune": {"strategy": "energy", "ratio": 0.25, "sequential": True}},
-        {"correct": {"method": "ridge", "toward": 0}},
+        {
+            "prune": {
+                "strategy": "energy",
+                "ratio": 0.25,
+                "sequential": True,
+                "correct": {"method": "ridge", "toward": 0},
+            }
+        },
     ],
 }
 STEPS: dict[str, tuple[list[Step], list[Step]]] = {  # each with the steps whose time is subtracted
     "calibrate": ([], [PRUNE]),
-    "ridge": ([], [PRUNE, {"correct": {"method": "ridge"}}]),
+    "ridge": ([], [{"prune": {**COUNTED, "correct": "ridge"}}]),
     "tune": (tune(1), tune(1 + EXTRA)),
     "rtn": ([], [{"quantize": {"scheme": "int4"}}]),
     "gptq": ([], [{"quantize": {"scheme": "int4", "method": "gptq"}}]),
@@ -90,8 +95,7 @@ STEPS: dict[str, tuple[list[Step], list[Step]]] = {  # each with the steps whose
 
 
 def config(layers: int, shrink: int = 1) -> Any:
-    """Qwen3-30B-A3B, as its config.json has it, with so many of its 48 layers; `shrink` divides its
-    widths."""
+    """Qwen3-30B-A3B, as its config.json has it, with so many of its 48 layers; `shrink` divides its widths."""
     attention = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     more = {
         "norm_topk_prob": True,
@@ -166,8 +170,7 @@ def main() -> None:
         said = ", ".join(f"{value:.0f} GFLOP/s in {dtype}" for dtype, value in rates.items())
         print(f"{os.cpu_count()} cores, {given.device}; matrix products at {said}")
         print(
-            f"{given.layers} layers, {given.samples * given.length} tokens, {KEEP} of 128 experts "
-            "kept"
+            f"{given.layers} layers, {given.samples * given.length} tokens, {KEEP} of 128 experts kept"
         )
         head(
             "step",

@@ -1,13 +1,12 @@
 """Measure what several ranks on this machine bring; every figure is a ratio within one run.
 
-    python -m scripts.benchmarks.ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64]
-    [--steps N]
+    python -m scripts.benchmarks.ranks MODEL TEXT [--ranks 1 2] [--experts N] [--samples 64] [--steps N]
 
-Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the
-seconds of the pass that plans and of the correction over those of one rank (the launch and imports
-excluded), the processor's seconds of the busiest rank and the peak of anonymous memory of the
-largest over those of one, whether the plan is the same, and by how much weights differ. --steps
-shortens `tune`."""
+Plans and applies the plan by 1, 2 and more ranks of one thread each. Prints for each number the seconds of the pass
+that plans and of the correction over those of one rank (the launch and imports excluded), the processor's seconds of
+the busiest rank and the peak of anonymous memory of the largest over those of one, whether the plan is the same, and by
+how much weights differ. --steps shortens `tune`.
+"""
 
 import argparse
 import json
@@ -34,15 +33,13 @@ def work(given: argparse.Namespace, out: Path) -> None:
     from compressor.api import make_recipe, plan
     from compressor.distributed import process_group
     from compressor.memory import PeakMemory, limit_caches
-    from compressor.recipe.step import StepOptions
     from compressor.steps.correct.options import Correct
     from compressor.steps.prune.options import Prune
 
     limit_caches()
-    steps: list[StepOptions] = [Prune(given.strategy, experts=given.experts)]
-    if given.correct != "none":
-        steps.append(Correct(given.correct, **({"steps": given.steps} if given.steps else {})))
-    recipe = make_recipe(given.model, steps, [given.text], given.samples, given.length)
+    correct = Correct(given.correct, **({"steps": given.steps} if given.steps else {}))
+    prune = Prune(given.strategy, experts=given.experts, correct=correct)
+    recipe = make_recipe(given.model, [prune], [given.text], given.samples, given.length)
     with process_group() as ranks:
         begin = time.process_time()
         with PeakMemory() as peak:
@@ -144,10 +141,7 @@ def told(one: dict[str, Any], run: dict[str, Any]) -> str:
         return f"{name} {seconds:.1f} s, faster by {one['seconds'][name] / seconds:.2f}"
 
     times = ", ".join(phase(name) for name in PHASES if run["seconds"].get(name))
-    same = (
-        f"{'the same' if run['plan'] == one['plan'] else 'ANOTHER'} plan, weights "
-        f"{run['off']:.1e} apart"
-    )
+    same = f"{'the same' if run['plan'] == one['plan'] else 'ANOTHER'} plan, weights {run['off']:.1e} apart"
     shares = [f"{name} {run[name] / one[name]:.2f}" for name in ("work", "memory")]
     return f"{times}; of one rank's, each has at most {' and '.join(shares)}; {same}"
 

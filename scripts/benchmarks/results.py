@@ -1,15 +1,13 @@
 """Measure the figures of docs/results.md with today's defaults, and write its tables and its plot.
 
-    python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral"
-    --work work \\
-        --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0
-        1]
+    python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" --work work \\
+        --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0 1]
     python -m scripts.benchmarks.results write
 
-`measure` runs `moe-compress compare` once for each table and seed (and `moe-compress demo` for
---name demo), and keeps what the tables need in docs/assets/results/NAME.json. A run whose output is
-in the work folder isn't repeated. `write` reads these files; it puts each table between its two
-markers in the page, and draws docs/assets/loss-over-bytes.svg. """
+`measure` runs `moe-compress compare` once for each table and seed (and `moe-compress demo` for --name demo), and keeps
+what the tables need in docs/assets/results/NAME.json. A run whose output is in the work folder isn't repeated. `write`
+reads these files; it puts each table between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
+"""
 
 import argparse
 import datetime
@@ -59,12 +57,9 @@ PRUNED_FORMATS = (
 )  # the formats that the page shows of fewer experts
 EXPERIMENTS: Mapping[str, str] = {
     "sizes": f"--sizes --correct tune --schemes {','.join(FORMATS)}",
-    "strategies": f"--ratio 0.25,0.5,0.75 --strategies {','.join(CRITERIA)} --correct none "
-    "--random-seeds 2",
-    "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge "
-    "--random-seeds 1",
-    "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge "
-    "--random-seeds 1",
+    "strategies": f"--ratio 0.25,0.5,0.75 --strategies {','.join(CRITERIA)} --correct none --random-seeds 2",
+    "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge --random-seeds 1",
+    "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge --random-seeds 1",
 }
 DEMO, POINTS = "demo", "points"
 PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
@@ -102,15 +97,13 @@ class Subject:
         return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
     def increase(self, experiment: str, **wanted: Any) -> str:
-        """Return the mean increase of the loss over seeds for a cell; empty if it was not
-        measured."""
+        """Return the mean increase of the loss over seeds for a cell; empty if it was not measured."""
         increases = [row["increase"] for row in self.rows(experiment, **wanted)]
         return f"{fmean(increases):.3f}" if increases else ""
 
 
 def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-    """Return the fields that the tables need of the rows of a comparison.json, without the base of
-    strategies."""
+    """Return the fields that the tables need of the rows of a comparison.json, without the base of strategies."""
     sizes = size_rows(content)
     if sizes:
         return [_size_row(row, seed) for row in sizes]
@@ -119,8 +112,7 @@ def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
 
 
 def size_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a comparison by size, the base among them; none of a comparison of
-    strategies."""
+    """Return the rows of a comparison by size, the base among them; none of a comparison of strategies."""
     rows = content["pairs"] if "pairs" in content else content["rows"]
     return [row for row in rows if row.get("share") is not None]
 
@@ -199,8 +191,7 @@ def base_loss(content: Mapping[str, Any]) -> float:
 
 
 def shown_model(args: argparse.Namespace) -> str:
-    """Return how the page names the model: a folder of the clone as it is, any other without its
-    parents."""
+    """Return how the page names the model: a folder of the clone as it is, any other without its parents."""
     return str(args.model) if args.name == DEMO else f"./{args.name}"
 
 
@@ -219,8 +210,7 @@ def measure_demo(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_points(args: argparse.Namespace) -> dict[str, Any]:
-    """Compress to half of the experts at each point between seconds and loss, one after the
-    other."""
+    """Compress to half of the experts at each point between seconds and loss, one after the other."""
     heldout = DEMO_HELDOUT if args.heldout == DEMO else args.heldout
     sizes = heldout, args.evaluation_samples, args.length
     base = losses(args.model, *sizes).mean()
@@ -297,8 +287,7 @@ def wrapped(command: str) -> str:
 
 
 def strategies_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each criterion, below the default with its reconstruction; the best
-    published are bold."""
+    """Return a row for each criterion, below the default with its reconstruction; the best published are bold."""
     shares = (0.75, 0.5, 0.25)
     columns = [
         "strategy",
@@ -322,8 +311,7 @@ def strategies_table(subjects: Sequence[Subject]) -> str:
 
 
 def sizes_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each share and format; bold increases are those that no smaller model
-    undercuts."""
+    """Return a row for each share and format; bold increases are those that no smaller model undercuts."""
     columns, cells = ["experts", "format"], dict[tuple[str, str], list[str]]()
     pairs = {(row["share"], row["scheme"]) for subject in subjects for row in subject.rows("sizes")}
     pairs = sorted(pairs, key=lambda pair: (-pair[0], FORMATS.index(pair[1])))
@@ -414,16 +402,12 @@ def section(name: str, subjects: Sequence[Subject]) -> str:
     first, dates = measured[0], sorted({experiment["date"] for experiment in measured})
     said = f"Measured on {' and '.join(dates)}"
     if "seeds" in first:
-        said += (
-            f" with seed{'s' if len(first['seeds']) > 1 else ''} "
-            f"{', '.join(map(str, first['seeds']))}"
-        )
+        said += f" with seed{'s' if len(first['seeds']) > 1 else ''} {', '.join(map(str, first['seeds']))}"
     return f"{TABLES[name](subjects)}\n\n```bash\n{wrapped(first['command'])}\n```\n\n{said}."
 
 
 def written_page(page: str, subjects: Sequence[Subject]) -> str:
-    """Return the page with every table between its markers made anew; a table without markers isn't
-    shown."""
+    """Return the page with every table between its markers made anew; a table without markers isn't shown."""
     for name in TABLES:
         start, end = f"<!-- table: {name} -->", "<!-- end of table -->"
         before, marker, rest = page.partition(start)
@@ -465,8 +449,7 @@ def draw_plot(subjects: Sequence[Subject]) -> None:
 
 
 def draw_panel(axes: "Axes", subject: Subject) -> None:
-    """Draw the lines of one model: the default, quantising alone, both, published criteria and
-    random drops."""
+    """Draw the lines of one model: the default, quantising alone, both, published criteria and random drops."""
     base = max(row["bytes"] for row in subject.rows("sizes"))
     for name, colour in PLOTTED.items():
         draw_line(

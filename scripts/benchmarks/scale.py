@@ -1,18 +1,16 @@
-"""Measure how memory and time of `compress` grow with the model, on synthetic Qwen3-MoE checkpoints
-of given sizes.
+"""Measure how memory and time of `compress` grow with the model, on synthetic Qwen3-MoE checkpoints of given sizes.
 
-    python -m scripts.benchmarks.scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR]
-    [--export]
+    python -m scripts.benchmarks.scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR] [--export]
 
-Each checkpoint (bfloat16, layers of 0.26 GB) is copied file by file, compressed to half of its
-experts by model-centric and by reap with so many calibration tokens, and removed; --export writes
-model-centric's output as ONNX, too, and --correct compresses by reap with ridge and with two steps
-of tune. Prints for each size the time over that of the copy, the peak anonymous memory above a bare
-interpreter's over the largest layer, and over all sizes the slope of log time over log size.
+Each checkpoint (bfloat16, layers of 0.26 GB) is copied file by file, compressed to half of its experts by
+model-centric and by reap with so many calibration tokens, and removed; --export writes model-centric's output as ONNX,
+too, and --correct compresses by reap with ridge and with two steps of tune. Prints for each size the time over that of
+the copy, the peak anonymous memory above a bare interpreter's over the largest layer, and over all sizes the slope of
+log time over log size.
 
-Pages of the source are dropped from the page cache before each step (--cache cold), or read into it
-(warm, for sizes that fit). A copy reads the whole source and writes and flushes as much, one file
-at a time, of which one is kept."""
+Pages of the source are dropped from the page cache before each step (--cache cold), or read into it (warm, for sizes
+that fit). A copy reads the whole source and writes and flushes as much, one file at a time, of which one is kept.
+"""
 
 import math
 import os
@@ -67,7 +65,7 @@ TUNE = [
     "--correct",
     "tune",
     "--set",
-    "correct.steps=2",
+    "prune.correct.steps=2",
 ]  # memory does not depend on the number of steps
 CORRECTIONS = {"ridge": ["--correct", "ridge"], "tune": TUNE}
 
@@ -105,8 +103,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def copy_seconds(folder: Path, target: Path) -> float:
-    """Seconds to read every file of a checkpoint, and to write and flush a copy, each removed
-    before the next."""
+    """Seconds to read every file of a checkpoint, and to write and flush a copy, each removed before the next."""
     seconds = 0.0
     for file in sorted(folder.glob("*.safetensors")):
         begin = time.perf_counter()
@@ -122,8 +119,7 @@ def copy_seconds(folder: Path, target: Path) -> float:
 
 
 def random_text(tokens: int) -> str:
-    """Random words of so many bytes, which are the tokens of the synthetic checkpoint, and some
-    more."""
+    """Random words of so many bytes, which are the tokens of the synthetic checkpoint, and some more."""
     draw = random.Random(0)
     words = [
         "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9)))

@@ -1,5 +1,4 @@
-"""Empty stand-ins for packages that another project's modules import and that this machine
-lacks."""
+"""Empty stand-ins for packages that another project's modules import and that this machine lacks."""
 
 import importlib.util
 import sys
@@ -11,8 +10,7 @@ from typing import Any
 
 
 class Anything:
-    """May be called and asked for anything, and does nothing: for names that are imported and not
-    used."""
+    """May be called and asked for anything, and does nothing: for names that are imported and not used."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None: ...
 
@@ -48,8 +46,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def stand_in(packages: Iterable[str]) -> frozenset[str]:
-    """Let those of the packages that are not installed be imported empty, in this process; returns
-    their names."""
+    """Let those of the packages that are not installed be imported empty, in this process; returns their names."""
     missing = frozenset(
         name
         for name in packages

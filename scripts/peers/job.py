@@ -23,8 +23,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a process found: seconds of its phases, bytes, and which experts became one in every
-    layer."""
+    """What a process found: seconds of its phases, bytes, and which experts became one in every layer."""
 
     seconds: dict[str, float]
     cpu: float  # seconds of the processor in those phases, of all threads

@@ -1,10 +1,9 @@
-"""Mixtral with a module for every expert, as transformers 4 had it and other projects' code walks
-it.
+"""Mixtral with a module for every expert, as transformers 4 had it and other projects' code walks it.
 
-transformers 5 keeps the experts of a layer in one tensor and returns no router logits from the
-block. `put_back` takes the place of its classes in this process:
-`layer.block_sparse_moe.experts[i].w1` is there again, and the block returns (hidden states, router
-logits). Checkpoints are read and written in Mixtral's own layout, which has these very names."""
+transformers 5 keeps the experts of a layer in one tensor and returns no router logits from the block. `put_back` takes
+the place of its classes in this process: `layer.block_sparse_moe.experts[i].w1` is there again, and the block returns
+(hidden states, router logits). Checkpoints are read and written in Mixtral's own layout, which has these very names.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +35,7 @@ class MixtralBlockSparseTop2MLP(nn.Module):
 
 
 class MixtralSparseMoeBlock(nn.Module):
-    """Routes each token to the experts of its largest router logits; the peers know the block by
-    this name."""
+    """Routes each token to the experts of its largest router logits; the peers know the block by this name."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

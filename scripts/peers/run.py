@@ -1,9 +1,8 @@
-"""Run one method on one checkpoint in this process and write what it took: `python -m
-scripts.peers.run JOB TOLD`.
+"""Run one method on one checkpoint in this process and write what it took: `python -m scripts.peers.run JOB TOLD`.
 
-The other projects' code is imported from the checkout that the job names; here is only what their
-own scripts do between loading and saving, with our token ids instead of their data sets, on the
-CPU. Seconds do not count imports."""
+The other projects' code is imported from the checkout that the job names; here is only what their own scripts do
+between loading and saving, with our token ids instead of their data sets, on the CPU. Seconds do not count imports.
+"""
 
 import re
 import sys
@@ -19,8 +18,7 @@ from compressor.errors import CompressionError
 from scripts.peers.absent import stand_in
 from scripts.peers.job import Job, Told, read, write
 
-# imported by the checkouts, for data sets, servers, pictures and training that are not asked for here
-NOT_NEEDED = (
+NOT_NEEDED = (  # imported by the checkouts, for data sets, servers, pictures and training that are not asked for here
     "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "h5py", "lm_eval", "matplotlib", "requests", "seaborn",
     "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
 )  # fmt: skip
@@ -44,8 +42,7 @@ class Phases:
 
 
 def resident() -> int:
-    """The highest resident bytes of this process so far; unlike rusage's, without those of the one
-    that started it."""
+    """The highest resident bytes of this process so far; unlike rusage's, without those of the one that started it."""
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
@@ -56,8 +53,7 @@ def size(folder: Path, suffix: str) -> int:
 
 
 def kept_rows(before: torch.Tensor, after: torch.Tensor) -> list[list[int]]:
-    """Which router rows are left, each a group of its own: [E, H], [K, H] -> K lists of one;
-    refuses a changed row."""
+    """Which router rows are left, each a group of its own: [E, H], [K, H] -> K lists of one; refuses a changed row."""
     same = (before[None] == after[:, None]).all(dim=-1)  # [K, E]
     if (same.sum(dim=1) != 1).any():
         raise CompressionError(
@@ -94,8 +90,9 @@ def prepare(checkout: str, below: str) -> None:
 def run_reap(job: Job, as_used: bool) -> Told:
     """REAP's `record_activations` and `prune`, pruning metrics only.
 
-    Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`,
-    which Mixtral's does not say although its block does so; `as_used` says it."""
+    Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`, which Mixtral's does not
+    say although its block does so; `as_used` says it.
+    """
     from scripts.peers import old_mixtral
 
     prepare(job.peer or "", "src")
@@ -135,8 +132,7 @@ def run_reap(job: Job, as_used: bool) -> Told:
 
 
 def run_razor(job: Job) -> Told:
-    """RAZOR's `collect`, `keep_indices` and `prune_block`, by the adapter for layouts that it has
-    no own one for."""
+    """RAZOR's `collect`, `keep_indices` and `prune_block`, by the adapter for layouts that it has no own one for."""
     prepare(job.peer or "", "")
     from razor.adapters import get_adapter  # type: ignore[import-not-found]
     from razor.collect import collect  # type: ignore[import-not-found]
@@ -159,8 +155,7 @@ def run_razor(job: Job) -> Told:
 
 
 def run_hope(job: Job) -> Told:
-    """HOPE's observer, matrix, quadratic program and `prune_moe_layer`; its scripts' HDF5 file
-    stays in memory."""
+    """HOPE's observer, matrix, quadratic program and `prune_moe_layer`; its scripts' HDF5 file stays in memory."""
     prepare(job.peer or "", "")
     from hope.calibrate import HOExpertObserver  # type: ignore[import-not-found]
     from hope.prune import prune_moe_layer  # type: ignore[import-not-found]

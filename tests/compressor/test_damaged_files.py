@@ -133,9 +133,9 @@ def plan() -> dict[str, Any]:
     curve = [{"step": step, "kl": 0.3 - step / 100, "loss": 2.0, "training": {}} for step in (0, 9)]
     rounds = [{"ridge": 0.01, "step": 1.5, "gain": 0.05, "standard_error": 0.004}]
     content["steps"] += [
-        {"name": "routers", "options": {"rounds": 1}, "stage": 1, "text": text, "result": {
+        {"name": "routers", "options": {"rounds": 1}, "text": text, "result": {
             "before": 0.4, "after": 0.36, "taken": "router", "steps": rounds}},
-        {"name": "distill", "options": {"steps": 9}, "stage": 2, "text": text, "result": {
+        {"name": "distill", "options": {"steps": 9}, "text": text, "result": {
             "changed": True, "before": 0.36, "after": 0.2, "best": 9, "ended": "all steps are done", "curve": curve}},
     ]  # fmt: skip
     return content
@@ -174,7 +174,6 @@ def pruned_otherwise(**changes: Any) -> dict[str, Any]:
 @example(json.dumps({**plan(), "dtype": []}).encode())
 @example(json.dumps(pruned_otherwise(layers=[{**pruned(plan())["layers"][0], "experts": 10**12}])).encode())
 @example(json.dumps({**plan(), "steps": [{**plan()["steps"][0], "options": {"strategy": "\ud800"}}]}).encode())
-@example(json.dumps({**plan(), "steps": [{**plan()["steps"][0], "stage": 2**70}]}).encode())
 def test_plan(raw: bytes) -> None:
     with folder_with(plan__json=raw) as folder, only_sentences():
         made = Plan.load(folder / "plan.json")

@@ -93,7 +93,7 @@ def test_the_plan_is_the_same_for_any_number_of_ranks(
 
 
 def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
-    steps = ("--correct", "tune", "--set", "correct.steps=10")
+    steps = ("--correct", "tune", "--set", "prune.correct.steps=10")
     ask = ("compress", model, "--experts", 4, "--strategy", "reap", *steps, *text, "--samples", 100)
     alike(*both(run, tmp_path, 3, *ask))
     record = pruned(plan_in(tmp_path / "alone"))

@@ -115,7 +115,7 @@ def test_outputs_are_checked_exported_reported_and_pushed(home: Path, smaller: P
 
 def test_progress_reaches_into_tune_and_golden_answers(home: Path, tmp_path: Path) -> None:
     listener = Listener()
-    steps = [Prune(strategy="reap", experts=6), Correct("tune", steps=3, tokens=32)]
+    steps = [Prune(strategy="reap", experts=6, correct=Correct("tune", steps=3, tokens=32))]
     text = str(home / "calibration.txt")
     compressor.compress(
         str(home / "model"), tmp_path / "out", steps, calibration=text, **SIZES, progress=listener, evaluate=False

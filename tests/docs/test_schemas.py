@@ -96,7 +96,7 @@ CHANGES: dict[str, Callable[[Content], Any]] = {
     "an unknown field of a step": lambda plan: plan["steps"][0].update(opions={}),
     "a number as text": lambda plan: prune(plan).update(experts="4"),
     "no fingerprint": lambda plan: plan["source"].update(fingerprint="abc"),
-    "an unknown correction": lambda plan: plan["steps"].append({"name": "correct", "options": {"method": "magic"}}),
+    "an unknown correction": lambda plan: plan["steps"][0]["options"].update(correct={"method": "magic"}),
     "an unknown option": lambda plan: plan["steps"].append({"name": "distill", "options": {"step": 4}}),
     "an expert that is no number": lambda plan: prune(plan)["layers"][0]["groups"][0].update(members=["0"]),
     "an expert twice in a group": lambda plan: prune(plan)["layers"][0]["groups"][0].update(members=[0, 0]),

@@ -218,7 +218,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
     merged = replace(first, groups=(pair, *first.groups[1:]))
     text = {"source": "text"}
     after = {name: by_hand(plan) for name in ("routers", "distill")}
-    after = {name: replace(made, steps=(*made.steps, PlannedStep(name, stage=1))) for name, made in after.items()}
+    after = {name: replace(made, steps=(*made.steps, PlannedStep(name))) for name, made in after.items()}
     wrong: dict[str, Decided | Plan] = {
         "merges experts": replace(plan, layers=(merged, *rest)),
         "has the step correct": replace(plan, correction={"method": "ridge"}, calibration=text),

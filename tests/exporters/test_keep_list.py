@@ -126,8 +126,7 @@ def merge(content: dict[str, Any]) -> None:
 
 
 def split(content: dict[str, Any]) -> None:
-    plan = {"parts": 2, "experts": 4, "neurons": {}, "calibration": None}
-    content["steps"].insert(0, {"name": "split", "options": {"parts": 2}, "plan": plan, "stage": 0})
+    pruned(content)["split"] = {"parts": 2, "experts": 4, "neurons": {}, "calibration": None}
 
 
 @pytest.mark.parametrize(

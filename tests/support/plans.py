@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,10 @@ def by_hand(made: Decided) -> Plan:
     options = {"strategy": made.strategy, "experts": made.experts, "options": dict(made.options)}
     if made.split is not None:
         options["experts"] //= made.split["parts"]
-    steps = [
-        *([] if made.split is None else [PlannedStep("split", {"parts": made.split["parts"]}, dict(made.split))]),
-        PlannedStep("prune", options, made.expert_plan),
-        *([PlannedStep("correct", correction)] if made.correction is not None else []),
-    ]
+    if made.correction is not None:
+        options["correct"] = correction
+    plan = replace(made.expert_plan, split=None if made.split is None else dict(made.split))
+    steps = [PlannedStep("prune", options, plan)]
     dtype = str((made.correction or {}).get("dtype", "auto"))
     return Plan(made.source, tuple(steps), made.calibration, made.seed, dtype, run_record.versions())
 

@@ -120,10 +120,10 @@ def a_plan(
         "experts": len(layers[0].plan.groups), "protected": protected,
         "layers": [layer_to_dict(each.plan) for each in layers],
     }  # fmt: skip
+    asked = {"strategy": strategy, "options": options, **({"correct": correction} if correction else {})}
     made = [
-        PlannedStep("prune", {"strategy": strategy, "options": options}, decision_from_dict(decided, "prune")),
-        *([PlannedStep("correct", correction)] if correction else []),
-        *(PlannedStep(each["name"], each["options"], None, each["result"], stage=1) for each in steps),
+        PlannedStep("prune", asked, decision_from_dict(decided, "prune")),
+        *(PlannedStep(each["name"], each["options"], None, each["result"]) for each in steps),
     ]
     return Plan(Source(source, revision, "f" * 64), tuple(made), calibration)
 

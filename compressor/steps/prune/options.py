@@ -10,7 +10,6 @@ from compressor import entry_points
 from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer, resolve_count
-from compressor.recipe.plan import MOST_PARTS
 from compressor.recipe.step import StepOptions
 from compressor.steps.correct.options import Correct, Correcting
 
@@ -90,7 +89,7 @@ class Prune(StepOptions):
     or worst: the source that keeps the least share of its score gets its best expert, until the
     layer is full."""
 
-    split: Annotated[int, Field(ge=1, le=MOST_PARTS)] | Literal["auto"] = 1
+    split: int | Literal["auto"] = 1
     """Sub-experts that each expert becomes before, narrower and together the same, so that they can
     go one by one; auto: 2, 3 or 4, the first that suits the experts' width, or 1."""
     correct: Correcting = Correct("none")

@@ -38,13 +38,15 @@ class PruneStep(Step[Prune]):
 
     why: str = ""  # the reason for the number of parts, where that was left open
 
-    def resolve(self, model: OpenModel) -> Self:
+    def resolve(self, model: OpenModel) -> Self | None:
         """Return the step with the experts that a file protects, a number of parts, and the
-        strategy's own correction where that is left to it."""
+        strategy's own correction where that is left to it; None if nothing is to be done."""
         prune = self.options
         parts, why = prune.split, ""
         if parts == "auto":
             parts, why = chosen_parts(model, prune)
+        if prune.keeps_all and parts == 1 and prune.top_k is None and not why:
+            return None
         method: str = prune.correct.method
         if method == "auto":
             strategy = None if prune.keeps_all else load_strategy(prune.strategy, prune.options)

@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("short", "spelled"),
     [
-        ("--fast", "--strategy energy --sequential --correct ridge --set correct.toward=0"),
+        ("--fast", "--strategy energy --sequential --correct ridge --prune.correct.toward 0"),
         ("--best", "--correct tune --distill experts"),
     ],
 )

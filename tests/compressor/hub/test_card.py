@@ -179,13 +179,13 @@ def test_what_was_tuned_is_told_as_it_was(corrected: bool, moved: Any, trained: 
     plan, text = record["plan"], record["plan"]["calibration"]
     curve = [{"step": step, "kl": 0.3 - step / 100, "loss": 2.0, "training": {}} for step in (0, 9)]
     if corrected:
-        plan["steps"].append({"name": "correct", "options": {"method": "ridge"}, "stage": 0})
+        plan["steps"][0]["options"]["correct"] = {"method": "ridge"}
     if moved is not None:
         told: dict[str, Any] = {"before": 0.4, "after": 0.34 if moved else 0.4, "steps": []}
-        plan["steps"].append({"name": "routers", "options": {}, "text": text, "result": told, "stage": 1})
+        plan["steps"].append({"name": "routers", "options": {}, "text": text, "result": told})
     if trained is not None:
         told = {"changed": trained, "before": 0.3, "after": 0.21, "best": 9, "curve": curve}
-        plan["steps"].append({"name": "distill", "options": {"steps": 9}, "text": text, "result": told, "stage": 2})
+        plan["steps"].append({"name": "distill", "options": {"steps": 9}, "text": text, "result": told})
     record["plan_digest"] = Plan.from_dict(plan).digest()
     (copied / "compression.json").write_text(json.dumps(record))
     card = card_text(copied, REPOSITORY)

@@ -124,7 +124,7 @@ def test_a_name_as_the_fields_is_suggested(folder: Path, hub: Hub) -> None:
     )
     assert push(folder, "org/").repo_id == "org/base-E4of8" and "org/base-E4of8" in hub.repositories
     decided = {"format": "pack-quantized", "group_size": -1, "matrices": 1, "weights": 1, "bits": 4}
-    step = {"name": "quantize", "options": Quantize(scheme="int4").model_dump(mode="json"), "stage": 1}
+    step = {"name": "quantize", "options": Quantize(scheme="int4").model_dump(mode="json")}
     step["plan"] = {**decided, "dequantized": False}
     edited(folder, lambda plan: plan["steps"].append(step))
     assert suggested_name(folder) == "base-E4of8-W4A16"

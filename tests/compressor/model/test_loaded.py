@@ -84,7 +84,7 @@ def test_every_function_takes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     senders = compressor.attribute(model, calibration=str(text), **more)
     assert options.rows and senders.senders
-    step = on_text("split", {"parts": 2}, TextOptions(data=(str(text),), **SIZES))
+    step = on_text("prune", {"ratio": 0.0, "split": 2}, TextOptions(data=(str(text),), **SIZES))
     split = compressor.compress(model, tmp_path / "split", [step], **more)
     assert split.experts_after == 2 * split.experts_before
 

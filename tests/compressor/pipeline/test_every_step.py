@@ -19,9 +19,7 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", name, num_hidden_layers=1, max_position_embeddings=512)
     text, out = small.text_file(tmp_path), tmp_path / "out"
     steps = [
-        compressor.Split(2),
-        compressor.Prune(strategy="reap", ratio=0.25),
-        compressor.Correct("ridge"),
+        compressor.Prune(strategy="reap", ratio=0.25, split=2, correct="ridge"),
         compressor.Routers(rounds=1, sequences=8, sequence_length=32),
         compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32),
     ]
@@ -29,8 +27,8 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
         str(model), out, steps, calibration=str(text), samples=16, sequence_length=32, dtype="float32"
     )
     done = json.loads((out / "compression.json").read_text())["plan"]["steps"]
-    assert [step["name"] for step in done] == ["split", "prune", "correct", "routers", "distill"]
-    assert done[4]["result"]["before"] == done[3]["result"]["after"]  # of the same held-out text
+    assert [step["name"] for step in done] == ["prune", "routers", "distill"]
+    assert done[2]["result"]["before"] == done[1]["result"]["after"]  # of the same held-out text
     stock = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert {module.num_experts for module in zoo.experts(stock).values()} == {12} == {made.experts_after}
     assert zoo.logits(stock, torch.arange(3, 19)[None]).isfinite().all()

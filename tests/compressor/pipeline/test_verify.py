@@ -67,7 +67,7 @@ def test_dropped_experts_leave_the_bases_bytes_and_refitted_ones_are_named(base:
     result = verify_against_base(pruned, str(base))
     tensors = small.tensors_of(pruned)
     assert (result.passed, result.same, result.changed) == (True, len(tensors), {})
-    refitted = made(base, base.parent / "refitted", PRUNE, compressor.Correct("ridge"))
+    refitted = made(base, base.parent / "refitted", PRUNE.model_copy(update={"correct": compressor.Correct("ridge")}))
     result = verify_against_base(refitted, str(base))
     after = small.tensors_of(refitted)
     expected = {
@@ -99,7 +99,7 @@ def test_a_change_that_no_step_explains_is_a_fault(base: Path, pruned: Path, tmp
 @pytest.mark.parametrize(
     "steps",
     [
-        (compressor.Split(2), PRUNE, compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32)),
+        (PRUNE.model_copy(update={"split": 2}), compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32)),
         (compressor.Prune(strategy="hc-smoe", experts=4), compressor.Quantize("int4", group_size=8)),
         (compressor.Constants(experts=4),),
     ],

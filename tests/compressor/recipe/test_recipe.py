@@ -7,15 +7,13 @@ import pytest
 import yaml
 
 from compressor.errors import CompressionError
-from compressor.pipeline.resolve import check_order, stage_numbers
+from compressor.pipeline.resolve import check_order
 from compressor.recipe.plan import Source
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.steps.correct.options import Correct
 from compressor.steps.distill.options import Distill
 from compressor.steps.prune.options import Prune
-from compressor.steps.split.options import Split
 
 
 def a_plan(calibration: Any = None, **options: Any) -> Plan:
@@ -40,7 +38,8 @@ def test_texts_are_named_without_folders_and_with_weights_where_they_differ() ->
 
 
 def test_a_recipe_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    steps = (Split("auto"), Prune(ratio=0.25, protect=({"layer": 1, "expert": 2},)), Correct(), Distill(steps=9))
+    prune = Prune(ratio=0.25, protect=({"layer": 1, "expert": 2},), split="auto", correct={"steps": 9})
+    steps = (prune, Prune(experts=2, correct="ridge"), Distill(steps=9))
     whole = Recipe(
         model="org/moe", revision="abc", base="org/base", calibration=TextOptions(data="demo", samples=3), seed=5,
         dtype="bfloat16", steps=steps, gate={"tasks": ["piqa"], "max_drop": 0.5}, output={"max_shard_bytes": 9},
@@ -49,44 +48,47 @@ def test_a_recipe_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     for recipe in (whole, Recipe(model="org/moe"), Recipe(steps=["prune", {"distill": {"stream": True}}])):
         path.write_bytes(b"# heading\n" + recipe_yaml(recipe))
         assert read_recipe(path) == recipe
-    assert yaml.safe_load(recipe_yaml(whole))["steps"][2:] == ["correct", {"distill": {"steps": 9}}]
+    assert yaml.safe_load(recipe_yaml(whole))["steps"][1:] == [
+        {"prune": {"experts": 2, "correct": "ridge"}},
+        {"distill": {"steps": 9}},
+    ]
 
 
 # --- the order of steps -----------------------------------------------------------------------------------------------
 
 
+SPLIT, REFIT = Prune(split=2), Prune(correct="ridge")
+
+
 @pytest.mark.parametrize(
-    ("steps", "stages"),
+    "steps",
     [
-        ("split prune correct", [0, 0, 0]),
-        ("prune correct prune correct", [0, 0, 1, 1]),
-        ("prune correct routers distill", [0, 0, 1, 2]),
-        ("routers prune", [0, 1]),
-        ("constants correct", [0, 0]),
+        (SPLIT, "routers", "distill", "quantize"),
+        (REFIT, REFIT),
+        ("routers", SPLIT),
+        ("quantize", "prune"),
+        ("constants",),
     ],
 )
-def test_layerwise_steps_that_follow_each_other_are_one_stage(steps: str, stages: list[int]) -> None:
-    made = [make_step(name, {}) for name in steps.split()]
-    check_order(made)
-    assert stage_numbers(made) == stages
+def test_orders_that_work(steps: tuple[Any, ...]) -> None:
+    check_order([make_step(step, {}) if isinstance(step, str) else step for step in steps])
 
 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("prune split", r"steps\[1\]: split cannot stand after prune: experts are split before anything else"),
-        ("split split prune", r"steps\[1\]: split cannot stand after split"),
-        ("prune correct constants", r"steps\[2\]: constants cannot stand after prune: constants stand for whole"),
-        ("constants constants", r"steps\[1\]: constants cannot stand after constants"),
-        ("constants distill", r"steps\[1\]: distill cannot stand after constants: stock transformers cannot load"),
-        ("correct", r"steps\[0\]: correct works on what prune or constants leaves; put prune right before it"),
-        ("prune distill correct", r"steps\[2\]: correct works on what prune or constants leaves"),
-        ("split correct", r"steps\[1\]: correct works on what prune"),
+        (("prune", SPLIT), r"steps\[1\]: prune cannot stand after prune: experts are split before anything else"),
+        (("quantize", SPLIT), r"steps\[1\]: prune cannot stand after quantize: experts are split before"),
+        (("quantize", REFIT), r"steps\[1\]: prune cannot stand after quantize: it would write the experts"),
+        (("prune", "constants"), r"steps\[1\]: constants cannot stand after prune: constants are measured on"),
+        (("constants", "constants"), r"steps\[1\]: constants cannot stand after constants"),
+        (("constants", "distill"), r"steps\[1\]: distill cannot stand after constants: stock transformers cannot"),
+        (("quantize", "quantize"), r"steps\[1\]: quantize cannot stand after quantize: weights are quantised once"),
     ],
 )
-def test_orders_that_cannot_work_are_refused(steps: str, message: str) -> None:
+def test_orders_that_cannot_work_are_refused(steps: tuple[Any, ...], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
-        check_order([make_step(name, {}) for name in steps.split()])
+        check_order([make_step(step, {}) if isinstance(step, str) else step for step in steps])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -104,6 +106,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     "an unknown step": ("steps: [prune, distil]", r"no step 'distil' at steps\[1\]; did you mean 'distill'"),
     "a huge number": (f"seed: {'9' * 400}", "seed has too many digits"),
     "a number out of range": ("seed: -1", "seed is -1; input should be greater than or equal to 0"),
+    "a step of the first recipes": ("steps: [prune, correct]", r"steps\[1\]: correct is an option of prune and"),
+    "another one": ("steps: [split: {parts: 2}, prune]", r"write prune: {ratio: 0.25, split: 2}, or --set prune.split"),
+    "a correction that is none": ("steps: [prune: {correct: tuned}]", r"prune: correct.method is 'tuned'; input"),
     "no task": ("gate: {tasks: []}", "a gate judges tasks, answers or text; name tasks, prompts or text"),
     "a tag": ("model: !!python/object/apply:os.system ['true']", "is not valid YAML .*os.system"),
     "a field twice": ("seed: 1\nmodel: a\nseed: 2", r"is not valid YAML \(seed is given twice .*line 3"),

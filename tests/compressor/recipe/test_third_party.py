@@ -140,7 +140,7 @@ STORING = '''
 from typing import Any, ClassVar
 import torch
 from compressor.plugins import (
-    WEIGHTS, Step, StepOptions, plain_job, rewritten, rewritten_size,
+    Step, StepOptions, copy_job, rewritten, rewritten_size,
 )
 def of_experts(name):
     return ".experts." in name
@@ -148,18 +148,16 @@ class Narrow(StepOptions):
     """Keep the first half of each expert's neurons."""
     name: ClassVar[str] = "narrow"
     implementation: ClassVar[str] = "storing_plugin:NarrowStep"
-    order: ClassVar[int | None] = 4
-    @property
-    def changes(self): return frozenset({WEIGHTS})
+    format: ClassVar[str | None] = "narrow"
 class NarrowStep(Step[Narrow]):
     def change(self, name, tensor):
         if not of_experts(name): return tensor
         dim = 1 if "w2" in name else 0
         return tensor.narrow(dim, 0, tensor.shape[dim] // 2)
     def output_size(self, model, experts, changed=False): return rewritten_size(model, experts, self.change, changed)
-    def writer(self, state):
+    def write(self, state):
         width = state.model.config.intermediate_size
-        return rewritten(plain_job(state), self.change, {"intermediate_size": width // 2})
+        return rewritten(copy_job(state.model), self.change, {"intermediate_size": width // 2})
 '''
 
 
@@ -182,7 +180,7 @@ def test_a_step_that_stores_tensors_otherwise_is_known_to_dry_run_disk_check_and
     plain, nbytes = (sum(value.nbytes for value in tensors.values()) for tensors in (before, after))
     assert compressor.dry_run(recipe).after.bytes == nbytes < plain
     model = open_model(find_model(str(folder)))
-    assert prepare(recipe, model, model, None).space == plain + nbytes  # each stage beside the one before
+    assert prepare(recipe, model, model, None).space == plain + nbytes  # each checkpoint beside the one before
     again = [*pruned, "narrow", {"prune": {"experts": 3, "strategy": "model-centric"}}]
     ordered = compressor.Recipe.of({"model": str(folder), "steps": again})
     assert [step["name"] for step in compressor.dry_run(ordered).steps] == ["prune", "narrow", "prune"]

@@ -16,7 +16,7 @@ from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.step import TextOptions
 from compressor.report.comparison_report import Comparison, Row
 from compressor.report.sizes import PlannedShare, plan_shares
-from compressor.steps.state import untouched
+from compressor.steps.job import untouched
 from tests.support import small, zoo
 from tests.support.quantized import save_fp8
 
@@ -81,7 +81,7 @@ def test_a_pair_is_what_compress_writes(home: Path, tmp_path: Path, split: int) 
     made, rows = compared(home, splits=[split]), evaluated(home)
     base = logits(load_whole(home / "model", dtype=torch.float32), rows)
     for share, scheme in ((0.5, "none"), (0.5, "int4"), (0.5, "int3"), (0.5, "nvfp4"), (1.0, "mxfp4"), (1.0, "fp8")):
-        steps = default_steps(**OPTIONS, split=split, ratio=0.5) if share < 1 else []
+        steps = [*default_steps(**OPTIONS, split=split, ratio=0.5)] if share < 1 else []
         steps += [] if scheme == "none" else [make_step("quantize", {"scheme": scheme})]
         out = tmp_path / f"{share}-{scheme}"
         compressor.compress(home / "model", out, steps, calibration=text(home), dtype="float32")
@@ -110,7 +110,7 @@ def test_bytes_are_those_that_are_written(name: str, tmp_path: Path) -> None:
     for kept in planned:
         kept.add_schemes(["none", "int8", "int3", "fp8"], [])
         for scheme, nbytes in kept.bytes.items():
-            wanted = default_steps(strategy="aimer", correct="none", split=1, ratio=0.5) if kept.share < 1 else []
+            wanted = [*default_steps(strategy="aimer", correct="none", split=1, ratio=0.5)] if kept.share < 1 else []
             wanted += [] if scheme == "none" else [make_step("quantize", {"scheme": scheme})]
             out = tmp_path / f"{kept.share.denominator}-{scheme}"
             if wanted:

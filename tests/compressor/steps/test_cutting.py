@@ -99,7 +99,7 @@ def test_only_further_equal_rows_change_and_rows_of_no_expert_never(dtype: torch
 
 def test_no_router_of_a_pruned_split_has_equal_rows_whichever_way_it_came(tmp_path: Path) -> None:
     small.save(tmp_path / "model")
-    compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Split(2)])
+    compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Prune(ratio=0, split=2)])
     for folder, out, parts, experts in (("model", "once", 2, 6), ("split", "twice", 1, 12), ("model", "all", 2, 8)):
         asked = {"split": parts, "experts": experts, "strategy": "model-centric"}
         compressor.compress(str(tmp_path / folder), tmp_path / out, **asked)

@@ -26,7 +26,7 @@ def test_a_run_reads_each_tensor_once_and_a_second_time_to_correct(
     zoo.build(name, vocab_size=small.VOCABULARY).save_pretrained(base)
     small.tokenizer().save_pretrained(base)
     text: dict[str, Any] = {"calibration": str(small.text_file(tmp_path)), "samples": 80, "sequence_length": 12}
-    steps = [compressor.Prune(strategy=strategy, experts=4), compressor.Correct(method)]
+    steps = [compressor.Prune(strategy=strategy, experts=4, correct=method)]
     outcome = compressor.compress(str(base), out, steps, device="cpu", resident="no", **text)
     assert outcome.heldout is not None
     most = 1 if method == "none" else 2

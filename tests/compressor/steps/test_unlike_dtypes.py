@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 PRUNE = compressor.Prune(strategy="aimer", experts=4)
 MERGE = compressor.Prune(strategy="hc-smoe", experts=4)
-RIDGE = compressor.Correct("ridge")
+RIDGE = {"correct": compressor.Correct("ridge")}
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 UNLIKE = {1: torch.float32, 4: torch.float16, 6: torch.float32}  # dtypes of experts; the others' is bfloat16
 
@@ -98,11 +98,11 @@ def test_a_merge_is_computed_and_written_in_the_widest_dtype_of_its_members(name
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param((PRUNE, RIDGE), id="ridge"),
-        zoo.full((PRUNE, compressor.Correct("tune")), id="tune"),
-        zoo.full((MERGE, RIDGE), id="merge"),
-        zoo.full((compressor.Constants(experts=4), RIDGE), id="constants"),
-        pytest.param((compressor.Split(2),), id="split"),
+        pytest.param((PRUNE.model_copy(update=RIDGE),), id="ridge"),
+        zoo.full((PRUNE.model_copy(update={"correct": compressor.Correct("tune")}),), id="tune"),
+        zoo.full((MERGE.model_copy(update=RIDGE),), id="merge"),
+        zoo.full((compressor.Constants(experts=4, correct="ridge"),), id="constants"),
+        pytest.param((compressor.Prune(ratio=0, split=2),), id="split"),
         pytest.param((PRUNE, compressor.Quantize("int4", group_size=8)), id="int4"),
         zoo.full((PRUNE, compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32)), id="distill"),
     ],

@@ -84,7 +84,7 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
         work.resume(key)
         stage = work.stage(0)
         if not workdir.is_written(stage):
-            workdir.write_stage(job, stage, STEPS, lambda detail: None)
+            workdir.write_checkpoint(job, stage, STEPS, lambda detail: None)
         workdir.assemble(stage, work.output, shard_bytes)
         job.verify(work.output)
         workdir.publish(work, overwrite)

@@ -74,13 +74,13 @@ def test_what_is_asked_for_and_what_is_the_default(
     given = ("--correct", correct) if correct else ()
     assert run("plan", home / "single", "-o", tmp_path / "plan.json", *data, *chosen, *given).status == 0
     made = json.loads((tmp_path / "plan.json").read_text())
-    steps = {step["name"]: step["options"] for step in made["steps"]}
-    assert steps.get("correct", {}).get("method") == method
-    assert steps["prune"]["strategy"] == (strategy or "auto") and not steps["prune"]["sequential"]
+    (prune,) = (step["options"] for step in made["steps"])
+    assert prune["correct"]["method"] == (method or "none")
+    assert prune["strategy"] == (strategy or "auto") and not prune["sequential"]
     assert all("correction" not in layer["figures"] for layer in pruned(made)["layers"])
 
 
-FEW = ("--set", "correct.steps=2")
+FEW = ("--set", "prune.correct.steps=2")
 WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tune": ("single", ("--correct", "tune", *FEW)),
     "ridge": ("single", ("--correct", "ridge", "--seed", 5)),
@@ -162,12 +162,12 @@ def test_an_edited_correction_is_refused(name: str, run: Run, planned: dict[str,
     assert names(tmp_path) == ["plan.json"]
 
 
-def test_a_correction_reads_text_of_its_own(home: Path, tmp_path: Path) -> None:
+def test_a_step_refits_on_text_of_its_own(home: Path, tmp_path: Path) -> None:
     sizes = {"samples": SAMPLES, "sequence_length": LENGTH}
     text = str(home / "calibration.txt")
     for name, file in (("shared", None), ("same", "calibration.txt"), ("other", "other.txt")):
         own = {} if file is None else {"calibration": {"data": [str(home / file)], **sizes}}
-        steps = [compressor.Prune(experts=4, strategy="count-guided"), compressor.Correct(method="ridge", **own)]
+        steps = [compressor.Prune(experts=4, strategy="model-centric", correct="ridge", **own)]
         compressor.compress(str(home / "single"), tmp_path / name, steps, calibration=text, **sizes)
     assert not changed(tmp_path / "same", tmp_path / "shared")
     found = changed(tmp_path / "other", tmp_path / "shared")

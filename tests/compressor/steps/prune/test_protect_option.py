@@ -228,7 +228,7 @@ def test_what_finds_experts_sees_text_once_without_what_is_held_out(
     sources = (*data, "--calibration", tmp_path / "calibration.txt")
     for text, more, seen in (
         (data, ("--strategy", "reap", "--sequential"), "16\n"),
-        (data, ("--strategy", "auto", "--sequential", "--set", "correct.steps=2"), "14\n"),
+        (data, ("--strategy", "auto", "--sequential", "--set", "prune.correct.steps=2"), "14\n"),
         (sources, ("--strategy", "count-guided"), ""),
     ):
         arguments = (model, "--experts", 4, "--protect", "found", *more, *text)

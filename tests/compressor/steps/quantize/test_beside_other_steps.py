@@ -62,13 +62,17 @@ def packed(folder: Path) -> dict[str, Tensor]:
 REAP = compressor.Prune(strategy="reap", experts=4)
 
 
+def refitted(prune: compressor.Prune, method: str, **options: Any) -> compressor.Prune:
+    return prune.model_copy(update={"correct": compressor.Correct(method, **options)})
+
+
 @pytest.mark.parametrize(
     ("before", "scheme"),
     [
         ([REAP], "int4"),
-        zoo.full([REAP, compressor.Correct("ridge")], "int4"),
-        zoo.full([REAP, compressor.Correct("tune", steps=2)], "int4"),
-        ([compressor.Split(2), compressor.Prune(strategy="reap", ratio=0.5)], "mxfp4"),
+        zoo.full([refitted(REAP, "ridge")], "int4"),
+        zoo.full([refitted(REAP, "tune", steps=2)], "int4"),
+        ([compressor.Prune(strategy="reap", ratio=0.5, split=2)], "mxfp4"),
         ([REAP, compressor.Distill("experts", **TRAINED)], "int8"),
     ],
 )
@@ -96,21 +100,21 @@ PACKED, DIVIDE = compressor.Quantize(), "quantize: groups of 32 do not divide ma
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        ([PACKED, compressor.Prune(experts=4), compressor.Correct("ridge")],
-         r"steps\[2\]: correct cannot stand after quantize: it would write the experts that it refits unquantised"),
-        ([PACKED, compressor.Split(2)], r"steps\[1\]: split cannot stand after quantize"),
+        ([PACKED, compressor.Prune(experts=4, correct="ridge")],
+         r"steps\[1\]: prune cannot stand after quantize: it would write the experts that it refits unquantised"),
+        ([PACKED, compressor.Prune(split=2)], r"steps\[1\]: prune cannot stand after quantize"),
         ([PACKED, PACKED], r"steps\[1\]: quantize cannot stand after quantize: weights"),
         ([compressor.Constants(experts=4), PACKED],
-         r"steps\[1\]: quantize cannot stand after constants: constants stand for unquantised experts"),
+         r"steps\[1\]: quantize cannot stand after constants: stock transformers cannot load constants"),
         ([PACKED, compressor.Constants(experts=4)], r"steps\[1\]: constants cannot stand after quantize"),
         ([PACKED, compressor.Prune(strategy="hc-smoe", experts=4)],
          r"steps\[1\]: quantize has packed experts that can only be merged, or dropped, once they are dequantised"),
         *(([PACKED, compressor.Distill(train, **TRAINED)],
            f"distill: train {train} changes weights that quantize has packed; put distill before quantize, or give")
           for train in ("experts", "lora", "all")),
-        ([compressor.Split(4), compressor.Quantize(scheme="int4", group_size=32)],
+        ([compressor.Prune(ratio=0, split=4), compressor.Quantize(scheme="int4", group_size=32)],
          f"{DIVIDE}give group_size 16 or 8 or -1$"),
-        ([compressor.Split(4), compressor.Prune(strategy="reap", ratio=0.5), compressor.Quantize(scheme="mxfp4")],
+        ([compressor.Prune(strategy="reap", ratio=0.5, split=4), compressor.Quantize(scheme="mxfp4")],
          f"{DIVIDE}choose int4 or fp8$"),
     ],
 )  # fmt: skip
@@ -198,7 +202,7 @@ def test_the_option_quantize(run: Run, model: Path) -> None:
         asked = ("--quantize", "int4", "--set", f"quantize.group_size={size}", "-o", model.parent / "no")
         refused(run("compress", model, *asked), fault)
     names = [step.name for step in default_steps(experts=4, distill="router", quantize={"scheme": "fp8"})]
-    assert names == ["split", "prune", "correct", "distill", "quantize"]
+    assert names == ["prune", "distill", "quantize"]
     assert [step.name for step in default_steps(quantize="int4")] == ["quantize"]
 
 
@@ -220,11 +224,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[StepOptions]]] = {
     ),
     "pruned": (
         lambda folder: small.save(folder, "deepseek_v3", moe_intermediate_size=32),
-        [PRUNE, compressor.Correct("ridge"), compressor.Quantize("mxfp4")],
+        [refitted(PRUNE, "ridge"), compressor.Quantize("mxfp4")],
     ),
     "split": (
         lambda folder: small.save(folder, "qwen3_moe", moe_intermediate_size=64),
-        [compressor.Split(2), PRUNE, compressor.Quantize("nvfp4", targets="all")],
+        [PRUNE.model_copy(update={"split": 2}), compressor.Quantize("nvfp4", targets="all")],
     ),
     "dropped": (lambda folder: small.save(folder), [compressor.Quantize("int2"), PRUNE]),
     "of FP8": (
@@ -255,7 +259,7 @@ STAGES: dict[str, list[StepOptions]] = {
     "alone": [compressor.Quantize("int4")],
     "gptq": [compressor.Quantize("int4", method="gptq")],
     "pruned": [PRUNE, compressor.Quantize("int4")],
-    "corrected": [PRUNE, compressor.Correct("ridge"), compressor.Quantize("int4", method="gptq")],
+    "corrected": [refitted(PRUNE, "ridge"), compressor.Quantize("int4", method="gptq")],
 }
 
 
