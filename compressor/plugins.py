@@ -19,13 +19,14 @@ import typing
 
 import torch
 
+from compressor.data.sources import TextPart
 from compressor.devices import as_float64, float64_device
 from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
 from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Progress
-from compressor.recipe.plan import Group, LayerPlan
+from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import StepOptions
 from compressor.statistics.meters import LayerWeights, RouterArguments
@@ -60,6 +61,7 @@ from compressor.steps.prune.similarity import (
     pairwise_distances,
     rbf_cka,
 )
+from compressor.steps.step import Requirements, Result, State, Step
 from compressor.steps.tensors import OutputJob
 from compressor.tolerance import FLOAT32, ROUNDING, SQUARED, exceeds, rounded, stable_argmin
 
