@@ -3,8 +3,7 @@
     python -m scripts.list_packages          # print the table
     python -m scripts.list_packages --write  # put it into docs/architecture.md
 
-An arrow is an import, read from the source by `ast`, function-level and type-only ones included. Only the types in the
-signatures of the step contract count for nothing: a step is handed things that later packages make.
+An arrow is an import, read from the source by `ast`, function-level and type-only ones included.
 """
 
 import argparse
@@ -20,7 +19,6 @@ PRODUCT = ("compressor", "strategies", "exporters")
 TOP = "compressor (the public names)"  # with api.py, which holds the functions
 WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
 OPTIONS = "steps (options.py of each)"
-CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors "
@@ -36,7 +34,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "golden": "golden answers of a model, and whether something anywhere still computes them",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
     OPTIONS: "options and facts of the built-in steps, which load no torch",
-    "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
+    "steps": "what a step is; from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
     "steps.prune": "which experts stay, merge or go; shared by strategies: `selection.py`, `partition.py`",
@@ -44,7 +42,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
     "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as compressed-tensors",
-    "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
+    "pipeline": "from a recipe to a finished output, step by step; the record of a run",
     "strategies": "one score each in `ranked.py`, others in files of their own; `compressor/plugins.py` is for plugins",
     "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it; "
     "`keep_list.py`: plans as servers take them",
@@ -125,12 +123,6 @@ def imports() -> list[Import]:
     for file in sources():
         package = package_of(module_of(file))
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if file == ROOT / CONTRACT:
-            tree.body = [
-                node
-                for node in tree.body
-                if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-            ]
         for node in ast.walk(tree):
             for name in dict.fromkeys(imported_modules(node)):
                 if name.split(".")[0] in PRODUCT:

@@ -208,7 +208,7 @@ def write_checkpoint(job: OutputJob, folder: Path, steps: Sequence[str], advance
 
 
 def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
-    """Write layer files of a checkpoint anew, with other values of the same dtype by stored name."""
+    """Write layer files of a checkpoint anew, with other values of the same dtype, by name."""
     stored = Checkpoint(folder)
     with LayerWriter() as writer:
         for file in sorted({stored.tensors[name].file for name in tensors}):
