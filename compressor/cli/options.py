@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
 from compressor.answers.options import ServerOptions
@@ -72,6 +73,12 @@ class Described:
         return " | ".join(map(str, dict.fromkeys(names)))
 
 
+def default_of(field: FieldInfo) -> Any:
+    """Return a field's default as JSON; None without one."""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return default.model_dump(exclude_defaults=True) if isinstance(default, BaseModel) else default
+
+
 def described(model: Any) -> dict[str, Described]:
     """Return the fields of a pydantic model or a dataclass; those without a text are not for
     users."""
@@ -80,7 +87,7 @@ def described(model: Any) -> dict[str, Described]:
         return {
             name: Described(
                 field.annotation,
-                None if field.is_required() else field.get_default(call_default_factory=True),
+                default_of(field),
                 " ".join((field.description or "").split()),
             )
             for name, field in model.model_fields.items()

@@ -113,7 +113,9 @@ def recipe_options() -> Choices:
     for section, model in sections:
         fields = [field for field in model.model_fields if f"{section}.{field}" in NAMES]
         options += _options(section, model, only=fields, mention=False)
-    options += _options("prune", step_class("prune"))
+    auto = ("split", "correct")  # by default here, and nothing in a recipe
+    options += _options("prune", step_class("prune"), only=auto, mention=False)
+    options += _options("prune", step_class("prune"), without=auto)
     options += _options("calibration", TextOptions)
     # the text's `strict` is the gate's, too; --seed is of calibration, the tasks' --set gate.seed
     options += _options("gate", GateOptions, without=("strict", "seed"))

@@ -47,7 +47,7 @@ from compressor.pipeline.outcome import Outcome, read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import changed, step_line
-from compressor.recipe.plan import Source, correction_of, describe_split, parts_of
+from compressor.recipe.plan import KEPT_WHOLE, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
@@ -375,7 +375,7 @@ def _what_became(facts: CardFacts) -> str:
             "arXiv:2507.00390). The "
             "routers are whole."
         )
-    if not plan.layers:
+    if facts.outcome.strategy == KEPT_WHOLE:
         same = (
             " The sub-experts compute what the base's experts do, up to rounding." if split else ""
         )

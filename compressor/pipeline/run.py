@@ -54,7 +54,7 @@ from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.plan import ExpertPlan
+from compressor.recipe.plan import KEPT_WHOLE, ExpertPlan
 from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_object, spelled
@@ -257,7 +257,9 @@ def _finish(
     first, checkpoint = checkpoints[0], checkpoints[-1]
     experts = state.plan.expert_plan
     label = model.source.label
-    before = (experts.layers or model.architecture.layers)[0].experts
+    before = model.architecture.experts
+    if experts.layers and state.plan.strategy != KEPT_WHOLE:
+        before = experts.layers[0].experts
     # the plan is of the first run's input, sizes are of what was read
     if resolved.earlier is not None:
         label = resolved.earlier.source.label

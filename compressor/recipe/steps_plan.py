@@ -29,7 +29,6 @@ PRUNE = "prune"
 CONSTANTS = "constants"
 QUANTIZE = "quantize"
 MOST_EXPERTS = 2**12  # of a layer: more than any has
-NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
 Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
 
@@ -183,7 +182,9 @@ class Plan:
         steps = []
         for step in self.steps:
             content = {} if step.decision is None else decision_to_dict(step.decision)
-            decided = {name: value for name, value in content.items() if name not in NOT_DECISIVE}
+            decided = dict(content)
+            if "split" in decided:
+                decided["split"] = {**decided["split"], "calibration": None}
             if "layers" in decided:
                 decided["layers"] = [
                     [layer["groups"], layer.get("constants")] for layer in decided["layers"]

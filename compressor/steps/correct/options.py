@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from compressor.options import NamedOptions
+from compressor.options import NamedOptions, validated
 
 NONE = "none"
 
@@ -56,8 +56,10 @@ class Correct(NamedOptions):
 def _by_method(value: Any) -> Any:
     """Return options that are named by their method alone as a mapping; nothing is none of them."""
     if value is None or isinstance(value, str):
-        return {"method": value or NONE}
-    return {**value} if isinstance(value, Mapping) else value
+        value = {"method": value or NONE}
+    if isinstance(value, Mapping):
+        return validated(Correct, value, "correct", "correct has no option")
+    return value
 
 
 Correcting = Annotated[Correct, BeforeValidator(_by_method)]

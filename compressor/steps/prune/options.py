@@ -93,9 +93,9 @@ class Prune(StepOptions):
     """Sub-experts that each expert becomes before, narrower and together the same, so that they can
     go one by one; auto: 2, 3 or 4, the first that suits the experts' width, or 1."""
     correct: Correcting = Correct("none")
-    """Refit what is kept: none, ridge, tune, auto, or a mapping of method and other options. ridge
-    solves for the down projections in closed form. tune then trains router, gate, up and down
-    projections by gradient steps. auto is the strategy's own method."""
+    """Refit kept experts: none, ridge, tune or auto; or a mapping of method and more. ridge solves
+    for the down projections in closed form. tune then trains router, gate, up and down projections
+    by gradient steps. auto is the strategy's own method."""
 
     @property
     def rewrites(self) -> bool:

@@ -16,6 +16,7 @@ from compressor.errors import CompressionError
 from compressor.quality_gate.options import GateOptions
 from compressor.recipe.recipe import OutputOptions, Recipe, step_class
 from compressor.recipe.step import EmphasisOptions, TextOptions
+from compressor.steps.correct.options import Correct
 from tests.support import small
 from tests.support.command_line import Run, captured, names, refused
 from tests.support.small import tree
@@ -116,7 +117,7 @@ def test_bad_recipes_leave_nothing(run: Run, made: Path, tmp_path: Path) -> None
         ("steps: [prune: {experts: 4}]", "no model is named; give MODEL, or a recipe with one"),
         (f"{model}\nsteps: [prune]", "say how many experts to keep: either --experts N or --ratio R"),
         (f"{model}\nsteps: [prune: {{experts: 4, ratio: 0.5}}]", "either --experts N or --ratio R"),
-        (f"{model}\nsteps: [prune: {{experts: 4}}, correct: {{method: twist}}]", r"steps\[1\]: correct: method is"),
+        (f"{model}\nsteps: [prune: {{experts: 4, correct: twist}}]", "correct: method is 'twist'"),
         (f"{model}\nsteps: [prune: {{experts: 4, protect: [{{layer: 0}}]}}]", "protect, entry 1.expert is missing"),
         (f"{model}\nsteps: [prune: {{experts: 4, options: {{speed: 1}}}}]", "has no option 'speed'"),
     ):
@@ -150,10 +151,11 @@ PATHS = [path for path, _ in recipe_options() if not path.startswith(("prune.opt
 def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
     section, _, field = path.rpartition(".")
     models = {"": Recipe, "calibration": TextOptions, "gate": GateOptions, "output": OutputOptions}
+    models |= {"prune.correct": Correct}
     entry = described(models.get(section) or step_class(section))[field]
     literals = [value for kind in entry.kinds for value in get_args(kind) if value not in (entry.default, ...)]
     values = {bool: not entry.default, int: 5, float: 0.75, str: "graph:2", Path: "folder", tuple: "a,b"}
-    values |= {EmphasisOptions: "end=8", dict: "temperature=1"}
+    values |= {EmphasisOptions: "end=8", dict: "temperature=1", Correct: "ridge"}
     kind = get_origin(entry.kinds[0]) or entry.kinds[0]
     value = values[kind] if kind in values else literals[:2][-1]
     value = {"gate.suite": "base", "gate.expect": "c=0.5"}.get(path, value)
@@ -166,7 +168,7 @@ def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
 
 def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
     flags = {"prune.strategy": "data-centric", "prune.options.merge": "max", "prune.options.no_merge_routers": True}
-    (_, prune, _) = recipe_of("model", {**flags, "prune.options.option": ["align=true"]}, []).steps
+    (prune,) = recipe_of("model", {**flags, "prune.options.option": ["align=true"]}, []).steps
     assert prune.options == {"merge": "max", "merge_routers": False, "align": True}  # type: ignore[attr-defined]
     for setting, message in {
         "gate.max_drop=0.02": "a gate judges tasks, answers or text; name tasks",

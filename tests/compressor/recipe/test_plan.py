@@ -93,9 +93,9 @@ def test_digest_is_about_source_options_groups_and_tokens() -> None:
     for other in others:
         assert replace(plan, calibration={**data, **other}).digest() != plan.digest()
     assert replace(plan, seed=5).digest() != plan.digest()
-    assert plan.with_entry(1, options={"method": "tune"}).digest() != plan.digest()
-    own = plan.with_entry(1, text={"sha256": "2" * 64, "source": "c.txt"})
-    assert own.digest() != plan.digest() and own.with_entry(1, text={"sha256": "2" * 64}).digest() == own.digest()
+    assert plan.with_entry(0, options={"correct": {"method": "tune"}}).digest() != plan.digest()
+    own = plan.with_entry(0, text={"sha256": "2" * 64, "source": "c.txt"})
+    assert own.digest() != plan.digest() and own.with_entry(0, text={"sha256": "2" * 64}).digest() == own.digest()
 
 
 def first_layer(content: dict[str, Any]) -> Any:

@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a number out of range": ("seed: -1", "seed is -1; input should be greater than or equal to 0"),
     "a step of the first recipes": ("steps: [prune, correct]", r"steps\[1\]: correct is an option of prune and"),
     "another one": ("steps: [split: {parts: 2}, prune]", r"write prune: {ratio: 0.25, split: 2}, or --set prune.split"),
-    "a correction that is none": ("steps: [prune: {correct: tuned}]", r"prune: correct.method is 'tuned'; input"),
+    "a correction that is none": ("steps: [prune: {correct: tuned}]", r"correct: method is 'tuned'; input should be"),
     "no task": ("gate: {tasks: []}", "a gate judges tasks, answers or text; name tasks, prompts or text"),
     "a tag": ("model: !!python/object/apply:os.system ['true']", "is not valid YAML .*os.system"),
     "a field twice": ("seed: 1\nmodel: a\nseed: 2", r"is not valid YAML \(seed is given twice .*line 3"),
