@@ -230,7 +230,7 @@ def test_what_passes_is_what_is_written(name: str, method: str, dtype: str, tmp_
     stock, model = opened_wide(name, tmp_path / "in", dtype, vocab_size=small.VOCABULARY)
     small.tokenizer().save_pretrained(tmp_path / "in")
     how = Correct(method, steps=3, tokens=20)
-    steps = [compressor.Prune(strategy="count-guided", experts=6), *([how] if how.wanted else [])]
+    steps = [compressor.Prune(strategy="count-guided", experts=6, correct=how)]
     text: dict[str, Any] = {"calibration": str(small.text_file(tmp_path)), "samples": 12, "sequence_length": 12}
     plan = compressor.compress(str(tmp_path / "in"), tmp_path / "out", steps, device="cpu", **text).plan
     assert plan.calibration is not None

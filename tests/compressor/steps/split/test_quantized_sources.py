@@ -60,7 +60,7 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     save, block = CASES[case]
     source, out = tmp_path / "model", tmp_path / "out"
     save(source)
-    compressor.compress(str(source), out, [compressor.Split(2)])
+    compressor.compress(str(source), out, [compressor.Prune(ratio=0, split=2)])
     made = Plan.from_dict(json.loads((out / "compression.json").read_text())["plan"])
     plan = made
     assert plan.split is not None and plan.split["block"] == block
@@ -97,7 +97,7 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
 
 def test_packed_experts_of_a_family_that_fuses_plain_ones_are_split_as_stored(tmp_path: Path) -> None:
     model = save_packed("gpt_oss", tmp_path / "model", intermediate_size=32)
-    compressor.compress(str(tmp_path / "model"), tmp_path / "out", [compressor.Split(2)])
+    compressor.compress(str(tmp_path / "model"), tmp_path / "out", [compressor.Prune(ratio=0, split=2)])
     written = open_model(locate(str(tmp_path / "out")), "float32", "cpu")
     assert written.architecture.experts == 16 and written.layout.quantized
     written.partial.load(written.partial.empty)
@@ -142,7 +142,7 @@ def test_a_merge_of_parts_is_written_plain(tmp_path: Path, caplog: pytest.LogCap
 
 def test_an_order_that_tears_blocks_apart_is_written_plain(tmp_path: Path) -> None:
     CASES["fp8-qwen3_moe"][0](tmp_path / "model")
-    compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Split(2)])
+    compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Prune(ratio=0, split=2)])
     plan = json.loads((tmp_path / "split" / "compression.json").read_text())["plan"]
     (step,) = plan["steps"]
     own = step["plan"]
