@@ -26,7 +26,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compressor import distributed
 from compressor.checkpoint.reader import (
     DTYPE_BITS,
     INDEX_NAME,
@@ -35,7 +34,7 @@ from compressor.checkpoint.reader import (
     TensorInfo,
     read_header,
 )
-from compressor.distributed import ranks
+from compressor.distributed import held, ranks
 from compressor.errors import CompressionError
 from compressor.files import (
     LOCK,
@@ -139,7 +138,7 @@ def open_workdir(out: Path) -> Iterator[Workdir]:
 
     An error clears it; after a kill, a run of the same key resumes from it. Raises
     `CompressionError` while another run holds it."""
-    with wrap_full_disk(work_folder(out).parent), distributed.held(out) as folder:
+    with wrap_full_disk(work_folder(out).parent), held(out) as folder:
         try:
             yield Workdir(out, folder)
         except Exception:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor import entry_points
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import HeldoutProbe
+from compressor.entry_points import STATISTICS, load
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
 from compressor.model.mtp import Head, names_of
@@ -99,7 +99,7 @@ class Planner:
         if name is None:
             return {}
         try:
-            changes = entry_points.load(entry_points.STATISTICS, "rank_change")(self)
+            changes = load(STATISTICS, "rank_change")(self)
         except CompressionError as error:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"
