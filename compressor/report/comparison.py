@@ -31,6 +31,7 @@ from compressor.model.constant_experts import is_replaced
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.substitution import Substitution
+from compressor.options import validated
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.progress import Progress
 from compressor.quality_gate.domains import several_domains
@@ -93,8 +94,7 @@ def random_drop(seed: int) -> Strategy:
 
 def correction(method: str) -> Correct:
     """Return the options of that method; raises `CompressionError` for an unknown one."""
-    named: Any = method
-    return Correct(method=named)
+    return validated(Correct, {"method": method}, "correct")
 
 
 def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
