@@ -91,11 +91,13 @@ class Plan:
             raise CompressionError(
                 "calibration should name its source; restore it, or write null if no data was read"
             )
-        if self.calibration is None and self.correction is not None:
+        pruning = self.pruning
+        read = self.calibration or (None if pruning is None else pruning.text)
+        if read is None and self.correction is not None:
             raise CompressionError(
                 "a correction needs calibration data; restore calibration, or take out correct"
             )
-        if self.calibration is None and self.expert_plan.has_constants:
+        if read is None and self.expert_plan.has_constants:
             raise CompressionError(
                 "constants are measured on calibration data; restore calibration or plan again"
             )

@@ -88,7 +88,7 @@ def test_protected_experts_are_in_the_recipe_one_by_one(place: Path) -> None:
 
 
 def changed(folder: str, out: str, step: StepOptions, base: str = "checkpoint", **text: Any) -> None:
-    changing = on_text(step.name, step.changed(), TextOptions(**text))
+    changing = on_text(step.name, step.model_dump(mode="json", exclude_defaults=True), TextOptions(**text))
     compressor.compress(folder, out, [changing], base=base, seed=3)
 
 

@@ -123,7 +123,8 @@ def test_a_strategy_without_data_is_corrected_on_calibration(run: Run, home: Pat
     assert run(*command, "-o", tmp_path / "out", "--correct", "ridge", *text).status == 0
     assert record(tmp_path / "plain")["calibration"] is None
     made = record(tmp_path / "out")
-    assert made["calibration"]["source"] == "calibration.txt" and made["steps"][1]["options"]["method"] == "ridge"
+    assert made["calibration"]["source"] == "calibration.txt"
+    assert made["steps"][0]["options"]["correct"]["method"] == "ridge"
     assert changed(tmp_path / "plain", tmp_path / "out")
 
 
