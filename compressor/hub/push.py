@@ -167,7 +167,14 @@ def push(
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
     if card is not None:
-        _write_card(files.get(CARD), Path(card))
+        content, file = files.get(CARD), Path(card)
+        if content is None:
+            raise CompressionError(
+                f"there is no card to write to {file}; write a README.md in the folder by hand"
+            )
+        if file.exists():
+            raise CompressionError(f"{file} exists; name a new file with --card")
+        write_whole(file, content if isinstance(content, bytes) else content.read_bytes())
     refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
@@ -230,16 +237,6 @@ def gate_warning(folder: Path) -> str | None:
     if gate is None or gate.verdict == "pass":
         return None
     return f"The gate did not pass {folder}. {verdict_line(gate)}"
-
-
-def _write_card(content: hub.Content | None, file: Path) -> None:
-    if content is None:
-        raise CompressionError(
-            f"there is no card to write to {file}; write a README.md in the folder by hand"
-        )
-    if file.exists():
-        raise CompressionError(f"{file} exists; name a new file with --card")
-    write_whole(file, content if isinstance(content, bytes) else content.read_bytes())
 
 
 def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:

@@ -185,15 +185,21 @@ def state_of(addition: Any, entry: Any) -> State:
 def hub_error(repo_id: str, error: BaseException) -> CompressionError:
     """Return an exception of the Hub's client in a sentence, with its remedy."""
     status = status_of(error)
-    reason = _reason(error)
+    chain = list(_chain(error))
+    # the Hub's own message, that of the exception with its answer, or that of the innermost one
+    messages = [getattr(cause, "server_message", None) for cause in chain]
+    answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
+    said = [Exception(message) for message in messages if message]
+    reason = reason_of([*said, *answered, chain[-1]][0], MOST)
     if status == 403 and ROOM.search(reason):
         what, remedy = NO_ROOM
     elif status is not None:
         what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
-    elif any(map(_is_network_fault, _chain(error))):
-        what, remedy = BROKEN
     else:
         what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
+        for cause in chain:
+            if NETWORK & {kind.__name__ for kind in type(cause).__mro__}:
+                what, remedy = BROKEN
     shown = f"{status}: {reason}" if status is not None else reason
     return CompressionError(f"{repo_id}: {what} ({shown}); {remedy}, {AGAIN}")
 
@@ -207,25 +213,9 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def _is_network_fault(error: BaseException) -> bool:
-    return bool(NETWORK & {kind.__name__ for kind in type(error).__mro__})
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and its causes: the client wraps the faults of an upload."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _reason(error: BaseException) -> str:
-    """Return the Hub's own message, or that of the exception with its answer, or that of the
-    innermost one."""
-    chain = list(_chain(error))
-    for cause in chain:
-        message = getattr(cause, "server_message", None)
-        if message:
-            return reason_of(Exception(message), MOST)
-    answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
-    return reason_of([*answered, chain[-1]][0], MOST)
