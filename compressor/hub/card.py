@@ -41,9 +41,9 @@ from compressor.formatting import (
     without_paths,
 )
 from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.opened import OpenModel, open_model, served_model, shared_experts
+from compressor.model.opened import open_model, served_model, shared_experts
 from compressor.model.serving import FORMATS, Served, advise
-from compressor.pipeline.outcome import Outcome, read_plan
+from compressor.pipeline.outcome import read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import changed, step_line
@@ -200,22 +200,17 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
         model = open_model(ModelSource(str(folder), None, folder), device="cpu")
     except CompressionError:  # as for constants
         return facts
-    return replace(facts, served=served_model(model), active=active_parameters(model, outcome))
-
-
-def active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, int] | None:
-    """Count the parameters that a token passes, of base and output; None where stored elements are
-    not parameters of one expert.
-
-    The base's alone are None where its top-k was another one.
-    """
+    facts = replace(facts, served=served_model(model))
     plan = outcome.expert_plan
     towers = {layer.decoder_layer.rstrip("0123456789") for layer in model.architecture.layers}
+    # where stored elements are not parameters of one expert, nothing is known
     if not plan.layers or model.layout.quantized or len(towers) > 1 or shared_experts(model):
-        return None
-    before = outcome.before.parameters - idle_parameters(model, plan.layers[0].experts)
+        return facts
     after = outcome.after.parameters - idle_parameters(model, model.architecture.experts)
-    return before if plan.top_k is None else None, after
+    before = None
+    if plan.top_k is None:  # the base's own
+        before = outcome.before.parameters - idle_parameters(model, plan.layers[0].experts)
+    return replace(facts, active=(before, after))
 
 
 @dataclass(frozen=True, slots=True)

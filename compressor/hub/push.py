@@ -6,6 +6,7 @@ The folder itself is only read; the card is written into the commit.
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,12 +218,28 @@ def push(
                 lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True)
             )
         if summary.changed:
+            missing = []
             changes = [
                 *(added[file.path] for file in summary.uploaded),
                 *map(CommitOperationDelete, summary.removed),
             ]
             done = repository.commit(changes, title, branch, head, create_pr)
-            repository.check_arrived(done.oid, added)
+            # the commit is made; that it cannot be listed yet is no fault of it
+            with suppress(CompressionError):
+                there = repository.files(done.oid)
+                # a .gitignore there can keep a file out without a word
+                missing = [
+                    name
+                    for name, addition in added.items()
+                    if hub.state_of(addition, there.get(name)) != "unchanged"
+                ]
+            if missing:
+                raise CompressionError(
+                    f"{missing[0]} of the commit {done.oid[:12]} of {repo_id} is not the one that "
+                    "was pushed; look for a "
+                    ".gitignore there that keeps it out, and for other runs that change the "
+                    "folder here"
+                )
             summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
         if tag is not None and tag not in fresh.tags:
             repository.ask(

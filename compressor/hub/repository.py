@@ -144,23 +144,6 @@ class Repository:
                 )
             )
 
-    def check_arrived(self, commit: str, added: Mapping[str, Any]) -> None:
-        """Check that the commit holds every file as it is here: a .gitignore there can keep one out
-        without a word."""
-        try:
-            there = self.files(commit)
-        # the commit is made; that it cannot be listed yet is no fault of it
-        except CompressionError:
-            return
-        for name, addition in added.items():
-            if state_of(addition, there.get(name)) != "unchanged":
-                raise CompressionError(
-                    f"{name} of the commit {commit[:12]} of {self.repo_id} is not the one that "
-                    "was pushed; look for a "
-                    ".gitignore there that keeps it out, and for other runs that change the "
-                    "folder here"
-                )
-
 
 # classes of faults that are no answer of the Hub
 NETWORK = {"TransportError", "ConnectionError", "TimeoutError"}

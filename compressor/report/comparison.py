@@ -488,8 +488,8 @@ def compare(
             for planned, (_, candidate) in zip(plans, pairs, strict=True):
                 rows += bench.rows(planned, candidate)
             if grid.constants and model is base:
-                methods = corrections_of(grid.corrections or ("none",))
-                rows += bench.constants(counts, protected, methods)
+                corrections = corrections_of(grid.corrections or ("none",))
+                rows += bench.constants(counts, protected, corrections)
     return Comparison(
         model=base.source.label,
         rows=tuple(rows) if tasks is None else with_differences(rows),
@@ -513,7 +513,8 @@ def with_differences(rows: Sequence[Row]) -> tuple[Row, ...]:
         equal = []
         for task in row.tasks:
             peers = [peer for peer in smaller if peer.kept == row.kept]
-            best = min(peers, key=lambda peer, task=task: peer.tasks[task].drop)
+            drops = [peer.tasks[task].drop for peer in peers]
+            best = peers[drops.index(min(drops))]
             if paired(best, row)[task].lower <= 0:
                 equal.append(task)
         results.append(replace(row, equal_to_best=tuple(equal)))

@@ -132,43 +132,39 @@ class PlannedShare:
         experts = self.plan.experts
         groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
         changed = self.files is not None or not all(group.untouched for group in groups)
+        matrices = list(chain.from_iterable(self.matrices.values()))
         left_out = []
         for name in names:
             if name == STORED:
-                self.schemes[name] = None
                 size = output_size(model, experts, changed)
                 if self.share == 1:  # nothing changes
                     size = Size.of(model.checkpoint.tensors.values())
+                self.schemes[name] = None
                 self.bytes[name] = size.bytes
                 continue
+            fault = None
             try:
-                self.schemes[name] = self._scheme(name, servers)
-            except CompressionError as error:
+                scheme = scheme_for(name, None, {matrix.columns for matrix in matrices})
+            except CompressionError as error:  # its groups do not fit
                 left_out.append(f"{name} ({str(error).partition('; ')[0]})")
+                continue
+            for server in servers:
+                if server == TRANSFORMERS:  # the one that is installed
+                    fault = fault or loader_fault(scheme.config([]))
+                    if fault is None and not find_matrices(model, EXPERTS).singly:
+                        family = model.architecture.family
+                        fault = f"transformers loads no single experts of {family}"
+                elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
+                    fault = fault or f"{NAMES[server]} loads no experts in it"
+            if fault is not None:
+                left_out.append(f"{name} ({fault.partition('; ')[0]})")
                 continue
             quantize = make_step("quantize", {"scheme": name}).step()
             written = quantize.output_size(model, experts, changed)
             assert written is not None
+            self.schemes[name] = scheme
             self.bytes[name] = written.size.bytes
         return left_out
-
-    def _scheme(self, name: str, servers: Sequence[str]) -> Scheme:
-        """Return a format; raises `CompressionError` if its groups do not fit, or a server can't
-        load it."""
-        matrices = chain.from_iterable(self.matrices.values())
-        scheme = scheme_for(name, None, {matrix.columns for matrix in matrices})
-        for server in servers:
-            if server == TRANSFORMERS:  # the one that is installed
-                fault = loader_fault(scheme.config([]))
-                if fault is None and not find_matrices(self.model, EXPERTS).singly:
-                    fault = (
-                        f"transformers loads no single experts of {self.model.architecture.family}"
-                    )
-                if fault:
-                    raise CompressionError(fault)
-            elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
-                raise CompressionError(f"{NAMES[server]} loads no experts in it")
-        return scheme
 
 
 def plan_shares(
