@@ -19,20 +19,16 @@ LEAST_WORDS = (20, 8)  # letters of a word that is not broken while there are co
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": ""}
 
 
-def console() -> Console:
-    """Return what prints on stdout, wide enough for most tables where nothing limits it, as in the
-    log of a CI job."""
-    plain = Console()
-    return plain if plain.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)
-
-
 def show(document: Iterable[Block]) -> None:
     """Print blocks on stdout: paragraphs on one line however long, tables as wide as the terminal
     lets them be.
 
     Columns that a table leaves out for want of room are named below it.
     """
-    out = console()
+    out = Console()
+    if not (out.is_terminal or "COLUMNS" in os.environ):
+        # wide enough for most tables where nothing limits it, as in the log of a CI job
+        out = Console(width=PIPED_WIDTH)
     above = ""
     for block in document:
         match block:

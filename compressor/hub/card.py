@@ -633,35 +633,29 @@ def licence(
     """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with
     a name."""
     given = base.get("license")
-    names = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(names, list)
-        or not names
-        or not all(isinstance(name, str) and name for name in names)
-    ):
+    names = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) and name for name in names):
         return {}
     listed = [listed_licence(name) for name in names]
-    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
     known = [name or "other" for name in listed]
     fields: dict[str, Any] = {"license": known if isinstance(given, list) else known[0]}
+    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
     name, link = ", ".join(unlisted) or base.get("license_name"), base.get("license_link")
     if name:
         fields["license_name"] = name
-    if link:
-        is_complete = link.startswith("http") or (folder / link).is_file()
-        if is_complete or repository is not None:
-            place = f"{HUGGING_FACE}/{repository}/blob/{revision or 'main'}"
-            fields["license_link"] = link if is_complete else f"{place}/{link}"
+    if link and (link.startswith("http") or (folder / link).is_file()):
+        fields["license_link"] = link
+    elif link and repository is not None:
+        address = f"{HUGGING_FACE}/{repository}/blob/{revision or 'main'}/{link}"
+        fields["license_link"] = address
     return fields
 
 
 def warn_of_licence(model: str, revision: str | None) -> None:
     """Say before a run what the card will make of a base's licence that the Hub's list lacks."""
     folder = Path(model)
-    is_folder = folder.is_dir()
-    base = base_metadata(
-        Source(model, revision, ""), folder if is_folder else None, None if is_folder else model
-    )
+    source = Source(model, revision, "")
+    base = base_metadata(source, folder) if folder.is_dir() else base_metadata(source, None, model)
     fields = licence(base, folder, None, revision)
     if fields.get("license_name") not in (None, base.get("license_name")):
         name = fields["license_name"]

@@ -5,6 +5,7 @@ The folder itself is only read; the card is written into the commit.
 """
 
 import logging
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -210,8 +211,11 @@ def push(
                 "name another tag, or delete that one on the Hub"
             )
     if not dry_run and remote is not None:
-        fresh = repository.open(remote, private)
+        fresh = remote
         if not remote.exists:  # a new repository begins with files of the Hub's own
+            repository.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+            fresh = repository.look_up()
+            repository.refuse_public(fresh, private)
             head, summary = _compare(summary, repository, verified, added, fresh)
         if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
             repository.ask(
@@ -223,7 +227,21 @@ def push(
                 *(added[file.path] for file in summary.uploaded),
                 *map(CommitOperationDelete, summary.removed),
             ]
-            done = repository.commit(changes, title, branch, head, create_pr)
+            # The branch or a new pull request shows all changes at once or none of them;
+            # `upload_folder` would make several commits, so that a branch could show half a model.
+            # Large files are stored first, and the client does not send what is stored already.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
+                done = repository.ask(
+                    lambda: api.create_commit(
+                        repo_id,
+                        changes,
+                        commit_message=title,
+                        revision=branch,
+                        create_pr=create_pr,
+                        parent_commit=head,
+                    )
+                )
             # the commit is made; that it cannot be listed yet is no fault of it
             with suppress(CompressionError):
                 there = repository.files(done.oid)

@@ -5,8 +5,7 @@ What goes wrong between here and the Hub becomes one sentence with its remedy an
 """
 
 import re
-import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -112,36 +111,6 @@ class Repository:
                 f"{self.repo_id} exists on the Hub and is public, so nothing was pushed; make it "
                 "private in its "
                 "settings, or name another repository"
-            )
-
-    def open(self, remote: Remote, private: bool) -> Remote:
-        """Create the repository unless it exists."""
-        if remote.exists:
-            return remote
-        self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
-        fresh = self.look_up()
-        self.refuse_public(fresh, private)
-        return fresh
-
-    def commit(
-        self, changes: Sequence[Any], message: str, branch: str, head: str | None, create_pr: bool
-    ) -> Any:
-        """Commit all changes, which the branch or a new pull request shows at once or not at all.
-
-        `upload_folder` would do it in several commits, so that a branch could show half a model.
-        Large files are stored first and the commit comes last; run again, the client does not send
-        what is stored already."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
-            return self.ask(
-                lambda: self.api.create_commit(
-                    self.repo_id,
-                    changes,
-                    commit_message=message,
-                    revision=branch,
-                    create_pr=create_pr,
-                    parent_commit=head,
-                )
             )
 
 

@@ -99,17 +99,13 @@ def kind_of_secret(data: bytes) -> str | None:
         match = SECRET.search(data)
         if match:
             return list(KINDS)[(match.lastindex or 1) - 1]
-        plain = _plain(data)
+        # the escapes of JSON, YAML, addresses and XML; a letter beyond ASCII, which no secret has,
+        # becomes '?'
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that there are not
+            text = MARKDOWN_ESCAPE.sub(rb"\1", data).decode("unicode_escape", "replace")
+        plain = html.unescape(unquote(text)).encode("ascii", "replace")
         if plain == data:
             break
         data = plain
     return None
-
-
-def _plain(data: bytes) -> bytes:
-    """Resolve the escapes of JSON, YAML, addresses and XML; a letter beyond ASCII, which no secret
-    has, becomes '?'."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that there are not
-        text = MARKDOWN_ESCAPE.sub(rb"\1", data).decode("unicode_escape", "replace")
-    return html.unescape(unquote(text)).encode("ascii", "replace")

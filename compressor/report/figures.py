@@ -30,7 +30,6 @@ from compressor.report.data import (
     all_dispositions,
     gone,
     order,
-    roles,
     within,
 )
 from compressor.steps.distill.step import evaluations
@@ -249,16 +248,21 @@ def visits(data: Report) -> Figure | None:
     def draw(canvas: "FigureBase", layer: LayerReport) -> None:
         above, below = canvas.subplots(2, 1)
         above.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold", pad=6)
+        roles = ["kept"] * layer.plan.experts
+        for expert in layer.plan.dropped:
+            roles[expert] = "dropped"
+        for expert in chain(*layer.plan.merged):
+            roles[expert] = "merged"
         sides = (
-            (above, layer.visits_before, "before", roles(layer)),
-            (below, layer.visits_after, "after", None),
+            (above, layer.visits_before, "before", roles),
+            (below, layer.visits_after, "after", ["after"] * len(layer.plan.groups)),
         )
-        for axes, shares, when, kinds in sides:
+        for axes, shares, when, colours in sides:
             axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
             axes.set_yticks([0, highest], labels=["0", percent(highest)])
             axes.set_title(when, loc="right", pad=2, color=ROLES["muted"])
             if shares:
-                draw_bars(axes, shares, kinds or ["after"] * len(shares), 1 / len(shares))
+                draw_bars(axes, shares, colours, 1 / len(shares))
             else:
                 axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
 

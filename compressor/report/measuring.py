@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
-from compressor.report.data import LayerMeasures, Matrix, Measured, record_speed
+from compressor.report.data import LayerMeasures, Matrix, Measured
 from compressor.report.speed import measure_speed
-from compressor.run_record import RunRecord, read_record
+from compressor.run_record import RunRecord, read_record, record_run
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
@@ -139,7 +139,8 @@ def measure(
         timed = measure_speed(
             models, text.batches[0], output.positions, progress, device, output.dtype_name
         )
-        record_speed(folder, timed)
+        if record is not None:
+            record_run(folder, replace(record, speed=asdict(timed)))
         measured = replace(measured, speed=timed)
     return measured
 

@@ -145,15 +145,8 @@ def speed(data: Report) -> list[Block]:
     """Return how fast base and output run on this machine; or how to measure it."""
     if data.speed is not None:
         return [data.speed.table()]
-    return [
-        Text(
-            (
-                "Not measured: ",
-                Code("moe-compress report --speed"),
-                " runs both models side by side.",
-            )
-        )
-    ]
+    command = Code("moe-compress report --speed")
+    return [Text(("Not measured: ", command, " runs both models side by side."))]
 
 
 def experts(plan: ExpertPlan) -> tuple[Block, ...]:
@@ -178,9 +171,8 @@ def experts(plan: ExpertPlan) -> tuple[Block, ...]:
 def similarity(data: Report) -> Iterator[Block]:
     """Yield the groups of each layer, with the similarities in and between them."""
     yield from _unmeasured(data, "similarity", "similarity of experts")
-    with_matrices = (
-        sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
-    )
+    numbers = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity)
+    with_matrices = numbers <= MOST_CELLS
     if not with_matrices:
         yield Text(
             "The matrices have too many numbers for tables; those of the groups are below.", "note"
@@ -188,23 +180,15 @@ def similarity(data: Report) -> Iterator[Block]:
     for layer in data.layers:
         plan = layer.plan
         decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
-        decided |= {
-            name.replace("_", " ").capitalize(): setting(value)
-            for name, value in plan.figures.items()
-        }
+        for name, value in plan.figures.items():
+            decided[name.replace("_", " ").capitalize()] = setting(value)
         rows = []
         for slot, group in enumerate(plan.groups):
             if len(group.members) > 1:
                 pairs = within(layer, group.members)
                 least = min(pairs, default=None)
-                rows.append(
-                    (
-                        f"merged, slot {slot}",
-                        listed(group.members),
-                        short(mean(pairs)),
-                        short(least),
-                    )
-                )
+                figures = short(mean(pairs)), short(least)
+                rows.append((f"merged, slot {slot}", listed(group.members), *figures))
         below: list[Block] = [Facts(decided.items())]
         if rows:
             columns = ("", "experts", "mean similarity", "least similarity")
