@@ -202,9 +202,12 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
         return facts
     facts = replace(facts, served=served_model(model))
     plan = outcome.expert_plan
-    towers = {layer.decoder_layer.rstrip("0123456789") for layer in model.architecture.layers}
+    layers = model.architecture.layers
+    towers = {layer.decoder_layer.rstrip("0123456789") for layer in layers}
+    all_planned = {layer.name for layer in layers} == {layer.module for layer in plan.layers}
     # where stored elements are not parameters of one expert, nothing is known
-    if not plan.layers or model.layout.quantized or len(towers) > 1 or shared_experts(model):
+    stored_singly = model.layout.regular and not model.layout.quantized
+    if not (all_planned and stored_singly) or len(towers) > 1 or shared_experts(model):
         return facts
     after = outcome.after.parameters - idle_parameters(model, model.architecture.experts)
     before = None

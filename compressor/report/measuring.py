@@ -85,9 +85,11 @@ def measure(
             name, commit = plan.source.model, plan.source.revision
             if record is not None:
                 name, commit = record.source, record.revision
-            # a folder here may be called like the Hub's model, and one without a record is any
-            is_there = record is not None and Path(name).is_dir()
-            if is_there if commit is None else not is_local(name):
+            # a folder here may be called like the Hub's model
+            is_known = not is_local(name)
+            if commit is None:  # without a record, a folder may be another one of its name
+                is_known = record is not None and Path(name).is_dir()
+            if is_known:
                 source = locate(name, commit, progress)
         if source is not None:
             base = _open_base(folder, plan, source, dtype, device)
