@@ -110,8 +110,7 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str
         # at which no number of a column is broken, and no word of up to `least` letters
         widths = []
         for column in columns:
-            words = " ".join(cells[column]).split()
-            width = max(map(cell_len, words), default=0)
+            width = max(map(cell_len, " ".join(cells[column]).split()), default=0)
             is_folded = block.is_text(column) and column not in verdicts
             widths.append(min(width, least) if is_folded else width)
         spare = room - 1 - sum(width + 3 for width in widths)

@@ -636,7 +636,7 @@ def licence(
     """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with
     a name."""
     given = base.get("license")
-    names = given if isinstance(given, list) else [given]
+    names: list[Any] = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name for name in names):
         return {}
     listed = [listed_licence(name) for name in names]

@@ -110,8 +110,10 @@ def experts(data: Report) -> Figure | None:
             np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=6 * cell
         )
         for (mark, colour), places in signs.items():
+            xs, ys = zip(*places, strict=True)
             axes.scatter(
-                *zip(*places, strict=True),
+                xs,
+                ys,
                 s=(36 * cell) ** 2,
                 c=colour,
                 marker=mark,
@@ -122,8 +124,10 @@ def experts(data: Report) -> Figure | None:
         ]
         if protected:
             width = max(0.6, 5 * cell)
+            xs, ys = zip(*protected, strict=True)
             axes.scatter(
-                *zip(*protected, strict=True),
+                xs,
+                ys,
                 s=(66 * cell - width) ** 2,
                 marker="s",
                 facecolors="none",
@@ -171,7 +175,7 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
         dropped = layer.plan.dropped
         ordered = np.array(layer.similarity)[np.ix_(experts, experts)]
         draw_heat(axes, ordered, low, high, cmap=shades)
-        outlines = []
+        outlines = list[tuple[int, int, Any]]()
         start = 0
         for size in sorted(map(len, layer.plan.merged), reverse=True):
             outlines.append((start, size, "solid"))

@@ -115,14 +115,14 @@ def measure(
             "experts, the routed tokens "
             "before and the errors are not measured; name it with --model."
         )
-    if text is None and plan.calibration is None:
-        missing.append(f"The plan was made without any text, {lost}; name one with --calibration.")
-    elif text is None:
+    if text is None and plan.calibration is not None:
         name = without_folders(plan.calibration)["source"]
         missing.append(
             f"The calibration text {name} is not available or has changed, {lost}; name it with "
             "--calibration."
         )
+    elif text is None:
+        missing.append(f"The plan was made without any text, {lost}; name one with --calibration.")
     if output is None:
         missing.append(f"{folder.name} holds no weights that can be run, {lost}.")
     measured = Measured(missing=tuple(missing))
