@@ -351,22 +351,18 @@ def compare(
     `nbytes=16_000, schemes=["none", "int4"]`. Without `evaluate` the text is taken from the
     calibration's sources, beyond what any plan or correction sees. With `tasks` every model answers
     them; results are kept in the folder `cache`."""
-    from compressor.report.comparison import candidates_of, compare_strategies
+    from compressor.report import comparison
     from compressor.report.grid import Grid
-    from compressor.report.sizes import compare_formats
-    from compressor.report.task_scores import TaskRun
 
     task_options = {name: options.pop(name) for name in TaskOptions.model_fields if name in options}
     grid = validated(Grid, options, "compare")
     text = text_options(calibration)
-    candidates = candidates_of(grid)  # refused before a model is read
-    tasks = TaskRun.read(
+    candidates = comparison.candidates_of(grid)  # refused before a model is read
+    tasks = comparison.TaskRun.read(
         validated(TaskOptions, task_options, "compare"), grid, device, dtype, cache
     )
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        if grid.schemes:
-            return compare_formats(run, grid, candidates, text, seed)
-        return compare_strategies(run, grid, candidates, text, seed, tasks)
+        return comparison.compare(run, grid, candidates, text, seed, tasks)
 
 
 def _two_sources(

@@ -36,33 +36,26 @@ def _words(words: Words) -> str:
     match words:
         case str():
             words = readable(words)  # first, for some of what it replaces counts as a blank
-            edges = words[: len(words) - len(words.lstrip())], words[len(words.rstrip()) :]
-            return (
-                escaped(words).join(" " if edge else "" for edge in edges)
-                if words.strip()
-                else " "[: len(words)]
-            )
+            text = escaped(words)
+            before = " " if words[:1].isspace() else ""
+            after = " " if text and words[-1:].isspace() else ""
+            return f"{before}{text}{after}"
         case tuple():
             return "".join(map(_words, words))
         case blocks.Code(text):
-            return _code(text)
+            # none of its own backticks can end it; a bar would end a table's cell
+            line = " ".join(readable(text).split())
+            if "|" in line or not line:
+                return escaped(line)
+            fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
+            space = " " if "`" in line else ""
+            return f"{fence}{space}{line}{space}{fence}"
         case blocks.Link(text, target):
             return f"[{escaped(text)}]({target})"
         case blocks.Strong(inner):
             return f"**{_words(inner)}**"
         case blocks.Note(text) | blocks.Toned(text) | blocks.Marked(text):
             return escaped(text)
-
-
-def _code(text: str) -> str:
-    """Code within a line, which none of its own backticks can end; a bar would end a table's
-    cell."""
-    line = " ".join(readable(text).split())
-    if "|" in line or not line:
-        return escaped(line)
-    fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
-    space = " " if "`" in line else ""
-    return f"{fence}{space}{line}{space}{fence}"
 
 
 def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
@@ -81,18 +74,20 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
             lines = []
             for name, value in pairs:
                 if isinstance(value, blocks.Items):
-                    lines += [
-                        f"- {escaped(name)}:",
-                        *(f"  - {_paragraph(item)}" for item in value.items),
-                    ]
+                    lines.append(f"- {escaped(name)}:")
+                    lines += [f"  - {_paragraph(item)}" for item in value.items]
                 else:
                     lines.append(f"- {escaped(name)}: {_words(value)}")
             return lines
         case blocks.Table(caption):
-            return [
-                *([] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]),
-                *table(block),
+            title = [] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]
+            # words begin at the left, numbers end at the right
+            rule = [
+                ":---" if block.is_text(place) else "---:" for place in range(len(block.columns))
             ]
+            rows = [list(map(escaped, block.columns)), rule]
+            rows += [list(map(_words, row)) for row in block.rows]
+            return title + [f"| {' | '.join(cells)} |" for cells in rows]
         case blocks.Figure(name):
             return [f"![{escaped(block.alt)}]({quote(images[name])})"] if name in images else []
         case blocks.Sides():
@@ -111,10 +106,3 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
 def _paragraph(words: Words) -> str:
     """Words at the beginning of a line, where some would make a list or a quotation."""
     return AT_START.sub(r"\1\\\2", _words(words).strip())
-
-
-def table(block: blocks.Table) -> list[str]:
-    """A table's lines: words begin at the left, numbers end at the right."""
-    rule = [":---" if block.is_text(place) else "---:" for place in range(len(block.columns))]
-    rows = [[*map(escaped, block.columns)], rule, *([*map(_words, row)] for row in block.rows)]
-    return [f"| {' | '.join(cells)} |" for cells in rows]

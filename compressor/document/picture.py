@@ -15,7 +15,6 @@ from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
-    from PIL.Image import Image
 
 DPI = 150
 FONT = 8.0  # points
@@ -86,38 +85,37 @@ def _drawn(drawing: Drawing, **style: Any) -> Any:
 def inline_svgs(name: str, drawings: Sequence[Drawing]) -> list[str]:
     """Return an SVG element for each drawing, with a title and a description; every id in it begins
     with `name`."""
-    return [_inline_svg(f"{name}-{number}", drawing) for number, drawing in enumerate(drawings)]
-
-
-def _inline_svg(prefix: str, drawing: Drawing) -> str:
-    content = io.StringIO()
-    with drawing_settings():
-        bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        _drawn(drawing, facecolor="none").savefig(content, format="svg", metadata=bare)
-    start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
-    (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
-    width, height = map(float, size)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'class="plot" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
-        f'aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
-        f'<desc id="{prefix}-desc">{escape(readable(drawing.alt))}</desc>'
-    )
-    body = (
-        CLUTTER.sub("", body)
-        .replace("xlink:href", "href")
-        .replace("'DejaVu Sans'", "system-ui, sans-serif")
-    )
-    body = REFERENCE.sub(f"{prefix}-", body)
-    body = SHAPE.sub(lambda shape: LONG.sub("", shape[0]), body)
-    return head + body.strip()
+    svgs = []
+    bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    for number, drawing in enumerate(drawings):
+        prefix = f"{name}-{number}"
+        content = io.StringIO()
+        with drawing_settings():
+            _drawn(drawing, facecolor="none").savefig(content, format="svg", metadata=bare)
+        start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
+        (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
+        width, height = map(float, size)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+            f'class="plot" viewBox="0 0 {width:g} {height:g}" '
+            f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" '
+            f'stroke-linejoin="round" '
+            f'aria-labelledby="{prefix}-title {prefix}-desc">'
+            f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
+            f'<desc id="{prefix}-desc">{escape(readable(drawing.alt))}</desc>'
+        )
+        body = CLUTTER.sub("", body).replace("xlink:href", "href")
+        body = body.replace("'DejaVu Sans'", "system-ui, sans-serif")
+        body = REFERENCE.sub(f"{prefix}-", body)
+        body = SHAPE.sub(lambda shape: LONG.sub("", shape[0]), body)
+        svgs.append(head + body.strip())
+    return svgs
 
 
 def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     """Return all drawings in one PNG below a title, on white; the same bytes for the same
     drawings."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
     most = max(1, int(PNG_WIDTH / max(drawing.size[0] for drawing in drawings)))
@@ -127,33 +125,28 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     width = columns * max(drawing.size[0] for drawing in drawings)
     lines = textwrap.wrap(readable(title), max(20, int(width / 0.1)))
 
-    def draw_title(canvas: "FigureBase") -> None:
+    def draw(canvas: "FigureBase") -> None:
         canvas.text(0.1 / width, 0.5, "\n".join(lines), va="center", fontsize=10, fontweight="bold")
 
-    rows.insert(0, [Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw_title)])
+    rows.insert(0, [Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw)])
+    images = []
+    right = bottom = 0
     with drawing_settings():
-        images = [list(map(_image, row)) for row in rows]
-    places = []
-    right = top = 0
-    for row in images:
-        left = 0
-        for image in row:
-            places.append((image, left, top))
-            left += image.width
-        right = max(right, left)
-        top += max(image.height for image in row)
-    sheet = Image.new("RGB", (right, top), "white")
-    for image, left, above in places:
-        sheet.paste(image, (left, above))
+        for row in rows:
+            left = 0
+            top = bottom
+            for drawing in row:
+                canvas = FigureCanvasAgg(_drawn(drawing, facecolor="white", dpi=DPI))
+                canvas.draw()
+                size = canvas.get_width_height()
+                image = Image.frombuffer("RGBA", size, canvas.buffer_rgba())
+                images.append((image, (left, top)))
+                left += image.width
+                bottom = max(bottom, top + image.height)
+            right = max(right, left)
+    sheet = Image.new("RGB", (right, bottom), "white")
+    for image, corner in images:
+        sheet.paste(image, corner)
     content = io.BytesIO()
     sheet.save(content, format="PNG", dpi=(DPI, DPI))
     return content.getvalue()
-
-
-def _image(drawing: Drawing) -> "Image":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL.Image import frombuffer
-
-    canvas = FigureCanvasAgg(_drawn(drawing, facecolor="white", dpi=DPI))
-    canvas.draw()
-    return frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())

@@ -19,28 +19,30 @@ LEAST_WORDS = (20, 8)  # letters of a word that is not broken while there are co
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": ""}
 
 
-def console() -> Console:
-    """Return what prints on stdout, wide enough for most tables where nothing limits it, as in the
-    log of a CI job."""
-    plain = Console()
-    return plain if plain.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)
-
-
 def show(document: Iterable[Block]) -> None:
     """Print blocks on stdout: paragraphs on one line however long, tables as wide as the terminal
     lets them be.
 
     Columns that a table leaves out for want of room are named below it.
     """
-    out = console()
+    out = Console()
+    if not (out.is_terminal or "COLUMNS" in os.environ):
+        # wide enough for most tables where nothing limits it, as in the log of a CI job
+        out = Console(width=PIPED_WIDTH)
     above = ""
     for block in document:
         match block:
             case blocks.Heading(words):
                 above = plain_words(words)
                 continue
-            case blocks.Facts():
-                out.print(_facts(block, above))
+            case blocks.Facts(pairs):
+                facts = _titled(above, show_header=False)
+                for _ in range(2):
+                    facts.add_column(overflow="fold")
+                for name, value in pairs:
+                    lines = value.items if isinstance(value, blocks.Items) else (value,)
+                    facts.add_row(_words(name), RichText("\n").join(map(_words, lines)))
+                out.print(facts)
             case blocks.Table():
                 grid, left_out = _table(block, block.caption or above, out.width)
                 out.print(grid)
@@ -83,43 +85,34 @@ def _titled(title: str, **style: Any) -> RichTable:
     return RichTable(title=_words(title) if title else None, title_justify="left", **style)
 
 
-def _facts(block: blocks.Facts, title: str) -> RichTable:
-    grid = _titled(title, show_header=False)
-    for _ in range(2):
-        grid.add_column(overflow="fold")
-    for name, value in block.pairs:
-        lines = value.items if isinstance(value, blocks.Items) else (value,)
-        grid.add_row(_words(name), RichText("\n").join(map(_words, lines)))
-    return grid
-
-
 def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str]]:
     """Return the table and the columns that it leaves out, so that words and numbers stay whole.
 
     Optional columns go first, then words fold, then others go from the right; the first column and
     verdicts stay."""
+    every = range(len(block.columns))
+    cells = []
+    verdicts = set[int]()
+    for column in every:
+        words = [row[column] for row in block.rows]
+        if any(isinstance(cell, blocks.Toned) for cell in words):
+            verdicts.add(column)
+        cells.append([readable(text) for text in (block.columns[column], *map(plain_words, words))])
     optional = [block.columns.index(name) for name in block.optional if name in block.columns]
-    verdicts = {
-        column
-        for row in block.rows
-        for column, cell in enumerate(row)
-        if isinstance(cell, blocks.Toned)
-    }
-    others = [
-        column
-        for column in range(len(block.columns) - 1, 0, -1)
-        if column not in {*optional, *verdicts}
-    ]
+    others = [column for column in reversed(every) if column not in {0, *optional, *verdicts}]
     steps = [(number, LEAST_WORDS[0]) for number in range(len(optional) + 1)]
     steps += [
         (number, LEAST_WORDS[1]) for number in range(len(optional), len(optional + others) + 1)
     ]
     for number, least in steps:
         left_out = (optional + others)[:number]
-        columns = [column for column in range(len(block.columns)) if column not in left_out]
-        widths = [
-            _least_width(block, column, room if column in verdicts else least) for column in columns
-        ]
+        columns = [column for column in every if column not in left_out]
+        # at which no number of a column is broken, and no word of up to `least` letters
+        widths = []
+        for column in columns:
+            width = max(map(cell_len, " ".join(cells[column]).split()), default=0)
+            is_folded = block.is_text(column) and column not in verdicts
+            widths.append(min(width, least) if is_folded else width)
         spare = room - 1 - sum(width + 3 for width in widths)
         if spare >= 0:
             break
@@ -128,8 +121,7 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str
     # rich would narrow the widest columns first, also below what they need, and cut the last one
     # off
     for place, column in sorted(enumerate(columns), key=lambda entry: block.is_text(entry[1])):
-        cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
-        grown = min(max(0, spare), max(cell_len(readable(cell)) for cell in cells) - widths[place])
+        grown = min(max(0, spare), max(map(cell_len, cells[column])) - widths[place])
         widths[place] += grown
         spare -= grown
     grid = _titled(title)
@@ -141,11 +133,3 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str
             *(_words(row[column]) for column in columns), end_section=number in block.ruled
         )
     return grid, [block.columns[column] for column in left_out]
-
-
-def _least_width(block: Table, column: int, least: int) -> int:
-    """Return the width at which no number of a column is broken, and no word of up to `least`
-    letters."""
-    cells = [block.columns[column], *(plain_words(row[column]) for row in block.rows)]
-    longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
-    return min(longest, least) if block.is_text(column) else longest

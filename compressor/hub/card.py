@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,13 @@ from compressor.formatting import (
     without_paths,
 )
 from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.opened import OpenModel, open_model, served_model
+from compressor.model.opened import open_model, served_model, shared_experts
 from compressor.model.serving import FORMATS, Served, advise
-from compressor.pipeline.outcome import Outcome, read_plan
+from compressor.pipeline.outcome import read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.document import changed, step_line
-from compressor.recipe.plan import KEPT_WHOLE, Source, correction_of, describe_split, parts_of
+from compressor.recipe.plan import KEPT_WHOLE, Source, correction_of, describe_split
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
@@ -57,6 +57,7 @@ from compressor.report.data import Report, all_dispositions, report_data
 from compressor.report.facts import facts as outcome_facts
 from compressor.report.figures import figures
 from compressor.run_record import COMPRESSION, read_record
+from compressor.steps.job import idle_parameters
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -111,8 +112,6 @@ the|licen[cs]e|version|community|international|universal:
 
 CARD_FIGURES = ("experts", "distillation")
 
-Blocks = tuple[Block, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
@@ -122,11 +121,12 @@ class CardFacts:
     folder: Path
     outcome: Report
     config: Mapping[str, Any]
-    # parameters less the experts that a token isn't routed to, before and after
-    active: tuple[int | None, int] | None
-    dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
-    served: Served | None  # as servers see it; None where only a graph lies
+    # stored elements by dtype; empty where only a graph lies
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    served: Served | None = None  # as servers see it; None where only a graph lies
+    # parameters less the experts that a token isn't routed to, before and after
+    active: tuple[int | None, int] | None = None
     base_model: str | None = None  # on the Hub
 
     @property
@@ -134,6 +134,12 @@ class CardFacts:
         """The names of the strategies that chose experts, in the order of the steps."""
         chosen = [step for step in self.outcome.plan.steps if step.expert_plan is not None]
         return tuple(dict.fromkeys(step.options.get("strategy", step.name) for step in chosen))
+
+    @property
+    def scheme(self) -> str | None:
+        """The name of the numbers that weights were rounded to; None if none were."""
+        quantized = self.outcome.quantized
+        return quantized["options"].get("scheme", "int4") if quantized else None
 
 
 def without_folders(value: Any) -> Any:
@@ -165,81 +171,49 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
         outcome = replace(
             outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options)
         )
-    has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    config = read_object(folder / "config.json")
     graphs = []
     for inner in ("", ONNX_FOLDER):
         if (folder / inner / GRAPH).is_file() and (folder / inner / ONNX_RECORD).is_file():
             graphs.append(inner)
-    if not has_weights and "" not in graphs:
-        raise CompressionError(
-            f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress"
-        )
-    model = None
-    if has_weights:
-        with suppress(CompressionError):  # as for constants
-            model = open_model(ModelSource(str(folder), None, folder), device="cpu")
-    return CardFacts(
-        folder=folder,
-        outcome=outcome,
-        config=read_object(folder / "config.json"),
-        active=_active_parameters(model, outcome) if model is not None else None,
-        dtypes=_check_weights(folder, outcome.after) if has_weights else {},
-        graph=graphs[0] if graphs else None,
-        served=None if model is None else served_model(model),
-    )
-
-
-def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
-    """Return stored elements by dtype; raises `CompressionError` unless the bytes are as many as
-    the record says."""
+    graph = graphs[0] if graphs else None
+    if not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+        if graph != "":
+            raise CompressionError(
+                f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress"
+            )
+        return CardFacts(folder, outcome, config, graph)
     tensors = Checkpoint(folder).tensors.values()
     nbytes = Size.of(tensors).bytes
     # of packed weights, the record counts parameters that they stand for
-    if nbytes != recorded.bytes:
+    if nbytes != outcome.after.bytes:
         raise CompressionError(
             f"the weights in {folder} hold {nbytes} bytes, its {COMPRESSION} says "
-            f"{recorded.bytes}; they do not "
+            f"{outcome.after.bytes}; they do not "
             "belong together, compress again"
         )
     dtypes = Counter[str]()
     for tensor in sorted(tensors, key=lambda tensor: tensor.dtype):
         dtypes[tensor.dtype] += math.prod(tensor.shape)
-    return dict(dtypes.most_common())
-
-
-def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, int] | None:
-    """Count active parameters from headers; None where stored elements are not parameters of one
-    expert.
-
-    The base's alone are None where it stores its tensors in another way.
-    """
-    layout = model.layout
+    facts = CardFacts(folder, outcome, config, graph, dict(dtypes.most_common()))
+    try:
+        model = open_model(ModelSource(str(folder), None, folder), device="cpu")
+    except CompressionError:  # as for constants
+        return facts
+    facts = replace(facts, served=served_model(model))
     plan = outcome.expert_plan
-    towers = {layer.decoder_layer.rstrip("0123456789") for layer in model.architecture.layers}
-    if layout.quantized or not layout.regular or len(towers) > 1:
-        return None
-    expert_size = Counter[str]()  # elements of an expert, by layer
-    row_size = Counter[str]()  # elements of its router row
-    for name, role in layout.roles.items():
-        info = model.checkpoint.tensors[name]
-        sizes = row_size if role.is_router else expert_size
-        if role.kind == "fused":
-            sizes[role.layer] += info.parameters // info.shape[role.dim]
-        elif role.kind == "expert" and role.expert == 0:
-            sizes[role.layer] += info.parameters
-    if set(expert_size) != {layer.module for layer in plan.layers}:
-        return None  # layers that share their experts
-    parts = parts_of(outcome.plan.split)
-    idle = gone = rows = 0
-    for layer in plan.layers:
-        kept = len(layer.groups)
-        idle += (kept - layer.top_k) * expert_size[layer.module]
-        gone += (layer.experts - kept) * expert_size[layer.module]
-        rows += (layer.experts // parts - kept) * row_size[layer.module]
-    before = outcome.before.parameters
-    after = outcome.after.parameters
-    same = plan.top_k is None and before - after == gone + rows
-    return before - gone - idle if same else None, after - idle
+    layers = model.architecture.layers
+    towers = {layer.decoder_layer.rstrip("0123456789") for layer in layers}
+    all_planned = {layer.name for layer in layers} == {layer.module for layer in plan.layers}
+    # where stored elements are not parameters of one expert, nothing is known
+    stored_singly = model.layout.regular and not model.layout.quantized
+    if not (all_planned and stored_singly) or len(towers) > 1 or shared_experts(model):
+        return facts
+    after = outcome.after.parameters - idle_parameters(model, model.architecture.experts)
+    before = None
+    if plan.top_k is None:  # the base's own
+        before = outcome.before.parameters - idle_parameters(model, plan.layers[0].experts)
+    return replace(facts, active=(before, after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +257,7 @@ def card_text(
     header = metadata(facts, repo_id, base_metadata(data.plan.source, base, base_model))
     blocks: list[Block | None] = [
         Heading(one_line(name), 1),
-        *introduction(facts),
+        introduction(facts),
         *comparison(facts),
         drawn.get("distillation"),
         *provenance(facts, command, name),
@@ -291,13 +265,13 @@ def card_text(
         drawn.get("experts"),
         Details("Layer by layer", became) if data.layers else became[0],
         *loading(facts, repo_id),
-        *limits(facts, header.get("license") is not None),
+        Heading("Limits"),
+        Items(limits(facts, header.get("license") is not None)),
     ]
     text = markdown([block for block in blocks if block is not None], images)
     text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{text}")
-    return Card(
-        text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()}
-    )
+    pictures = {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()}
+    return Card(text, pictures)
 
 
 def known_here(folder: Path) -> dict[str, Any]:
@@ -330,97 +304,85 @@ def recipe_text(plan: Plan) -> str | None:
     return recipe_yaml(recipe).decode().rstrip()
 
 
-def cited(name: str) -> str:
-    """Return a strategy with what `list strategies` says of it and its paper, if it is
-    installed."""
-    try:
-        return f"{name} ({load_strategy(name).summary.rstrip('.')})"
-    except CompressionError:
-        return name
-
-
-def introduction(facts: CardFacts) -> Blocks:
-    """Return what it is, in one paragraph."""
+def introduction(facts: CardFacts) -> Text:
+    """Return what it is and what became of the base's experts, in one paragraph."""
     outcome = facts.outcome
+    plan = outcome.expert_plan
     source = outcome.plan.source
+    split = outcome.plan.split
     base: Words = f'the local checkpoint "{label(source.model)}"'
-    name = facts.base_model
-    if name is not None:
+    if facts.base_model is not None:
+        name = facts.base_model
         revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
         base = Link(name, f"{HUGGING_FACE}/{name}"), f" ({revision})"
-    kind = " It is an ordinary checkpoint of its architecture" + (
-        ", with fewer experts." if outcome.layers else "."
-    )
-    if outcome.expert_plan.has_constants:
-        kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
-    what = _what_became(facts)
-    if outcome.quantized:
-        what += f" {step_line(outcome.quantized)}."
-        kind = ""
-    return (Text(("This is ", base, f"{what} It was made with moe-compressor.{kind}")),)
-
-
-def _what_became(facts: CardFacts) -> str:
-    """Return what became of the base's experts; it follows the base's name."""
-    plan = facts.outcome.expert_plan
-    split = facts.outcome.plan.split
     count = counted(len(plan.layers), "MoE layer")
     after_split = f", after a split of {describe_split(split)}" if split else ""
+    kind = " It is an ordinary checkpoint of its architecture"
     if plan.has_constants:
+        kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
         replaced = sum(len(layer.constants) for layer in plan.layers)
         before = sum(layer.experts for layer in plan.layers)
-        return (
+        what = (
             f" in which constants stand for {replaced:,} of the {before:,} experts of its {count}; "
             f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, "
             "arXiv:2507.00390). The "
             "routers are whole."
         )
-    if facts.outcome.strategy == KEPT_WHOLE:
-        same = (
-            " The sub-experts compute what the base's experts do, up to rounding." if split else ""
+    elif facts.outcome.strategy != KEPT_WHOLE:
+        kind += ", with fewer experts."
+        routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
+        kept = span(len(layer.groups) for layer in plan.layers)
+        cited = []
+        for name in facts.strategies:
+            with suppress(CompressionError):  # it need not be installed here
+                name = f"{name} ({load_strategy(name).summary.rstrip('.')})"
+            cited.append(name)
+        what = (
+            f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in "
+            "each of its "
+            f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
+            f"Strategy: {', then '.join(cited)}."
         )
-        return f", of which all experts stay{after_split}.{same}"
-    routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
-    kept = span(len(layer.groups) for layer in plan.layers)
-    return (
-        f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in each "
-        "of its "
-        f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
-        f"Strategy: {', then '.join(map(cited, facts.strategies))}."
-    )
+    else:
+        kind += "."
+        what = f", of which all experts stay{after_split}."
+        if split:
+            what += " The sub-experts compute what the base's experts do, up to rounding."
+    if outcome.quantized:
+        what += f" {step_line(outcome.quantized)}."
+        kind = ""
+    return Text(("This is ", base, f"{what} It was made with moe-compressor.{kind}"))
 
 
-def comparison(facts: CardFacts) -> Blocks:
+def comparison(facts: CardFacts) -> list[Block]:
     """Return base and compressed model, side by side."""
     table = page.sizes(facts.outcome)
     note = "Parameters are weights, in whatever format, without the scales of quantised ones."
     if facts.active is not None:
         before, after = facts.active
-        known = (
-            ("-", "-", "-")
-            if before is None
-            else (human_count(before), share(after, before), f"{before:,}")
-        )
-        row = ("active parameters", known[0], human_count(after), known[1], known[2], f"{after:,}")
+        row = ["active parameters", "-", human_count(after), "-", "-", f"{after:,}"]
+        if before is not None:
+            row[1] = human_count(before)
+            row[3] = share(after, before)
+            row[4] = f"{before:,}"
         table = replace(table, rows=(*table.rows, row))
         note += " Active parameters are all but the experts that a token is not routed to."
-    heldout = page.heldout(facts.outcome) if facts.outcome.heldout is not None else ()
-    gate = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
-    return Heading("Before and after"), table, Text(note), *heldout, *gate
+    blocks: list[Block] = [Heading("Before and after"), table, Text(note)]
+    if facts.outcome.heldout is not None:
+        blocks += page.heldout(facts.outcome)
+    if facts.outcome.gate is not None:
+        blocks += page.gate(facts.outcome)
+    return blocks
 
 
-def provenance(facts: CardFacts, command: str | None, out: str) -> Blocks:
+def provenance(facts: CardFacts, command: str | None, out: str) -> list[Block]:
     """Return the recipe of all steps, the text that was read, versions and digest; `command` is the
     last one run."""
     blocks: list[Block] = [Heading("How it was made")]
     recipe = recipe_text(facts.outcome.plan)
     if recipe is None:
-        blocks.append(
-            Text(
-                "A step is not installed where this card was made, so it has no recipe to repeat "
-                "it."
-            )
-        )
+        missing = "A step is not installed where this card was made, so it has no recipe to repeat"
+        blocks.append(Text(f"{missing} it."))
     else:
         note = (
             "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
@@ -433,31 +395,30 @@ def provenance(facts: CardFacts, command: str | None, out: str) -> Blocks:
         blocks.append(Text("The last command that was run, in which paths are shortened to names:"))
         blocks.append(Listing(without_paths(command), "bash"))
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return *blocks, outcome_facts(facts.outcome, "card"), Text(whole)
+    return [*blocks, outcome_facts(facts.outcome, "card"), Text(whole)]
 
 
-def loading(facts: CardFacts, repo_id: str) -> Blocks:
+def loading(facts: CardFacts, repo_id: str) -> list[Block]:
     """Return how to load it, by what is there."""
+    outcome = facts.outcome
     blocks: list[Block] = [Heading("How to load it")]
-    scheme = scheme_of(facts.outcome)
     vllm = ""
-    if facts.outcome.expert_plan.has_constants:
+    if outcome.expert_plan.has_constants:
         vllm = (
             "In vLLM from 0.33 on, where it supports this architecture unquantised (not tested "
             "with this checkpoint); "
             "ask `moe-compress check` with --server whether it computes this model:"
         )
     elif facts.dtypes:
-        fault = facts.outcome.loader_fault
-        blocks += [Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else _stock(facts, repo_id)
-        breaches = [] if facts.served is None else advise(facts.served).breaches
-        worst = [
-            each.says
-            for each in breaches
-            if each.server == "vLLM" and each.effect in ("fails", "wrong")
-        ]
-        blocks += [Text(f"vLLM {sentence}.") for sentence in worst]
-        if scheme is None or scheme in FORMATS["vllm"]:
+        fault = outcome.loader_fault
+        if fault:
+            blocks.append(Text(f"{fault[0].upper()}{fault[1:]}."))
+        else:
+            blocks += _stock(facts, repo_id)
+        for breach in [] if facts.served is None else advise(facts.served).breaches:
+            if breach.server == "vLLM" and breach.effect in ("fails", "wrong"):
+                blocks.append(Text(f"vLLM {breach.says}."))
+        if facts.scheme is None or facts.scheme in FORMATS["vllm"]:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
     if vllm:
         blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]
@@ -476,38 +437,39 @@ def loading(facts: CardFacts, repo_id: str) -> Blocks:
             Listing(session, "python"),
             *load_exporter("onnx").read_summary(facts.folder / facts.graph).describe(),
         ]
-    return tuple(blocks)
+    return blocks
 
 
-def _stock(facts: CardFacts, repo_id: str) -> Blocks:
+def _stock(facts: CardFacts, repo_id: str) -> list[Block]:
     """Return how stock transformers load it."""
+    outcome = facts.outcome
     name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
-    imported = model_class
-    more = (
-        "" if facts.served is None or facts.served.aligned else ', experts_implementation="eager"'
-    )
-    loading = [
-        f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto"{more})'
-    ]
+    arguments = 'dtype="auto", device_map="auto"'
+    if facts.served is not None and not facts.served.aligned:
+        arguments += ', experts_implementation="eager"'
+    imported = f"from transformers import {model_class}"
+    loading = f'model = {model_class}.from_pretrained("{repo_id}", {arguments})'
     if (facts.folder / "tokenizer_config.json").is_file():
         imported += ", AutoTokenizer"
-        loading.append(f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")')
+        loading += f'\ntokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
     checked = (
         "In transformers (names and shapes of all tensors were checked against the stock model of "
         "version "
-        f"{facts.outcome.versions.get('transformers', 'unknown')}; "
+        f"{outcome.versions.get('transformers', 'unknown')}; "
     )
     packages: Words = " needs the package accelerate"
-    if facts.outcome.quantized:
+    if outcome.quantized:
         packages = " needs the package accelerate, and the format ", Code("compressed-tensors")
-    code = "\n".join([f"from transformers import {imported}", "", *loading])
-    return Text((checked, Code("device_map"), packages, "):")), Listing(code, "python")
+    paragraph = Text((checked, Code("device_map"), packages, "):"))
+    return [paragraph, Listing(f"{imported}\n\n{loading}", "python")]
 
 
-def limits(facts: CardFacts, has_licence: bool) -> Blocks:
-    """Return the last section; `has_licence` if the card inherits one."""
+def limits(facts: CardFacts, has_licence: bool) -> list[str]:
+    """Return what was not measured, and what the figures say nothing about; `has_licence` if the
+    card inherits one."""
     outcome = facts.outcome
+    text = outcome.plan.calibration
     sentences = ["Accuracy was measured on the tasks above and on nothing else."]
     if outcome.gate is None:
         sentences = [
@@ -515,16 +477,22 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
             "with the base on "
             "your own tasks before you use it."
         ]
-    if outcome.plan.calibration is not None:
-        domains = joined(domains_of(outcome.plan.calibration))
+    if text is not None:
+        # by domain where the default blend knows a source
+        domains = {entry.source: entry.domain for entry in read_blend()}
+        sources = [entry["source"] for entry in text.get("sources", [text])]
+        names = zip(sources, short_names(sources), strict=True)
+        named = joined([domains.get(source, name) for source, name in names])
         sentences.append(
-            f"The calibration text was {domains}; what experts do on other text did not count."
+            f"The calibration text was {named}; what experts do on other text did not count."
         )
-        unread = outcome.plan.calibration.get("left_out")
-        sentences.append(f"Sources that could not be read: {', '.join(unread)}." if unread else "")
+        if text.get("left_out"):
+            sentences.append(f"Sources that could not be read: {', '.join(text['left_out'])}.")
     elif outcome.layers:
         sentences.append("No text was read to choose experts: weights alone decided.")
-    sentences.append(" ".join(_refitted(outcome)))
+    refitted = " ".join(_refitted(outcome))
+    if refitted:
+        sentences.append(refitted)
     stored = joined([f"{name} ({count:,} elements)" for name, count in facts.dtypes.items()])
     quantization = facts.config.get("quantization_config")
     if not facts.dtypes:
@@ -538,7 +506,7 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
         sentences.append(f"The weights {how} ({quantization['quant_method']}), stored as {stored}.")
     else:
         sentences.append(f"The weights are not quantised; they are stored as {stored}.")
-    if scheme_of(outcome) == "fp8":
+    if facts.scheme == "fp8":
         sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     if outcome.expert_plan.has_constants:
         sentences.append(
@@ -548,25 +516,7 @@ def limits(facts: CardFacts, has_licence: bool) -> Blocks:
         )
     if not has_licence:
         sentences.append("No licence was found in a card of the base; the base's own terms hold.")
-    return Heading("Limits"), Items([sentence for sentence in sentences if sentence])
-
-
-def domains_of(text: Mapping[str, Any]) -> list[str]:
-    """Return the domains of a text's sources where the default blend knows them, and the sources'
-    names elsewhere."""
-    domains = {entry.source: entry.domain for entry in read_blend()}
-    sources = [entry["source"] for entry in text.get("sources", [text])]
-    names = zip(sources, short_names(sources), strict=True)
-    return [domains.get(source, name) for source, name in names]
-
-
-def data_sets(plan: Plan) -> list[str] | None:
-    """Return the ids on the Hub of all data sets that were read."""
-    ids = dict[str, None]()
-    for text in filter(None, [plan.calibration, *(step.text for step in plan.steps)]):
-        names = (hub_id(entry["source"]) for entry in text.get("sources", [text]))
-        ids |= dict.fromkeys(filter(None, names))
-    return list(ids) or None
+    return sentences
 
 
 def suggested_name(folder: Path) -> str:
@@ -628,19 +578,6 @@ def _refitted(outcome: Report) -> Iterator[str]:
         )
 
 
-def scheme_of(outcome: Outcome) -> str | None:
-    """Return the name of the numbers that weights were rounded to; None if none were."""
-    return outcome.quantized["options"].get("scheme", "int4") if outcome.quantized else None
-
-
-def relation(outcome: Outcome) -> str:
-    """Return the relation to the base, of the Hub's four: adapter, merge, quantized and finetune.
-
-    "merge" is for several bases, "quantized" for what was only rounded; unsaid, the Hub would guess
-    that where it sees ONNX files."""
-    return "quantized" if {step.name for step in outcome.plan.steps} == {QUANTIZE} else "finetune"
-
-
 def is_hub_id(name: str) -> bool:
     """Return True if the Hub could have a repository of this name."""
     from huggingface_hub.errors import HFValidationError
@@ -700,35 +637,29 @@ def licence(
     """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with
     a name."""
     given = base.get("license")
-    names = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(names, list)
-        or not names
-        or not all(isinstance(name, str) and name for name in names)
-    ):
+    names: list[Any] = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) and name for name in names):
         return {}
     listed = [listed_licence(name) for name in names]
-    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
     known = [name or "other" for name in listed]
     fields: dict[str, Any] = {"license": known if isinstance(given, list) else known[0]}
+    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
     name, link = ", ".join(unlisted) or base.get("license_name"), base.get("license_link")
     if name:
         fields["license_name"] = name
-    if link:
-        is_complete = link.startswith("http") or (folder / link).is_file()
-        if is_complete or repository is not None:
-            place = f"{HUGGING_FACE}/{repository}/blob/{revision or 'main'}"
-            fields["license_link"] = link if is_complete else f"{place}/{link}"
+    if link and (link.startswith("http") or (folder / link).is_file()):
+        fields["license_link"] = link
+    elif link and repository is not None:
+        address = f"{HUGGING_FACE}/{repository}/blob/{revision or 'main'}/{link}"
+        fields["license_link"] = address
     return fields
 
 
 def warn_of_licence(model: str, revision: str | None) -> None:
     """Say before a run what the card will make of a base's licence that the Hub's list lacks."""
     folder = Path(model)
-    is_folder = folder.is_dir()
-    base = base_metadata(
-        Source(model, revision, ""), folder if is_folder else None, None if is_folder else model
-    )
+    source = Source(model, revision, "")
+    base = base_metadata(source, folder) if folder.is_dir() else base_metadata(source, None, model)
     fields = licence(base, folder, None, revision)
     if fields.get("license_name") not in (None, base.get("license_name")):
         name = fields["license_name"]
@@ -738,19 +669,12 @@ def warn_of_licence(model: str, revision: str | None) -> None:
         )
 
 
-def languages(base: Mapping[str, Any]) -> list[str] | None:
-    """Return the base's languages."""
-    given = base.get("language") or []
-    entries = given if isinstance(given, list) else [given]
-    # YAML makes False of Norwegian
-    return ["no" if entry is False else entry for entry in entries] or None
-
-
 def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
     """Return the card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
     outcome = facts.outcome
+    plan = outcome.plan
     layers = outcome.expert_plan.layers
     repository = facts.base_model
     tags = ["moe", "moe-compressor", *facts.strategies]
@@ -758,22 +682,33 @@ def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelC
         tags += ["merged", "expert-merging"]
     if any(layer.dropped for layer in layers):
         tags += ["pruned", "expert-pruning"]
-    scheme = scheme_of(outcome)
-    if scheme is not None:
-        tags += ["compressed-tensors", scheme]
+    if facts.scheme is not None:
+        tags += ["compressed-tensors", facts.scheme]
     if facts.graph is not None:
         tags.append("onnx")
-    more = licence(base, facts.folder, repository, outcome.plan.source.revision)
+    more = licence(base, facts.folder, repository, plan.source.revision)
     if repository is not None:
-        more["base_model_relation"] = relation(outcome)
+        # "quantized" is for what was only rounded; unsaid, the Hub would guess that where it sees
+        # ONNX files
+        only_rounded = {step.name for step in plan.steps} == {QUANTIZE}
+        more["base_model_relation"] = "quantized" if only_rounded else "finetune"
     results = [] if outcome.gate is None else card_metrics(outcome.gate)
     if results:
         more |= {"model_name": repo_id.rpartition("/")[2], "eval_results": results}
+    data_sets = dict[str | None, None]()
+    for text in filter(None, [plan.calibration, *(step.text for step in plan.steps)]):
+        for entry in text.get("sources", [text]):
+            data_sets[hub_id(entry["source"])] = None
+    data_sets.pop(None, None)
+    languages = base.get("language") or []
+    if not isinstance(languages, list):
+        languages = [languages]
     library = "vllm" if outcome.expert_plan.has_constants else "transformers"
     return ModelCardData(
-        language=languages(base),
+        # YAML makes False of Norwegian
+        language=["no" if entry is False else entry for entry in languages] or None,
         base_model=repository,
-        datasets=data_sets(outcome.plan),
+        datasets=list(data_sets) or None,
         library_name=library if facts.dtypes else "onnx",
         pipeline_tag=base.get("pipeline_tag") or TASK,
         tags=tags,

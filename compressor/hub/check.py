@@ -92,7 +92,13 @@ def verify_folder(folder: Path) -> VerifiedFolder:
         graph = _verify_graph(inside)
         files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, graph).items()}
         prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in graph.items()}
-    return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights, prefixes)
+    # what lies openly in the folder and is not taken, sub-folders with a slash
+    known = {name.split("/")[0] for name in files}
+    left_out = []
+    for path in sorted(folder.iterdir()):
+        if path.name not in known and not path.name.startswith("."):
+            left_out.append(f"{path.name}/" if path.is_dir() else path.name)
+    return VerifiedFolder(folder, is_graph, files, tuple(left_out), weights, prefixes)
 
 
 def _verify_weights(folder: Path) -> dict[str, int]:
@@ -139,9 +145,25 @@ def _verify_graph(folder: Path) -> dict[str, int]:
     require("onnx")
     import onnx
 
+    ends = dict[str, int]()  # of the files beside the graph, where their last tensors end
     try:
         model = onnx.load(str(path), load_external_data=False)
-        files = _external_files(folder, model.graph)
+        for tensor in _tensors(model.graph):
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            if entries:
+                name = entries.get("location", "")
+                end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+                ends[name] = max(ends.get(name, 0), end)
+        for name, end in ends.items():
+            if not name or Path(name).name != name or name.startswith("."):
+                where = f"{path} keeps weights in {name!r}"
+                raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
+            size = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if size != end:
+                there = "is missing" if size is None else f"has {size} bytes"
+                raise CompressionError(
+                    f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}"
+                )
         onnx.checker.check_model(str(path))
     except CompressionError:
         raise
@@ -154,30 +176,7 @@ def _verify_graph(folder: Path) -> dict[str, int]:
             raise CompressionError(
                 f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}"
             )
-    return {GRAPH: path.stat().st_size, **dict.fromkeys(files, 0)}
-
-
-def _external_files(folder: Path, graph: Any) -> tuple[str, ...]:
-    """Return the files beside a graph that its tensors lie in, each of which must end where its
-    last tensor does."""
-    ends: dict[str, int] = {}
-    for tensor in _tensors(graph):
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        if entries:
-            name = entries.get("location", "")
-            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
-            ends[name] = max(ends.get(name, 0), end)
-    for name, end in ends.items():
-        if not name or Path(name).name != name or name.startswith("."):
-            where = f"{folder / GRAPH} keeps weights in {name!r}"
-            raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != end:
-            there = "is missing" if size is None else f"has {size} bytes"
-            raise CompressionError(
-                f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}"
-            )
-    return tuple(ends)
+    return {GRAPH: path.stat().st_size, **dict.fromkeys(ends, 0)}
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
@@ -224,30 +223,22 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
             f"{verified.folder}; run "
             "moe-compress gate on the folder"
         )
-    changed = _changed(verified.folder, judged)
-    if changed is not None:
-        raise CompressionError(
-            f"{changed} of {verified.folder} is not the one that the gate in {path} judged; run "
-            "moe-compress gate "
-            "on the folder as it is"
-        )
-    return result
-
-
-def _changed(folder: Path, judged: Mapping[str, Any]) -> str | None:
-    """Return the first file that is not what was judged; weights with a digest may have another
-    time of change."""
+    folder = verified.folder
     now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
-    before, after = _facts_by_file(judged), _facts_by_file(now)
-    names = before.keys() | after.keys()
-    return min((name for name in names if before.get(name) != after.get(name)), default=None)
-
-
-def _facts_by_file(identity: Mapping[str, Any]) -> dict[str, Any]:
-    weights = identity.get("digests") or {
-        name: facts for name, *facts in identity.get("weights", ())
-    }
-    return {**identity.get("files", {}), **weights}
+    by_file = []
+    for facts in (judged, now):
+        # weights with a digest may have another time of change
+        weights = facts.get("digests") or {name: rest for name, *rest in facts.get("weights", ())}
+        by_file.append({**facts.get("files", {}), **weights})
+    before, after = by_file
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise CompressionError(
+                f"{name} of {folder} is not the one that the gate in {path} judged; run "
+                "moe-compress gate "
+                "on the folder as it is"
+            )
+    return result
 
 
 def default_message(verified: VerifiedFolder) -> str:
@@ -268,47 +259,28 @@ def default_message(verified: VerifiedFolder) -> str:
 
 def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
     """Return files by path in the repository: these weights, and what beside them a loader or a
-    reader needs.
+    reader needs: configs, the tokenizer, templates, licences, and pictures that the card shows.
 
     Raises `CompressionError` naming a file that is a link out of the folder.
     """
-    wanted = {*weights, CARD, RECIPE, SUMS}
-    names = [path.name for path in folder.iterdir() if _beside(path.name) or path.name in wanted]
-    names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
-    names += _pictures(folder)
-    return {name: folder / name for name in sorted({*names}) if _usable(folder, name)}
-
-
-def left_out(folder: Path, taken: Iterable[str]) -> tuple[str, ...]:
-    """Return what lies openly in the folder and is not taken, sub-folders with a slash."""
-    known = {name.split("/")[0] for name in taken}
-    names = sorted(
-        path
-        for path in folder.iterdir()
-        if path.name not in known and not path.name.startswith(".")
-    )
-    return tuple(f"{path.name}/" if path.is_dir() else path.name for path in names)
-
-
-def _beside(name: str) -> bool:
-    """Return True if a file's name says that it is a config, part of the tokenizer, a template or a
-    licence."""
-    if name.startswith(".") or name.endswith(".index.json"):
-        return False
-    return name.endswith(BESIDE) or (name.split(".")[0] in LICENCES and not name.endswith(".lock"))
-
-
-def _pictures(folder: Path) -> Iterator[str]:
-    """Yield pictures in the folder that its own card shows."""
+    names = {f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")}
+    for path in folder.iterdir():
+        name = path.name
+        if name in {*weights, CARD, RECIPE, SUMS}:
+            names.add(name)
+        elif not name.startswith(".") and not name.endswith(".index.json"):
+            is_licence = name.split(".")[0] in LICENCES and not name.endswith(".lock")
+            if is_licence or name.endswith(BESIDE):
+                names.add(name)
     card = folder / CARD
-    if not (card.is_file() and _usable(folder, CARD)):
-        return
-    for match in SHOWN.finditer(card.read_text(encoding="utf-8", errors="replace")):
-        name = (match[1] or match[2]).removeprefix("./")
-        parts = name.split("/")
-        plain = not any(part.startswith(".") or not part for part in parts) and "\\" not in name
-        if plain and name.lower().endswith(PICTURES) and (folder / name).exists():
-            yield name
+    if card.is_file() and _usable(folder, CARD):
+        for match in SHOWN.finditer(card.read_text(encoding="utf-8", errors="replace")):
+            name = (match[1] or match[2]).removeprefix("./")
+            parts = name.split("/")
+            plain = not any(part.startswith(".") or not part for part in parts) and "\\" not in name
+            if plain and name.lower().endswith(PICTURES) and (folder / name).exists():
+                names.add(name)
+    return {name: folder / name for name in sorted(names) if _usable(folder, name)}
 
 
 def _usable(folder: Path, name: str) -> bool:

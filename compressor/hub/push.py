@@ -5,7 +5,9 @@ The folder itself is only read; the card is written into the commit.
 """
 
 import logging
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +169,14 @@ def push(
     files = {**verified.files, **_staged(verified, repo_id, gate, require_gate, base_model)}
     refuse_secrets(files, verified.prefixes)
     if card is not None:
-        _write_card(files.get(CARD), Path(card))
+        content, file = files.get(CARD), Path(card)
+        if content is None:
+            raise CompressionError(
+                f"there is no card to write to {file}; write a README.md in the folder by hand"
+            )
+        if file.exists():
+            raise CompressionError(f"{file} exists; name a new file with --card")
+        write_whole(file, content if isinstance(content, bytes) else content.read_bytes())
     refuse_altered(verified.folder, known_here(verified.folder).get("base"))
     title, branch = message or default_message(verified), revision or hub.DEFAULT_BRANCH
     repository = hub.Repository(repo_id)
@@ -202,20 +211,53 @@ def push(
                 "name another tag, or delete that one on the Hub"
             )
     if not dry_run and remote is not None:
-        fresh = repository.open(remote, private)
+        fresh = remote
         if not remote.exists:  # a new repository begins with files of the Hub's own
+            repository.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+            fresh = repository.look_up()
+            repository.refuse_public(fresh, private)
             head, summary = _compare(summary, repository, verified, added, fresh)
         if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
             repository.ask(
                 lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True)
             )
         if summary.changed:
+            missing = []
             changes = [
                 *(added[file.path] for file in summary.uploaded),
                 *map(CommitOperationDelete, summary.removed),
             ]
-            done = repository.commit(changes, title, branch, head, create_pr)
-            repository.check_arrived(done.oid, added)
+            # The branch or a new pull request shows all changes at once or none of them;
+            # `upload_folder` would make several commits, so that a branch could show half a model.
+            # Large files are stored first, and the client does not send what is stored already.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
+                done = repository.ask(
+                    lambda: api.create_commit(
+                        repo_id,
+                        changes,
+                        commit_message=title,
+                        revision=branch,
+                        create_pr=create_pr,
+                        parent_commit=head,
+                    )
+                )
+            # the commit is made; that it cannot be listed yet is no fault of it
+            with suppress(CompressionError):
+                there = repository.files(done.oid)
+                # a .gitignore there can keep a file out without a word
+                missing = [
+                    name
+                    for name, addition in added.items()
+                    if hub.state_of(addition, there.get(name)) != "unchanged"
+                ]
+            if missing:
+                raise CompressionError(
+                    f"{missing[0]} of the commit {done.oid[:12]} of {repo_id} is not the one that "
+                    "was pushed; look for a "
+                    ".gitignore there that keeps it out, and for other runs that change the "
+                    "folder here"
+                )
             summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
         if tag is not None and tag not in fresh.tags:
             repository.ask(
@@ -230,16 +272,6 @@ def gate_warning(folder: Path) -> str | None:
     if gate is None or gate.verdict == "pass":
         return None
     return f"The gate did not pass {folder}. {verdict_line(gate)}"
-
-
-def _write_card(content: hub.Content | None, file: Path) -> None:
-    if content is None:
-        raise CompressionError(
-            f"there is no card to write to {file}; write a README.md in the folder by hand"
-        )
-    if file.exists():
-        raise CompressionError(f"{file} exists; name a new file with --card")
-    write_whole(file, content if isinstance(content, bytes) else content.read_bytes())
 
 
 def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:

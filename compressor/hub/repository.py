@@ -5,8 +5,7 @@ What goes wrong between here and the Hub becomes one sentence with its remedy an
 """
 
 import re
-import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -114,53 +113,6 @@ class Repository:
                 "settings, or name another repository"
             )
 
-    def open(self, remote: Remote, private: bool) -> Remote:
-        """Create the repository unless it exists."""
-        if remote.exists:
-            return remote
-        self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
-        fresh = self.look_up()
-        self.refuse_public(fresh, private)
-        return fresh
-
-    def commit(
-        self, changes: Sequence[Any], message: str, branch: str, head: str | None, create_pr: bool
-    ) -> Any:
-        """Commit all changes, which the branch or a new pull request shows at once or not at all.
-
-        `upload_folder` would do it in several commits, so that a branch could show half a model.
-        Large files are stored first and the commit comes last; run again, the client does not send
-        what is stored already."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a card's metadata, in the server's words
-            return self.ask(
-                lambda: self.api.create_commit(
-                    self.repo_id,
-                    changes,
-                    commit_message=message,
-                    revision=branch,
-                    create_pr=create_pr,
-                    parent_commit=head,
-                )
-            )
-
-    def check_arrived(self, commit: str, added: Mapping[str, Any]) -> None:
-        """Check that the commit holds every file as it is here: a .gitignore there can keep one out
-        without a word."""
-        try:
-            there = self.files(commit)
-        # the commit is made; that it cannot be listed yet is no fault of it
-        except CompressionError:
-            return
-        for name, addition in added.items():
-            if state_of(addition, there.get(name)) != "unchanged":
-                raise CompressionError(
-                    f"{name} of the commit {commit[:12]} of {self.repo_id} is not the one that "
-                    "was pushed; look for a "
-                    ".gitignore there that keeps it out, and for other runs that change the "
-                    "folder here"
-                )
-
 
 # classes of faults that are no answer of the Hub
 NETWORK = {"TransportError", "ConnectionError", "TimeoutError"}
@@ -185,15 +137,21 @@ def state_of(addition: Any, entry: Any) -> State:
 def hub_error(repo_id: str, error: BaseException) -> CompressionError:
     """Return an exception of the Hub's client in a sentence, with its remedy."""
     status = status_of(error)
-    reason = _reason(error)
+    chain = list(_chain(error))
+    # the Hub's own message, that of the exception with its answer, or that of the innermost one
+    messages = [getattr(cause, "server_message", None) for cause in chain]
+    answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
+    said = [Exception(message) for message in messages if message]
+    reason = reason_of([*said, *answered, chain[-1]][0], MOST)
     if status == 403 and ROOM.search(reason):
         what, remedy = NO_ROOM
     elif status is not None:
         what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
-    elif any(map(_is_network_fault, _chain(error))):
-        what, remedy = BROKEN
     else:
         what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
+        for cause in chain:
+            if NETWORK & {kind.__name__ for kind in type(cause).__mro__}:
+                what, remedy = BROKEN
     shown = f"{status}: {reason}" if status is not None else reason
     return CompressionError(f"{repo_id}: {what} ({shown}); {remedy}, {AGAIN}")
 
@@ -207,25 +165,9 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def _is_network_fault(error: BaseException) -> bool:
-    return bool(NETWORK & {kind.__name__ for kind in type(error).__mro__})
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and its causes: the client wraps the faults of an upload."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _reason(error: BaseException) -> str:
-    """Return the Hub's own message, or that of the exception with its answer, or that of the
-    innermost one."""
-    chain = list(_chain(error))
-    for cause in chain:
-        message = getattr(cause, "server_message", None)
-        if message:
-            return reason_of(Exception(message), MOST)
-    answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
-    return reason_of([*answered, chain[-1]][0], MOST)

@@ -5,9 +5,11 @@ A pattern asks for a service's own prefix, its alphabet and its length, so that 
 tokenizer has one."""
 
 import html
+import io
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from urllib.parse import unquote
 
 from compressor.errors import TOKEN, CompressionError, tokens_in_use
@@ -68,14 +70,22 @@ def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) ->
                 f"a file whose name begins with {name[:3]!r} is named like {kind}, so nothing was "
                 "pushed; rename it"
             )
-        for window in _windows(content, prefixes.get(name)):
-            kind = kind_of_secret(window)
-            if kind:
-                raise CompressionError(
-                    f"{name} holds what looks like {kind}, so nothing was pushed; take it out, "
-                    "and revoke it if "
-                    "anybody else may have seen it"
-                )
+        remaining = prefixes.get(name, sys.maxsize)
+        last = b""
+        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream:
+            while True:
+                chunk = stream.read(min(remaining, CHUNK_BYTES))
+                if not chunk:
+                    break
+                kind = kind_of_secret(last + chunk)
+                if kind:
+                    raise CompressionError(
+                        f"{name} holds what looks like {kind}, so nothing was pushed; take it out, "
+                        "and revoke it if "
+                        "anybody else may have seen it"
+                    )
+                last = chunk[-OVERLAP_BYTES:]
+                remaining -= len(chunk)
 
 
 def kind_of_secret(data: bytes) -> str | None:
@@ -89,33 +99,13 @@ def kind_of_secret(data: bytes) -> str | None:
         match = SECRET.search(data)
         if match:
             return list(KINDS)[(match.lastindex or 1) - 1]
-        plain = _plain(data)
+        # the escapes of JSON, YAML, addresses and XML; a letter beyond ASCII, which no secret has,
+        # becomes '?'
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that there are not
+            text = MARKDOWN_ESCAPE.sub(rb"\1", data).decode("unicode_escape", "replace")
+        plain = html.unescape(unquote(text)).encode("ascii", "replace")
         if plain == data:
             break
         data = plain
     return None
-
-
-def _plain(data: bytes) -> bytes:
-    """Resolve the escapes of JSON, YAML, addresses and XML; a letter beyond ASCII, which no secret
-    has, becomes '?'."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that there are not
-        text = MARKDOWN_ESCAPE.sub(rb"\1", data).decode("unicode_escape", "replace")
-    return html.unescape(unquote(text)).encode("ascii", "replace")
-
-
-def _windows(content: Content, most: int | None) -> Iterator[bytes]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    remaining = content.stat().st_size if most is None else most
-    last = b""
-    with content.open("rb") as stream:
-        while remaining > 0:
-            chunk = stream.read(min(remaining, CHUNK_BYTES))
-            if not chunk:
-                return
-            remaining -= len(chunk)
-            yield last + chunk
-            last = chunk[-OVERLAP_BYTES:]

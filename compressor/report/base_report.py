@@ -23,8 +23,7 @@ from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import open_model
 from compressor.progress import Progress
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.step import DEFAULT_LENGTH
-from compressor.report.data import LayerReport, Matrix, mean, named, within
+from compressor.report.data import LayerReport, mean, named, within
 from compressor.report.figures import MOST_NUMBERED, WIDTH, cells, similarity_figure
 from compressor.report.measuring import VISITS, Similarity, compared_tokens, read_part, shares
 from compressor.report.page import MADE_BY
@@ -87,11 +86,12 @@ def compare_experts(
 ) -> BaseReport:
     """Compare the experts of every MoE layer in one pass over text, in groups of which there are
     `experts`."""
+    from sklearn.decomposition import KernelPCA
+
     opened = open_model(locate(model, revision, progress), dtype, device)
     architecture = opened.architecture
     groups = resolve_count(architecture.layers, experts, RATIO if experts is None else None)
-    length = DEFAULT_LENGTH if sequence_length is None else sequence_length
-    text = read_part(opened, calibration, samples, length)
+    text = read_part(opened, calibration, samples, sequence_length)
     sampled = compared_tokens(architecture.experts)
     strategies = {name: load_strategy(of, options) for name, (of, options) in MEASURES.items()}
     needs = VISITS.union(*(strategy.needs for strategy in strategies.values()))
@@ -107,6 +107,17 @@ def compare_experts(
             )
             compared[name].append(report)
     measures = {name: named(reports) for name, reports in compared.items()}
+    maps = []
+    for report in measures[MAPPED]:
+        if report.similarity is None:
+            maps.append(ExpertMap((), 0.0))
+            continue
+        kernel = np.array(report.similarity)  # [E, E] with 1 on the diagonal
+        # the trace of the centred kernel
+        spread = max(len(kernel) - kernel.sum() / len(kernel), ROUNDING)
+        analysis = KernelPCA(2, kernel="precomputed", eigen_solver="dense")
+        places = analysis.fit_transform(kernel).round(6)
+        maps.append(ExpertMap(places.tolist(), float(analysis.eigenvalues_.sum() / spread)))
     return BaseReport(
         model=opened.source.label,
         text=", ".join(text.source_names),
@@ -115,7 +126,7 @@ def compare_experts(
         groups=groups,
         measures=measures,
         silhouettes={name: tuple(map(silhouette, reports)) for name, reports in measures.items()},
-        maps=tuple(map_of(report.similarity) for report in measures[MAPPED]),
+        maps=tuple(maps),
     )
 
 
@@ -129,20 +140,6 @@ def silhouette(report: LayerReport) -> float | None:
         return None
     distances = 1 - np.array(report.similarity)
     return round(float(silhouette_score(distances, report.plan.remap(), metric="precomputed")), 6)
-
-
-def map_of(kernel: Matrix | None) -> ExpertMap:
-    """Return the map of a kernel [E, E] with 1 on the diagonal."""
-    from sklearn.decomposition import KernelPCA
-
-    if kernel is None:
-        return ExpertMap((), 0.0)
-    values = np.array(kernel)
-    # the trace of the centred kernel
-    spread = max(len(values) - values.sum() / len(values), ROUNDING)
-    analysis = KernelPCA(2, kernel="precomputed", eigen_solver="dense")
-    places = analysis.fit_transform(values).round(6)
-    return ExpertMap(places.tolist(), float(analysis.eigenvalues_.sum() / spread))
 
 
 def mean_similarity(report: LayerReport) -> float | None:
@@ -176,21 +173,6 @@ def base_blocks(data: BaseReport) -> Iterator[Block]:
     yield Text(note, "note")
 
 
-def depth_figure(data: BaseReport) -> Figure:
-    """Return the mean similarity by layer, a line for each measure, and the silhouettes of their
-    groups."""
-    similarities = {
-        name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()
-    }
-    numbers = [layer.plan.layer for layer in data.layers]
-    drawings = (
-        _lines("Mean similarity", similarities, numbers),
-        _lines("Silhouette of the groups", data.silhouettes, numbers),
-    )
-    caption = "The higher the similarity of a layer's experts, the more of them it can spare."
-    return Figure("depth", "Redundancy over depth", caption, drawings)
-
-
 def _lines(
     title: str, values: Mapping[str, Sequence[float | None]], numbers: Sequence[int]
 ) -> Drawing:
@@ -212,9 +194,19 @@ def _lines(
     return Drawing(title, f"{'; '.join(parts)}.", (WIDTH + 0.6, 2.6), draw)
 
 
-def map_figure(data: BaseReport) -> Figure | None:
-    """Return a map of each layer's experts, with the colour and mark of their group; None without
-    any."""
+def base_figures(data: BaseReport) -> tuple[Figure, ...]:
+    """Return redundancy over depth, a map of each layer's experts with the colour and mark of their
+    group, and the matrices of each measure."""
+    similarities = {
+        name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()
+    }
+    numbers = [layer.plan.layer for layer in data.layers]
+    depth = [
+        _lines("Mean similarity", similarities, numbers),
+        _lines("Silhouette of the groups", data.silhouettes, numbers),
+    ]
+    caption = "The higher the similarity of a layer's experts, the more of them it can spare."
+    drawn: list[Figure | None] = [Figure("depth", "Redundancy over depth", caption, depth)]
 
     def draw(canvas: "FigureBase", layer: LayerReport, expert_map: ExpertMap) -> None:
         axes = canvas.subplots()
@@ -230,35 +222,25 @@ def map_figure(data: BaseReport) -> Figure | None:
         axes.set(xticks=[], yticks=[])
         axes.set_aspect("equal", adjustable="datalim")
 
-    drawings = []
+    maps = []
     for layer, expert_map in zip(data.layers, data.maps, strict=True):
         if expert_map.places:
-            alt = (
-                f"Merged groups: {merged_groups(layer)}; {expert_map.share:.0%} of the spread "
-                "is shown."
-            )
+            merged = merged_groups(layer)
+            alt = f"Merged groups: {merged}; {expert_map.share:.0%} of the spread is shown."
             shown = partial(draw, layer=layer, expert_map=expert_map)
-            drawings.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
+            maps.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
     caption = (
         "Experts by linear CKA of their outputs on the two largest principal components; those of "
         "a group have one "
         "colour and mark, grey ones are alone."
     )
-    return (
-        Figure("map", "Map of the experts, with their groups", caption, drawings)
-        if drawings
-        else None
-    )
-
-
-def base_figures(data: BaseReport) -> tuple[Figure, ...]:
-    """Return redundancy over depth, the maps, and the matrices of each measure."""
-    drawn = [depth_figure(data), map_figure(data)]
+    if maps:
+        drawn.append(Figure("map", "Map of the experts, with their groups", caption, maps))
     for name, reports in data.measures.items():
         drawn.append(
             similarity_figure(reports, file_name(name), f"Similarity of the experts by {name}")
         )
-    return tuple(figure for figure in drawn if figure is not None)
+    return tuple(filter(None, drawn))
 
 
 def file_name(measure: str) -> str:

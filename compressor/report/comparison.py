@@ -2,16 +2,16 @@
 streamed.
 
 Rows of models in which constants stand for experts (`compare --format mone`), even and uneven, come
-beside the drops."""
+beside the drops. With tasks, every model answers the same items, and each is paired with the
+base's."""
 
 import logging
-import math
 import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +19,18 @@ from typing import Any
 
 import torch
 
+from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
+from compressor.answers.options import TaskOptions
 from compressor.answers.scores import ItemScores
+from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.reader import Size
+from compressor.checkpoint.source import ModelSource
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
 from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
+from compressor.files import default_folder
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
 from compressor.model.moe_layer import resolve_count
@@ -34,19 +39,20 @@ from compressor.model.substitution import Substitution
 from compressor.options import validated
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
 from compressor.progress import Progress
-from compressor.quality_gate.domains import several_domains
+from compressor.quality_gate.options import GateOptions
+from compressor.quality_gate.statistics import judge
+from compressor.quality_gate.verdict import TaskGate
 from compressor.recipe.plan import UNEVEN, ExpertPlan, LayerPlan
-from compressor.recipe.recipe import make_step
+from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.registry import Strategy, load_strategy, working_strategies
 from compressor.recipe.step import TextOptions
-from compressor.report.comparison_report import BY_SOURCE, Comparison, Row
+from compressor.report.comparison_report import Comparison, Row
 from compressor.report.grid import Grid
-from compressor.report.task_scores import TaskRun, with_differences
+from compressor.report.sizes import compare_sizes
 from compressor.run_record import versions
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.constants.search import (
     EVEN,
-    ConstantsByLayer,
     choose_replaced,
     measure,
     refit,
@@ -56,14 +62,16 @@ from compressor.steps.constants.step import refuse_model
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
-from compressor.steps.job import idle_parameters, output_size
+from compressor.steps.job import idle_parameters, make_job, output_size
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planned, Planner, PruneSpec, protected_experts
 from compressor.steps.prune.protection import Protected, given_protected, listed
 from compressor.steps.prune.selection import keep_best
 from compressor.steps.split.view import partitioned, seen_as, with_top_k
+from compressor.steps.workdir import write_checkpoint
 
 RANDOM, CONSTANTS = "random", "constants"
+UNCORRECTED = Correct(method="none")
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +87,56 @@ class Candidate:
     seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TaskRun:
+    """The tasks of a comparison, and the folder with results of earlier runs."""
+
+    tasks: tuple[EvaluationTask, ...]
+    options: EvaluationOptions
+    cache: Path
+
+    @classmethod
+    def read(
+        cls, named: TaskOptions, grid: Grid, device: str, dtype: str, cache: Path | None = None
+    ) -> "TaskRun | None":
+        """Load the tasks; None if none are named. Raises `CompressionError` for those that there
+        aren't."""
+        if not named.tasks:
+            for name in named.model_fields_set:
+                raise CompressionError(f"--{name.replace('_', '-')} is of tasks; name --tasks, too")
+            return None
+        if grid.schemes or grid.constants:
+            raise CompressionError(
+                "--tasks compares models with fewer experts; leave out number formats and --format"
+            )
+        refuse_several("--tasks")
+        options = EvaluationOptions.of(named, device, dtype)
+        return cls(resolve_tasks(options), options, cache or default_folder())
+
+    def plan(self, source: ModelSource, content: Mapping[str, Any] | None = None) -> TaskEvaluation:
+        """Plan the evaluation of a model; raises `CompressionError` for tasks that it can't do."""
+        return plan_evaluation(source, self.tasks, self.options, self.cache, content=content)
+
+    def answer(
+        self, model: OpenModel, plan: ExpertPlan, files: CutFiles | None, progress: Progress
+    ) -> tuple[ItemScores, ...]:
+        """Write the smaller model of a plan, with refitted layers from `files`, and have it answer
+        the tasks.
+
+        Its files are gone afterwards. An equal model's results are taken from an earlier run.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / f"{plan.experts} experts"
+            job = make_job(model, plan, files)
+            progress.start("write", len(job.decoder_layers))
+            write_checkpoint(job, folder, ["prune"], progress.advance)
+            model.partial.stream()  # lm-eval may load the smaller model as a whole
+            source = ModelSource(str(folder), None, folder)
+            content = identity(source, digests=True)
+            del content["weights"]  # times of files
+            return tuple(self.plan(source, content).run(progress).values())
+
+
 def random_drop(seed: int) -> Strategy:
     """Drop experts at random, protected ones excepted; every layer draws anew."""
 
@@ -92,67 +150,56 @@ def random_drop(seed: int) -> Strategy:
     return Strategy(RANDOM, plan, frozenset())
 
 
-def correction(method: str) -> Correct:
-    """Return the options of that method; raises `CompressionError` for an unknown one."""
-    return validated(Correct, {"method": method}, "correct")
+def corrections_of(methods: Iterable[str]) -> tuple[Correct, ...]:
+    """Return options for each method; raises `CompressionError` for an unknown one."""
+    return tuple(validated(Correct, {"method": method}, "correct") for method in methods)
 
 
-def parse_candidate(text: str, corrections: Sequence[str] | None) -> Candidate:
-    """Read name or name:option=value:option=value; by default, its own correction is tried beside
-    none.
+def candidates_of(grid: Grid) -> list[Candidate]:
+    """Return the strategies to compare, each once, and without formats random drops; no model is
+    read.
 
-    The option `balance` is that of `prune`.
-    """
-    name, *settings = text.split(":")
-    options = dict(
-        read_option(setting, f"strategy {text!r}: {setting!r} should be option=value")
-        for setting in settings
-    )
-    prune = make_step("prune", {"balance": options.pop("balance", None)})
-    assert isinstance(prune, Prune)
-    strategy = load_strategy(name, options).balancing(prune.balance)
-    methods = dict.fromkeys(corrections or ("none", strategy.correction))
-    shown = " ".join([name, *(f"({setting})" for setting in settings)])
-    return Candidate(shown, strategy, options, tuple(correction(method) for method in methods))
+    A strategy is a name or name:option=value:option=value, where the option `balance` is that of
+    `prune`; by default, its own correction is tried beside none. Raises `CompressionError` for
+    unknown strategies, options and corrections, and constants on several processes."""
+    if grid.constants:
+        refuse_several("--format mone", "leave it out, or start the command without torchrun")
+    # others follow a list
+    measuring = [strategy.name for strategy in working_strategies() if strategy.needs]
+    candidates = list[Candidate]()
+    for text in grid.strategies or (["auto"] if grid.schemes else measuring):
+        name, *settings = text.split(":")
+        options = dict(
+            read_option(setting, f"strategy {text!r}: {setting!r} should be option=value")
+            for setting in settings
+        )
+        prune = make_step("prune", {"balance": options.pop("balance", None)})
+        assert isinstance(prune, Prune)
+        strategy = load_strategy(name, options).balancing(prune.balance)
+        methods = dict.fromkeys(grid.corrections or ("none", strategy.correction))
+        shown = " ".join([name, *(f"({setting})" for setting in settings)])
+        candidates.append(Candidate(shown, strategy, options, corrections_of(methods)))
+    for seed in range(0 if grid.schemes else grid.random_seeds):
+        drop = random_drop(seed)
+        candidates.append(Candidate(f"random (seed {seed})", drop, {}, (UNCORRECTED,), seed))
+    if len({candidate.name for candidate in candidates}) < len(candidates):
+        raise CompressionError(
+            "--strategies names one twice; name each once, or with other options"
+        )
+    return candidates
 
 
-def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
+def layer_error(layers: Iterable[LayerPlan]) -> float | None:
     """Return the mean error over the layers that recorded one; None if no layer did."""
-    errors = [figures.get("heldout_error") for figures in corrections]
+    errors = [layer.figures["correction"].get("heldout_error") for layer in layers]
     known = [error for error in errors if error is not None]
     return fmean(known) if known else None
 
 
-def measured(figures: Figures, sources: Sequence[str]) -> dict[str, Any]:
-    """Return what a row says of figures; `sources` are the evaluation sets that it shows, the first
-    ones."""
-    means = figures.of(range(len(sources))).means
-    by_source = {name: figures.of({number}).means for number, name in enumerate(sources)}
-    divergence = several_domains(figures, dict(enumerate(sources)))
-    row: dict[str, Any] = {
-        "loss": means["loss"],
-        "perplexity": math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
-        "kl": max(0.0, means["kl"]),
-        "flips": means["flips"],
-        "errors_by_source": {},
-    }
-    for figure, field_name in BY_SOURCE.items():
-        row[field_name] = {name: max(source[figure], 0.0) for name, source in by_source.items()}
-    if divergence is None:
-        return row
-    row["degraded"] = tuple(domain.domain for domain in divergence.degraded)
-    for figure in BY_SOURCE:
-        errors = {
-            domain.domain: getattr(domain, figure).standard_error for domain in divergence.domains
-        }
-        row["errors_by_source"][figure] = errors
-    return row
-
-
-@dataclass(slots=True)
-class _RowBuilder:
-    """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows
-    show."""
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What every variant of a model is carried out and measured with. The calibration's held-out
+    sets come after the evaluation `sets` that rows show."""
 
     model: OpenModel
     calibration: Calibration
@@ -160,107 +207,107 @@ class _RowBuilder:
     sets: Sequence[EvaluationSet]
     progress: Progress
     seed: int
-    tasks: TaskRun | None = None
+    tasks: TaskRun | None
     # by experts kept: stored, and idle parameters
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)
 
-    def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
-        """Return a model's row."""
+    def row(self, figures: Figures, experts: int, stored: Size | None = None, **facts: Any) -> Row:
+        """Return a model's row; its size is that of `stored` tensors, by default of those that stay
+        with so many experts."""
+        model = self.model
         if experts not in self.sizes:  # for which the smaller model is built
-            self.sizes[experts] = (
-                output_size(self.model, experts),
-                idle_parameters(self.model, experts),
-            )
-        cut, idle = self.sizes[experts]
-        size = stored or cut
-        layer = self.model.architecture.layers[0]
-        return Row(
+            self.sizes[experts] = output_size(model, experts), idle_parameters(model, experts)
+        size, idle = self.sizes[experts]
+        size = stored or size
+        layer = model.architecture.layers[0]
+        return Row.of(
+            figures,
+            self.sets,
             experts=experts,
             experts_before=layer.experts,
             parameters=size.parameters,
             bytes=size.bytes,
             split=layer.parts,
-            top_k=self.model.top_k,
-            active=None if self.model.layout.quantized else size.parameters - idle,
-            **measured(figures, [evaluation_set.name for evaluation_set in self.sets]),
-            **more,
+            top_k=model.top_k,
+            active=None if model.layout.quantized else size.parameters - idle,
+            **facts,
         )
 
-    def planned(self, planned: Planned, candidate: Candidate) -> list[Row]:
+    def rows(self, planned: Planned, candidate: Candidate) -> Iterator[Row]:
         """Carry a plan out with each correction layer by layer without writing it, and evaluate the
         result.
 
         As in `compress`, a correction is undone that takes the whole model further away on what is
         held out."""
         heldout = range(len(self.sets), len(self.evaluator.names))
-        corrections = list(candidate.corrections)
-        none = Correct(method="none")
-        plain, uncorrected = self._carried_out(planned, candidate, none)
-        answer = lru_cache(partial(self._answers, planned.plan))
-        rows = []
-        for correction in corrections:
-            row = plain
-            with tempfile.TemporaryDirectory() as folder:
-                files = None
-                if correction.wanted:
-                    files = CutFiles(Path(folder)) if self.tasks is not None else None
-                    row, figures = self._carried_out(planned, candidate, correction, files)
-                    if accepts(figures.of(heldout), uncorrected.of(heldout)):
-                        undone = replace(plain, correction=correction.method, undone=True)
-                        row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
-                        files = None
-                rows.append(replace(row, answers=answer(files)))
-        return rows
+        plain, uncorrected = self._carried_out(planned, candidate, UNCORRECTED, None)
 
-    def _answers(self, plan: ExpertPlan, files: CutFiles | None) -> tuple[ItemScores, ...]:
-        return (
-            () if self.tasks is None else self.tasks.answer(self.model, plan, files, self.progress)
-        )
+        @lru_cache
+        def answers(files: CutFiles | None) -> tuple[ItemScores, ...]:
+            if self.tasks is None:
+                return ()
+            return self.tasks.answer(self.model, planned.plan, files, self.progress)
+
+        for correction in candidate.corrections:
+            if not correction.wanted:
+                yield replace(plain, answers=answers(None))
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                files = None if self.tasks is None else CutFiles(Path(folder))
+                row, figures = self._carried_out(planned, candidate, correction, files)
+                if accepts(figures.of(heldout), uncorrected.of(heldout)):
+                    row = replace(
+                        plain,
+                        correction=correction.method,
+                        undone=True,
+                        seconds=row.seconds,
+                        peak_memory=row.peak_memory,
+                    )
+                    files = None
+                yield replace(row, answers=answers(files))
 
     def _carried_out(
-        self,
-        planned: Planned,
-        candidate: Candidate,
-        correction: Correct,
-        files: CutFiles | None = None,
+        self, planned: Planned, candidate: Candidate, correction: Correct, files: CutFiles | None
     ) -> tuple[Row, Figures]:
         begin = time.perf_counter()
-        experts = planned.plan.experts
-        plans = {layer.module: layer for layer in planned.plan.layers}
+        plan = planned.plan
+        plans = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
-            experts,
+            plan.experts,
             lambda stats: plans[stats.layer.name],
             correction=correction,
             seed=self.seed,
             measure=True,
         )
+        calibration = self.calibration
+        name = candidate.name
         if correction.wanted:
-            calibration = self.calibration
-            name = f"{candidate.name} + {correction.method}"
+            name += f" + {correction.method}"
         else:  # nothing is fitted, and errors are those of what is held out
-            heldout = self.calibration.heldout_batches
-            calibration = Calibration(
-                heldout, self.calibration.identity, heldout=frozenset(range(len(heldout)))
-            )
-            name = candidate.name
-        phase = f"{name}, {experts}"
+            batches = calibration.heldout_batches
+            everything = frozenset(range(len(batches)))
+            calibration = Calibration(batches, calibration.identity, heldout=everything)
+        phase = f"{name}, {plan.experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
             layers = compress_sequentially(
                 self.model, work, calibration, self.progress, files, probe, phase
             )
-        correcting = time.perf_counter() - begin if correction.wanted else 0.0
+        (figures,) = probe.figures
+        seconds = planned.seconds
+        if correction.wanted:
+            seconds += time.perf_counter() - begin
         row = self.row(
-            probe.figures[0],
-            experts,
+            figures,
+            plan.experts,
             name=candidate.name,
             strategy=candidate.strategy.name,
             correction=correction.method,
-            error=_layer_error(layer.figures["correction"] for layer in layers),
-            seconds=planned.seconds + correcting,
+            error=layer_error(layers),
+            seconds=seconds,
             peak_memory=peak.anonymous,
             seed=candidate.seed,
         )
-        return row, probe.figures[0]
+        return row, figures
 
     def constants(
         self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]
@@ -271,10 +318,10 @@ class _RowBuilder:
         Each count is kept in every layer, then on average over layers, where the model loses least.
         """
         model = self.model
-        heldout = self.calibration.heldout_batches
-        layers = model.architecture.layers
+        calibration = self.calibration
+        heldout = calibration.heldout_batches
         begin = time.perf_counter()
-        measured = measure(model, self.calibration, self.progress, self.seed)
+        measured = measure(model, calibration, self.progress, self.seed)
         shared = time.perf_counter() - begin
         budgets = [EVEN, UNEVEN]
         sequences = sum(map(len, heldout))
@@ -286,120 +333,66 @@ class _RowBuilder:
             budgets = [EVEN]
         for count, budget in product(counts, budgets):
             begin = time.perf_counter()
-            removed = sum(layer.experts - count for layer in layers)
+            removed = sum(layer.experts - count for layer in model.architecture.layers)
             replaced, _ = choose_replaced(
                 model, measured, protected, removed, budget, heldout, self.progress
             )
-            variant = substitutes_of(replaced, measured)
+            constants = substitutes_of(replaced, measured)
+            kept = Size.of(
+                model.checkpoint.tensors[name]
+                for name, role in model.layout.roles.items()
+                if not is_replaced(role, constants)
+            )
+            # constants are stored in the dtype of the model
+            more = sum(substitutes.values.numel() for substitutes in constants.values())
+            itemsize = model.partial.dtype.itemsize
+            stored = Size(kept.parameters + more, kept.bytes + more * itemsize)
             name = f"{CONSTANTS}, {budget}"
             deciding = shared + time.perf_counter() - begin
             for correction in corrections:
                 begin = time.perf_counter()
                 error = None
-                seconds = 0.0
+                seconds = deciding
                 with PeakMemory() as peak:
                     if correction.wanted:
                         with self.evaluator.measuring(model.partial.model) as probe:
                             plans = refit(
                                 model,
-                                variant,
-                                self.calibration,
+                                constants,
+                                calibration,
                                 self.progress,
                                 self.seed,
                                 correction,
                                 probe=probe,
                             )
-                        figures = probe.figures[0]
-                        error = _layer_error(plan.figures["correction"] for plan in plans.values())
-                        seconds = time.perf_counter() - begin
+                        (figures,) = probe.figures
+                        error = layer_error(plans.values())
+                        seconds += time.perf_counter() - begin
                     else:
-                        substituted = [Substitution(constants=variant)]
-                        figures = self.evaluator.measure(
-                            model, substituted, (), self.progress, f"{name}, {count}"
-                        )[0]
+                        variants = [Substitution(constants=constants)]
+                        (figures,) = self.evaluator.measure(
+                            model, variants, (), self.progress, f"{name}, {count}"
+                        )
                 yield self.row(
                     figures,
                     count,
-                    stored_substituted(model, variant),
+                    stored,
                     name=name,
                     strategy=CONSTANTS,
                     correction=correction.method,
                     error=error,
-                    seconds=deciding + seconds,
+                    seconds=seconds,
                     peak_memory=peak.anonymous,
                 )
 
 
-def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
-    """Return parameters and bytes of the stored tensors with these constants, in the dtype of the
-    model."""
-    kept = Size.of(
-        model.checkpoint.tensors[name]
-        for name, role in model.layout.roles.items()
-        if not is_replaced(role, variant)
-    )
-    more = sum(constants.values.numel() for constants in variant.values())
-    return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
-
-
-def candidates_of(grid: Grid) -> list[Candidate]:
-    """Return the strategies to compare, each once, and without formats random drops; no model is
-    read.
-
-    Raises `CompressionError` for unknown strategies, options and corrections, and constants on
-    several processes."""
-    if grid.constants:
-        refuse_several("--format mone", "leave it out, or start the command without torchrun")
-    # others follow a list
-    measuring = [strategy.name for strategy in working_strategies() if strategy.needs]
-    texts = grid.strategies or (["auto"] if grid.schemes else measuring)
-    candidates = [parse_candidate(text, grid.corrections) for text in texts]
-    none = (Correct(method="none"),)
-    for seed in range(0 if grid.schemes else grid.random_seeds):
-        candidates.append(Candidate(f"random (seed {seed})", random_drop(seed), {}, none, seed))
-    if len({candidate.name for candidate in candidates}) < len(candidates):
-        raise CompressionError(
-            "--strategies names one twice; name each once, or with other options"
-        )
-    return candidates
-
-
-def read_texts(
-    run: Session, grid: Grid, text: TextOptions, seed: int
-) -> tuple[Calibration, Sequence[EvaluationSet]]:
-    """Return the calibration text, and the text to evaluate on, which may be reserved of the
-    calibration's."""
-    most = grid.evaluation_samples
-    if not grid.evaluate:
-        calibration = read_calibration(run, text, seed, HELDOUT, most)
-        return calibration, calibration.reserved
-    evaluation = read_evaluation(run, grid.evaluate, text, seed, most)
-    return read_calibration(run, text, seed, HELDOUT), evaluation
-
-
-def _attributable(
-    candidates: Sequence[Candidate], planner: Planner, named: bool
-) -> list[Candidate]:
-    """Return the candidates, without unnamed ones that need an attribution if the model has
-    none."""
-    try:
-        planner.rank_changes([candidate.strategy for candidate in candidates])
-    except CompressionError as error:
-        if named:
-            raise
-        logger.warning("%s; it is left out", error)
-        return [candidate for candidate in candidates if not candidate.strategy.needs & ATTRIBUTED]
-    return list(candidates)
-
-
-def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
+def _counts(model: OpenModel, grid: Grid, protect: Any) -> list[int]:
     """Return the experts to keep, each count once, checked against the model and what a list
     protects."""
     layers = model.architecture.layers
     counts = [resolve_count(layers, count * layers[0].parts, None) for count in grid.experts]
     counts += [resolve_count(layers, None, ratio) for ratio in grid.ratios]
-    counts = list(dict.fromkeys(counts))
-    given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
+    given_protected(protect, layers, min(counts, default=model.architecture.experts))
     shared = shared_experts(model)
     if shared:
         raise CompressionError(
@@ -407,10 +400,10 @@ def _counts(model: OpenModel, grid: Grid, prune: Prune) -> list[int]:
             "order as comparing "
             "them takes; compress with one strategy after another instead"
         )
-    return counts
+    return list(dict.fromkeys(counts))
 
 
-def compare_strategies(
+def compare(
     run: Session,
     grid: Grid,
     candidates: Sequence[Candidate],
@@ -419,25 +412,38 @@ def compare_strategies(
     tasks: TaskRun | None = None,
 ) -> Comparison:
     """Plan with every strategy at every count, carry plans out with each correction, and evaluate
-    all alike.
+    all alike; with number formats, each share of the experts in each format.
 
     The model is tried with whole experts and with sub-experts, and with each top-k; one pass
     collects statistics for all plans of these experts. Protected experts stay as they are in every
-    plan, the random ones included."""
+    plan, the random ones included. Text to evaluate on may be reserved of the calibration's."""
     base = run.model
     progress = run.progress
     prune = Prune(protect=grid.protect, sample_tokens=grid.sample_tokens)
-    constants = (
-        [correction(method) for method in grid.corrections or ("none",)] if grid.constants else []
-    )
-    views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
+    views = []
     top_ks = list[int | None](dict.fromkeys(grid.top_ks)) or [None]
-    for view, top_k in product(views, top_ks):
-        _counts(with_top_k(view, top_k), grid, prune)  # refused before text is read
-    if constants:
-        refuse_model(base)
+    if not grid.schemes:  # refused before text is read
+        views = [seen_as(base, int(parts)) for parts in dict.fromkeys(grid.splits or (1,))]
+        for view, top_k in product(views, top_ks):
+            _counts(with_top_k(view, top_k), grid, prune.protect)
+        if grid.constants:
+            refuse_model(base)
     answers = () if tasks is None else tuple(tasks.plan(base.source).run(progress).values())
-    calibration, sets = read_texts(run, grid, text, seed)
+    sets: Sequence[EvaluationSet]
+    if grid.evaluate:
+        sets = read_evaluation(run, grid.evaluate, text, seed, grid.evaluation_samples)
+        calibration = read_calibration(run, text, seed, HELDOUT)
+    else:
+        calibration = read_calibration(run, text, seed, HELDOUT, grid.evaluation_samples)
+        sets = calibration.reserved
+    if grid.schemes:
+        ways = []
+        methods = grid.corrections or (None,)
+        for candidate, parts, method in product(candidates, grid.splits or ("auto",), methods):
+            options = {"options": candidate.options, "protect": grid.protect}
+            name = candidate.strategy.name
+            ways.append(default_steps(strategy=name, split=parts, correct=method, **options))
+        return compare_sizes(run, ways, calibration, sets, seed, grid)
     calibration = replace(calibration, sample_tokens=prune.sample_count)
     changed = any(method.wanted for candidate in candidates for method in candidate.corrections)
     # by which corrections of whole models are kept or undone
@@ -445,42 +451,41 @@ def compare_strategies(
     evaluator = Evaluator(base, [*sets, *heldout])
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
-    table = _RowBuilder(base, calibration, evaluator, sets, progress, seed)
-    unchanged: dict[str, Any] = {
-        "strategy": "base",
-        "correction": "none",
-        "error": 0.0,
-        "seconds": 0.0,
-    }
-    unchanged["answers"] = answers
-    rows = [
-        table.row(
-            figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged
-        )
-    ]
+    bench = _Bench(base, calibration, evaluator, sets, progress, seed, tasks)
+    unchanged: dict[str, Any] = {"error": 0.0, "seconds": 0.0, "answers": answers}
+    experts = base.architecture.experts
+    rows = [bench.row(figures, experts, peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0
     protected: Protected = {}
     for view in views:
         if view.is_split:
             view = partitioned(view, calibration, progress, seed, changed=changed)
         planner = Planner(view, calibration, progress, seed)
-        candidates = _attributable(candidates, planner, named=bool(grid.strategies))
+        try:
+            planner.rank_changes([candidate.strategy for candidate in candidates])
+        except CompressionError as error:  # the model has no attribution
+            if grid.strategies:
+                raise
+            logger.warning("%s; it is left out", error)
+            candidates = [
+                candidate for candidate in candidates if not candidate.strategy.needs & ATTRIBUTED
+            ]
         for top_k in top_ks:
             model = with_top_k(view, top_k)
-            counts = _counts(model, grid, prune)
-            protected = protected_experts(
-                prune.protect, min(counts, default=view.architecture.experts), planner
-            )
+            counts = _counts(model, grid, prune.protect)
+            fewest = min(counts, default=view.architecture.experts)
+            protected = protected_experts(prune.protect, fewest, planner)
             pairs = list(product(counts, candidates))
             specs = [PruneSpec(candidate.strategy, count) for count, candidate in pairs]
             begin = time.perf_counter()
             plans = replace(planner, model=model).plans(specs, protected)
             shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
-            table = _RowBuilder(model, calibration, evaluator, sets, progress, seed, tasks)
+            bench = replace(bench, model=model, sizes={})
             for planned, (_, candidate) in zip(plans, pairs, strict=True):
-                rows += table.planned(planned, candidate)
-            if constants and model is base:
-                rows += table.constants(counts, protected, constants)
+                rows += bench.rows(planned, candidate)
+            if grid.constants and model is base:
+                corrections = corrections_of(grid.corrections or ("none",))
+                rows += bench.constants(counts, protected, corrections)
     return Comparison(
         model=base.source.label,
         rows=tuple(rows) if tasks is None else with_differences(rows),
@@ -491,3 +496,38 @@ def compare_strategies(
         versions=versions(),
         protected=listed(protected) if len(views) * len(top_ks) == 1 else {},
     )
+
+
+def with_differences(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows with each task's difference to the first row, the base.
+
+    Of the rows of a size, those that lost no more than the best one, as far as the items can tell,
+    are its equals."""
+    base, *smaller = [replace(row, tasks=paired(rows[0], row)) for row in rows]
+    results = [base]
+    for row in smaller:
+        equal = []
+        for task in row.tasks:
+            peers = [peer for peer in smaller if peer.kept == row.kept]
+            drops = [peer.tasks[task].drop for peer in peers]
+            best = peers[drops.index(min(drops))]
+            if paired(best, row)[task].lower <= 0:
+                equal.append(task)
+        results.append(replace(row, equal_to_best=tuple(equal)))
+    return tuple(results)
+
+
+def paired(before: Row, after: Row) -> dict[str, TaskGate]:
+    """Return the drop between two rows for each task, and over all items if there are several
+    tasks.
+
+    Bounds and verdicts are those of a gate without options.
+    """
+    gate = GateOptions(tasks=tuple(task.task for task in before.answers))
+    tasks, pooled = judge(
+        before.answers, after.answers, gate.max_drop, gate.task_drop, gate.confidence
+    )
+    shown = [*tasks]
+    if pooled is not None and len(tasks) > 1:
+        shown.append(pooled)
+    return {task.task: task for task in shown}

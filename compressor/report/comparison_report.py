@@ -4,22 +4,24 @@ and best choice."""
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from compressor.answers.scores import ItemScores
+from compressor.data.batches import EvaluationSet
 from compressor.data.sources import without_folders
-from compressor.divergence.evaluator import Difference
+from compressor.divergence.evaluator import Difference, Figures
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
 from compressor.document.drawing import MARKERS, ROLES, colour, scale_axis
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing, png
 from compressor.files import write_files
 from compressor.formatting import counted, human_bytes, human_count, joined, readable
+from compressor.quality_gate.domains import several_domains
 from compressor.quality_gate.report import change, level
 from compressor.quality_gate.verdict import TaskGate
 from compressor.records import finite, plain_json, report_json
@@ -71,58 +73,26 @@ SOURCE_TITLES = {
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One model of the comparison. Losses are in nats per evaluated token, on text that no part of
-    a plan saw."""
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model of the comparison before it is measured: by default the base, as it is stored."""
 
-    name: str  # the strategy with its options, or "base"
-    strategy: str
-    correction: str  # none, ridge or tune
+    name: str = "base"  # the strategy with its options, or "base"
+    strategy: str = "base"
+    correction: str = "none"  # none, ridge or tune
+    seed: int | None = None  # of a random drop
     experts: int  # per MoE layer
     experts_before: int | None = None
-    parameters: int
-    bytes: int  # of all tensors
-    loss: float
-    perplexity: float
-    kl: float  # of the base's next-token distribution to this model's, nats per token
-    flips: float  # share of the positions at which the greedy token is not the base's
-    # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
-    error: float | None = None
-    # deciding, and correcting with the evaluation; not the pass that all plans share
-    seconds: float | None = None
-    # bytes of anonymous memory at the highest while it was corrected and evaluated
-    peak_memory: int | None = None
-    loss_by_source: Mapping[str, float] = field(default_factory=dict)
-    kl_by_source: Mapping[str, float] = field(default_factory=dict)
-    flips_by_source: Mapping[str, float] = field(default_factory=dict)
-    # of differences from the base
-    errors_by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    degraded: tuple[str, ...] = ()  # sources that lose far more than the others
-    answers: tuple[ItemScores, ...] = ()  # to the items of each task
-    # by name: the score, and the drop from the base's
-    tasks: Mapping[str, TaskGate] = field(default_factory=dict)
-    # tasks on which the items can't tell it from the best of its size
-    equal_to_best: tuple[str, ...] = ()
-    seed: int | None = None  # of a random drop
     split: int = 1  # sub-experts that each expert became before; `experts` then counts those
     top_k: int | None = None  # experts that a token is routed to, where that was chosen
-    # parameters that a token passes; None where stored elements are no parameters
-    active: int | None = None
-    # the correction took the whole model further away on held-out calibration text
-    undone: bool = False
-    # of a comparison with number formats; standard errors are paired by sequence
     share: float | None = None  # of the experts that stay
     scheme: str = STORED  # the format: none as stored, or that of the step `quantize`
     group_size: int | None = None  # weights of a row that share a scale, -1 for all
+    parameters: int
+    bytes: int  # of all tensors
+    # parameters that a token passes; None where stored elements are no parameters
+    active: int | None = None
     bits: float | None = None  # of all tensors for each parameter of the base
-    loss_by_sequence: tuple[float, ...] = ()
-    kl_by_sequence: tuple[float, ...] = ()
-    loss_error: float | None = None  # standard error of the increase
-    kl_error: float | None = None
-    behind: float | None = None  # KL above that of the best row that is no larger
-    behind_error: float | None = None
-    frontier: bool = False  # no row is smaller and better
 
     @property
     def kept(self) -> float:
@@ -134,8 +104,8 @@ class Row:
         return self.strategy == "random"
 
     @property
-    def is_stored(self) -> bool:
-        return self.scheme == STORED
+    def format(self) -> str:
+        return "as stored" if self.scheme == STORED else self.scheme
 
     @property
     def size_label(self) -> str:
@@ -143,7 +113,72 @@ class Row:
         experts = counted(
             self.experts_before or self.experts, "sub-expert" if self.split > 1 else "expert"
         )
-        return f"{self.experts} of {experts}, {format_label(self.scheme)}"
+        return f"{self.experts} of {experts}, {self.format}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Variant):
+    """A variant with its measurements. Losses are in nats per evaluated token, on text that no part
+    of a plan saw."""
+
+    loss: float
+    perplexity: float
+    kl: float  # of the base's next-token distribution to this model's, nats per token
+    flips: float  # share of the positions at which the greedy token is not the base's
+    loss_by_source: Mapping[str, float] = field(default_factory=dict)
+    kl_by_source: Mapping[str, float] = field(default_factory=dict)
+    flips_by_source: Mapping[str, float] = field(default_factory=dict)
+    # of differences from the base
+    errors_by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    degraded: tuple[str, ...] = ()  # sources that lose far more than the others
+    # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
+    error: float | None = None
+    # deciding, and correcting with the evaluation; not the pass that all plans share
+    seconds: float | None = None
+    # bytes of anonymous memory at the highest while it was corrected and evaluated
+    peak_memory: int | None = None
+    # the correction took the whole model further away on held-out calibration text
+    undone: bool = False
+    answers: tuple[ItemScores, ...] = ()  # to the items of each task
+    # by name: the score, and the drop from the base's
+    tasks: Mapping[str, TaskGate] = field(default_factory=dict)
+    # tasks on which the items can't tell it from the best of its size
+    equal_to_best: tuple[str, ...] = ()
+    # of a comparison with number formats; standard errors are paired by sequence
+    loss_by_sequence: tuple[float, ...] = ()
+    kl_by_sequence: tuple[float, ...] = ()
+    loss_error: float | None = None  # standard error of the increase
+    kl_error: float | None = None
+    behind: float | None = None  # KL above that of the best row that is no larger
+    behind_error: float | None = None
+    frontier: bool = False  # no row is smaller and better
+
+    @classmethod
+    def of(cls, figures: Figures, sets: Sequence[EvaluationSet], **facts: Any) -> Self:
+        """Return the row of a variant from its facts and its figures, of which those of `sets`, the
+        first evaluation sets, are shown."""
+        means = figures.of(range(len(sets))).means
+        facts["degraded"] = ()
+        facts["errors_by_source"] = {}
+        domains = several_domains(figures, {number: part.name for number, part in enumerate(sets)})
+        if domains is not None:
+            facts["degraded"] = tuple(domain.domain for domain in domains.degraded)
+        for figure, field_name in BY_SOURCE.items():
+            facts[field_name] = {}
+            for number, part in enumerate(sets):
+                facts[field_name][part.name] = max(figures.of({number}).means[figure], 0.0)
+            if domains is not None:
+                facts["errors_by_source"][figure] = {
+                    domain.domain: getattr(domain, figure).standard_error
+                    for domain in domains.domains
+                }
+        return cls(
+            loss=means["loss"],
+            perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
+            kl=max(0.0, means["kl"]),
+            flips=means["flips"],
+            **facts,
+        )
 
     def kl_from(self, other: "Row") -> Difference:
         """Return the change of the KL from another row to this one, paired by sequence."""
@@ -152,10 +187,6 @@ class Row:
 
 # by name: where a line begins, then its rows by falling bytes
 Lines = Mapping[str, Sequence[Sequence[Row]]]
-
-
-def format_label(scheme: str) -> str:
-    return "as stored" if scheme == STORED else scheme
 
 
 def label(row: Row, name: str | None = None) -> str:
@@ -182,8 +213,8 @@ def related(rows: Sequence[Row]) -> tuple[Row, ...]:
 
     Every row needs its losses and KL by sequence.
     """
-    base = best = None
-    results = []
+    best = None
+    results = list[Row]()
     for row in sorted(rows, key=lambda row: (row.bytes, sort_key(row.kl))):
         is_best = best is None or sort_key(row.kl) < sort_key(best.kl)
         best = row if best is None or is_best else best
@@ -196,16 +227,10 @@ def related(rows: Sequence[Row]) -> tuple[Row, ...]:
             behind_error=behind.standard_error,
             frontier=is_best,
         )
+        results.insert(0, compared)
         if row is rows[0]:
             base = compared
-        else:
-            results.append(compared)
-    assert base is not None
-    return base, *reversed(results)
-
-
-def _read_text(source: str, tokens: int | None) -> str:
-    return source if tokens is None else f"{source} ({tokens:,} tokens)"
+    return base, *(row for row in results if row is not base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,18 +261,10 @@ class Comparison:
         return self.rows[0]
 
     @property
-    def with_active(self) -> bool:
-        """Return True if rows differ in top-k, and it is known what that comes to in parameters."""
-        return any(row.top_k is not None for row in self.rows) and all(
-            row.active is not None for row in self.rows
-        )
-
-    @property
     def fitting(self) -> list[Row]:
         """Rows within the limit, the least KL first."""
-        rows = [
-            row for row in self.rows if self.limit is None or row.bytes + self.cache <= self.limit
-        ]
+        limit = math.inf if self.limit is None else self.limit
+        rows = [row for row in self.rows if row.bytes + self.cache <= limit]
         return sorted(rows, key=lambda row: (sort_key(row.kl), row.bytes))
 
     @property
@@ -272,15 +289,6 @@ class Comparison:
             source: sort_key(loss - base[source]) for source, loss in row.loss_by_source.items()
         }
 
-    @property
-    def worst_first(self) -> list[str]:
-        """The evaluation sources, those first whose losses rise most over all rows."""
-        totals = dict.fromkeys(self.evaluation, 0.0)
-        for row in self.rows:
-            for source, rise in self.rises(row).items():
-                totals[source] += rise
-        return sorted(totals, key=lambda source: -totals[source])
-
     def name_of(self, row: Row) -> str:
         """Return a row's share and format, with its strategy where there are several."""
         several = len({label(other) for other in self.rows if other.name != self.base.name}) > 1
@@ -289,10 +297,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without folders; None for a number that JSON cannot write."""
         calibration = without_folders(self.calibration) if self.calibration else {}
-        rows = tuple(replace(row, answers=()) for row in self.rows)
-        content: dict[str, Any] = plain_json(
-            {**asdict(replace(self, rows=rows)), "calibration": calibration}, finite
-        )
+        content: dict[str, Any] = plain_json(replace(self, calibration=calibration), finite)
         content["items"] = {}
         for task in self.base.answers:
             content["items"][task.task] = [item.id for item in task.items]
@@ -310,8 +315,11 @@ class Comparison:
         """Return the texts of calibration and evaluation in a sentence."""
         calibration = without_folders(self.calibration) if self.calibration else {}
         sources = calibration.get("sources") or ([calibration] if calibration else [])
-        read = [_read_text(part["source"], part.get("tokens")) for part in sources]
-        evaluated = [_read_text(name, tokens) for name, tokens in self.evaluation.items()]
+        read = []
+        for part in sources:
+            tokens = part.get("tokens")
+            read.append(part["source"] + (f" ({tokens:,} tokens)" if tokens is not None else ""))
+        evaluated = [f"{name} ({tokens:,} tokens)" for name, tokens in self.evaluation.items()]
         return Text(
             f"Calibrated with {joined(read) or 'no data'} in {self.calibration_seconds:.1f} s, "
             f"evaluated on {joined(evaluated) or 'no data'}, seed {self.seed}."
@@ -330,28 +338,24 @@ class Comparison:
             )
         blocks += _tables(self, self.rows[1:])
         blocks += map(Text, sentences(self))
-        legend = FORMATS_LEGEND if self.formats else STRATEGIES_LEGEND
-        bold = (
-            TASKS_LEGEND if self.base.tasks else "Bold: the least loss among models of its size; "
-        )
-        blocks.append(Text(LEGEND + legend + ("" if self.formats else bold) + SOURCES_LEGEND))
+        legend = LEGEND + FORMATS_LEGEND
+        if not self.formats:
+            bold = "Bold: the least loss among models of its size; "
+            legend = LEGEND + STRATEGIES_LEGEND + (TASKS_LEGEND if self.base.tasks else bold)
+        blocks.append(Text(legend + SOURCES_LEGEND))
         blocks.append(comparison_figure(self))
-        blocks.append(
-            Text(
-                "Made with "
-                + ", ".join(f"{name} {version}" for name, version in self.versions.items())
-                + "."
-            )
-        )
+        made_with = [f"{name} {version}" for name, version in self.versions.items()]
+        blocks.append(Text(f"Made with {', '.join(made_with)}."))
         return blocks
 
     def brief(self) -> list[Block]:
         """Return the blocks that a terminal shows; random drops share a line."""
-        return [
-            *_tables(self, without_seeds(self.rows[1:])),
-            self.data_line(),
-            *map(Text, sentences(self)),
-        ]
+        groups = dict[Any, list[Row]]()
+        for number, row in enumerate(self.rows[1:]):
+            key = (label(row, "random"), row.experts) if row.is_random else number
+            groups.setdefault(key, []).append(row)
+        rows = [drops[0] if len(drops) == 1 else _mean(drops) for drops in groups.values()]
+        return [*_tables(self, rows), self.data_line(), *map(Text, sentences(self))]
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -363,21 +367,18 @@ def sentences(comparison: Comparison) -> list[str]:
         "GPTQ in place of rounding to nearest",
         *comparison.formats_left_out,
         "other group sizes",
+        "fewer bits for attention",
     ]
-    untried.append("fewer bits for attention")
     smaller = [row for row in comparison.rows if row.name != comparison.base.name]
-    strategies = ", ".join(dict.fromkeys(row.name for row in smaller))
+    strategies = dict.fromkeys(row.name for row in smaller)
     if strategies:
-        untried.append(f"strategies other than {strategies}")
-    corrections = ", ".join(
-        dict.fromkeys(row.correction for row in smaller if row.correction != "none")
-    )
+        untried.append(f"strategies other than {', '.join(strategies)}")
+    corrections = dict.fromkeys(row.correction for row in smaller if row.correction != "none")
     if corrections:
-        untried.append(f"corrections other than {corrections}")
-    left_out = [f"Left out: {reason}." for reason in comparison.left_out]
+        untried.append(f"corrections other than {', '.join(corrections)}")
     return [
         *choice(comparison),
-        *left_out,
+        *(f"Left out: {reason}." for reason in comparison.left_out),
         f"Not tried: {', '.join(untried)}, other shares and splits.",
     ]
 
@@ -424,15 +425,6 @@ def _with_error(value: float, error: float | None, sign: str = "") -> str:
     return text if error is None else f"{text} ± {error:.4f}"
 
 
-def without_seeds(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in their order, random drops that differ in their seeds as one."""
-    groups = dict[Any, list[Row]]()
-    for number, row in enumerate(rows):
-        key = (label(row, "random"), row.experts) if row.is_random else number
-        groups.setdefault(key, []).append(row)
-    return [drops[0] if len(drops) == 1 else _mean(drops) for drops in groups.values()]
-
-
 def _mean(drops: Sequence[Row]) -> Row:
     """Return a row with the means of random drops, and the highest peak."""
     first = drops[0]
@@ -440,16 +432,13 @@ def _mean(drops: Sequence[Row]) -> Row:
     figures: dict[str, Any] = {
         "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
         "peak_memory": max(drop.peak_memory or 0 for drop in drops),
-        "degraded": tuple(set.intersection(*(set(drop.degraded) for drop in drops))),
         "errors_by_source": {},
+        "tasks": {task: _range(task, drops) for task in first.tasks},
     }
     for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
         figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
-    if first.answers:
-        figures["tasks"] = {task: _range(task, drops) for task in first.tasks}
-        figures["equal_to_best"] = tuple(
-            set.intersection(*(set(drop.equal_to_best) for drop in drops))
-        )
+    for name in ("degraded", "equal_to_best"):
+        figures[name] = tuple(set.intersection(*(set(getattr(drop, name)) for drop in drops)))
     for name in BY_SOURCE.values():
         figures[name] = {}
         for source in getattr(first, name):
@@ -491,96 +480,97 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
     """Return the base, then each size's models, the best in bold; of several sources, their figures
     as well."""
+    base = comparison.base
+    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
+    optional: tuple[str, ...] = OPTIONAL
+    ruled = set[int]()
     if comparison.formats:  # sorted by bytes
-        shown = [comparison.base, *rows]
-        ruled = set[int]()
+        optional = OPTIONAL_OF_FORMATS
+        shown = [base, *rows]
         bold = {number for number, row in enumerate(shown) if row.frontier}
     else:
-        shown = [comparison.base, *ranked(rows)]
-        ruled = {
-            number
-            for number, (row, following) in enumerate(pairwise(shown))
-            if row.kept != following.kept
-        }
+        shown = [base, *ranked(rows)]
+        for number, (row, following) in enumerate(pairwise(shown)):
+            if row.kept != following.kept:
+                ruled.add(number)
         ruled.add(0)
-        bold = set() if comparison.base.tasks else {number + 1 for number in ruled}
-    cells = [_cells(comparison, row) for row in shown]
-    lines = []
-    for number, row_cells in enumerate(cells):
-        lines.append(
-            tuple(map(Strong, row_cells.values())) if number in bold else tuple(row_cells.values())
-        )
-    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
-    optional = OPTIONAL_OF_FORMATS if comparison.formats else OPTIONAL
-    if comparison.base.tasks:
+        bold = {number + 1 for number in ruled}
+    if base.tasks:
+        bold = set()
         caption += "; scores of tasks, their difference to the base's and its bounds"
         optional = (*OPTIONAL, "increase", "KL", "loss")
+    cells = [_cells(comparison, row) for row in shown]
+    lines = list[Sequence[Words]]()
+    for number, row_cells in enumerate(cells):
+        line = [*row_cells.values()]
+        lines.append([*map(Strong, line)] if number in bold else line)
     tables = [Table(caption, tuple(cells[0]), lines, {"format"}, optional, ruled)]
-    if len(comparison.evaluation) > 1:
-        columns = [name for name in ("model", "experts", "format") if name in cells[0]]
-        sources = comparison.worst_first
-        for measure, title in SOURCE_TITLES.items():
-            lines = []
-            for row, row_cells in zip(shown, cells, strict=True):
-                line: list[Words] = [row_cells[name] for name in columns]
-                for source in sources:
-                    text = _source_cell(comparison, row, measure, source)
-                    line.append(Strong(text) if source in row.degraded else text)
-                lines.append(tuple(line))
-            tables.append(Table(title, (*columns, *sources), lines, ruled=ruled))
+    if len(comparison.evaluation) < 2:
+        return tables
+    totals = dict.fromkeys(comparison.evaluation, 0.0)
+    for row in comparison.rows:
+        for source, rise in comparison.rises(row).items():
+            totals[source] += rise
+    sources = sorted(totals, key=lambda source: -totals[source])
+    columns = [name for name in ("model", "experts", "format") if name in cells[0]]
+    for measure, title in SOURCE_TITLES.items():
+        lines = []
+        for row, row_cells in zip(shown, cells, strict=True):
+            figures = getattr(row, BY_SOURCE[measure])
+            line = [row_cells[name] for name in columns]
+            for source in sources:
+                figure = figures.get(source)
+                error = row.errors_by_source.get(measure, {}).get(source)
+                if figure is None:
+                    text = "-"
+                elif row is base:
+                    text = f"{figure:.4f}"
+                elif measure == "loss":
+                    text = _with_error(figure - base.loss_by_source[source], error, "+")
+                else:
+                    text = _with_error(figure, error)
+                line.append(Strong(text) if source in row.degraded else text)
+            lines.append(line)
+        tables.append(Table(title, (*columns, *sources), lines, ruled=ruled))
     return tables
-
-
-def _source_cell(comparison: Comparison, row: Row, measure: str, source: str) -> str:
-    """Return a row's figure on an evaluation source, with its standard error; of the loss, the rise
-    of it."""
-    figures = getattr(row, BY_SOURCE[measure])
-    if source not in figures:
-        return "-"
-    if row is comparison.base:
-        return f"{figures[source]:.4f}"
-    error = row.errors_by_source.get(measure, {}).get(source)
-    if measure == "loss":
-        return _with_error(figures[source] - comparison.base.loss_by_source[source], error, "+")
-    return _with_error(figures[source], error)
-
-
-def _task_cell(row: Row, task: TaskGate) -> Words:
-    """Return a score with its difference to the base's and the bounds of that: '0.7100 -0.0200
-    [-0.0310, -0.0120]'."""
-    text = level(task.compressed)
-    if row.strategy != "base":
-        sign = 1 if task.kind == "likelihood" else -1
-        bounds = [
-            change(bound, task.kind) for bound in sorted((sign * task.lower, sign * task.upper))
-        ]
-        text += f" {change(sign * task.drop, task.kind)} [{', '.join(bounds)}]"
-    return Strong(text) if task.task in row.equal_to_best else text
 
 
 def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
     """Return a row's cells by column."""
+    is_base = row is comparison.base
     cells: dict[str, Words] = {"model": label(row), "experts": str(row.experts)}
     for name, task in row.tasks.items():
-        cells[name] = _task_cell(row, task)
+        # a score, its difference to the base's and the bounds: '0.7100 -0.0200 [-0.0310, -0.0120]'
+        text = level(task.compressed)
+        if not is_base:
+            sign = 1 if task.kind == "likelihood" else -1
+            bounds = [
+                change(bound, task.kind) for bound in sorted((sign * task.lower, sign * task.upper))
+            ]
+            text += f" {change(sign * task.drop, task.kind)} [{', '.join(bounds)}]"
+        cells[name] = Strong(text) if name in row.equal_to_best else text
     if comparison.formats:
         cells["experts"] = row.size_label.partition(",")[0].removesuffix(" experts")
-        cells["format"] = format_label(row.scheme)
+        cells["format"] = row.format
         cells["bytes"] = human_bytes(row.bytes)
         if comparison.cache:
             cells["with context"] = human_bytes(row.bytes + comparison.cache)
         cells["bits"] = f"{row.bits:.2f}"
     cells["parameters"] = human_count(row.parameters)
-    if comparison.with_active:
+    # where rows differ in top-k, and it is known what that comes to in parameters
+    if any(other.top_k is not None for other in comparison.rows) and all(
+        other.active is not None for other in comparison.rows
+    ):
         cells["active"] = human_count(row.active or 0)
     cells["loss"] = f"{row.loss:.4f}"
-    cells["increase"] = _with_error(comparison.increase(row), row.loss_error, "+")
-    rises = comparison.rises(row)
+    increase = _with_error(comparison.increase(row), row.loss_error, "+")
+    cells["increase"] = "-" if is_base else increase
     if len(comparison.evaluation) > 1:
-        worst = max(rises, key=lambda source: rises[source], default="")
-        cells["worst source"] = (
-            f"{worst} {rises[worst]:+.4f}" if worst and row is not comparison.base else "-"
-        )
+        cells["worst source"] = "-"
+        rises = comparison.rises(row)
+        if rises and not is_base:
+            worst = max(rises, key=lambda source: rises[source])
+            cells["worst source"] = f"{worst} {rises[worst]:+.4f}"
     cells["perplexity"] = f"{row.perplexity:.4g}"
     cells["KL"] = _with_error(row.kl, row.kl_error)
     cells["flips"] = f"{row.flips:.4f}"
@@ -590,8 +580,6 @@ def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
         cells["layer error"] = "-" if row.error is None else f"{row.error:.4f}"
         cells["seconds"] = f"{row.seconds or 0.0:.1f}"
         cells["peak memory"] = human_bytes(row.peak_memory or 0)
-    if row is comparison.base:
-        cells["increase"] = "-"
     return cells
 
 
@@ -612,10 +600,18 @@ def _lines(comparison: Comparison) -> dict[str, list[list[Row]]]:
         else:
             start = uncut.get(row.scheme, base)
             name = label(row, "random" if row.is_random else None)
-            if not row.is_stored:
+            if row.scheme != STORED:
                 name += f", {row.scheme}"
         lines.setdefault(name, {0: [start]}).setdefault(row.bytes, []).append(row)
     return {name: list(line.values()) for name, line in lines.items()}
+
+
+def _legend_label(name: str, line: Sequence[Sequence[Row]]) -> str:
+    """Return a line's name on several short lines; of random drops with how many they are."""
+    drops = max(map(len, line))
+    if line[-1][0].is_random:
+        name += f" (mean and range of {drops})" if drops > 1 else " (one drop)"
+    return textwrap.fill(readable(name), 44)
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
@@ -626,26 +622,21 @@ def comparison_figure(comparison: Comparison) -> Figure:
     """
     base = comparison.base
     lines = _lines(comparison)
-    labels = {}
+    legend = ["base"]
     alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
     for name, line in lines.items():
-        drops = max(map(len, line))
-        band = f"mean and range of {drops}" if drops > 1 else "one drop"
-        labels[name] = textwrap.fill(
-            readable(f"{name} ({band})" if line[-1][0].is_random else name), 44
-        )
+        legend.append(_legend_label(name, line))
         points = [
             f"{group[0].kept:g} {fmean(map(comparison.increase, group)):+.4f}" for group in line[1:]
         ]
         alt.append(f"{name}: {', '.join(points)}.")
-    frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
-    legend = ["base", *labels.values()]
     caption = (
         "Loss above the base's by the bytes of all tensors; the legend lists lines in the order "
         "in which they end. "
         "Colour is the strategy and its format, line style the correction, and the grey band "
         "random drops."
     )
+    frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
     if frontier:
         legend.append(FRONTIER)
         caption += " Rings mark models that none is smaller and better than, by KL."
@@ -654,33 +645,37 @@ def comparison_figure(comparison: Comparison) -> Figure:
     legend_lines = "\n".join(legend).splitlines()
     size = 7.3 + 0.068 * max(map(len, legend_lines)), max(5.0, 0.6 + 0.185 * len(legend_lines))
     title = f"{comparison.model}: loss over bytes"
-    draw = partial(_draw, comparison=comparison, lines=lines, labels=labels, frontier=frontier)
+    draw = partial(_draw_losses, comparison=comparison, lines=lines, frontier=frontier)
     drawings = [Drawing(title, " ".join(alt), size, draw)]
     if base.tasks:
-        rows = math.ceil(len(base.tasks) / PLOTS)
-        size = size[0], max(2.8 * rows, size[1])
+        size = size[0], max(2.8 * math.ceil(len(base.tasks) / PLOTS), size[1])
         title = f"{comparison.model}: scores over experts kept"
-        draw = partial(_draw_tasks, comparison=comparison, lines=lines, labels=labels)
-        drawings.insert(
-            0, Drawing(title, f"Scores of {', '.join(base.tasks)}; the table has them.", size, draw)
-        )
+        alternative = f"Scores of {', '.join(base.tasks)}; the table has them."
+        scores = partial(_draw_scores, comparison=comparison, lines=lines)
+        drawings.insert(0, Drawing(title, alternative, size, scores))
         caption += " Bands of scores are the bounds of the difference to the base."
     return Figure("comparison", title, caption, drawings)
 
 
-def _draw_tasks(
-    canvas: "FigureBase",
-    comparison: Comparison,
-    lines: Lines,
-    labels: Mapping[str, str],
-) -> None:
+def _draw_scores(canvas: "FigureBase", comparison: Comparison, lines: Lines) -> None:
     """Draw a plot for each task: the base's score, and a line for each way over the experts
     kept."""
     tasks = comparison.base.tasks
+
+    def bounds(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
+        """Return the least, the mean and the highest score that the difference to the base
+        allows."""
+        task = _range(name, rows)
+        if rows[0] is comparison.base:
+            return task.base, task.base, task.base
+        if task.kind == "likelihood":
+            return task.base * (1 + task.lower), task.compressed, task.base * (1 + task.upper)
+        return task.base - task.upper, task.compressed, task.base - task.lower
+
     for number, (name, task) in enumerate(tasks.items()):
         axes = canvas.add_subplot(math.ceil(len(tasks) / PLOTS), PLOTS, number + 1)
         axes.axhline(task.base, color=ROLES["ink"], linewidth=1.0, label="base")
-        _draw_lines(axes, comparison, lines, labels, lambda row: row.kept, partial(_score, name))
+        _draw_lines(axes, comparison, lines, lambda row: row.kept, partial(bounds, name))
         axes.set_title(readable(name))
         axes.set_ylabel(readable(task.metric))
         if task.kind == "likelihood":
@@ -692,22 +687,10 @@ def _draw_tasks(
     canvas.legend(*axes.get_legend_handles_labels(), loc="outside right upper", handlelength=3.2)
 
 
-def _score(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
-    """Return the least, the mean and the highest score that the bounds of the difference to the
-    base allow."""
-    task = _range(name, rows)
-    if rows[0].strategy == "base":
-        return task.base, task.base, task.base
-    if task.kind == "likelihood":
-        return task.base * (1 + task.lower), task.compressed, task.base * (1 + task.upper)
-    return task.base - task.upper, task.compressed, task.base - task.lower
-
-
 def _draw_lines(
     axes: "Axes",
     comparison: Comparison,
     lines: Lines,
-    labels: Mapping[str, str],
     place: Callable[[Row], float],
     measure: Callable[[Sequence[Row]], tuple[float, float, float]],
 ) -> None:
@@ -719,75 +702,68 @@ def _draw_lines(
         row = line[-1][0]
         places = [place(group[0]) for group in line]
         least, means, highest = zip(*map(measure, line), strict=True)
-        shade = (
-            ROLES["muted"] if row.is_random else colour(strategies.index((row.name, row.scheme)))
-        )
-        face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
+        shade = ROLES["muted"]
+        style = "dashed"
+        if not row.is_random:
+            shade = colour(strategies.index((row.name, row.scheme)))
+            style = STYLES.get(row.correction, "dashdot")
+        # filled in the first round of markers, hollow in the second
+        is_hollow = number // len(MARKERS) % 2
         if least != highest:
             axes.fill_between(places, least, highest, color=shade, alpha=0.2, linewidth=0)
         axes.plot(
             places,
             means,
-            label=labels[name],
+            label=_legend_label(name, line),
             color=shade,
             linewidth=1.4,
-            linestyle="dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
+            linestyle=style,
             marker=MARKERS[number % len(MARKERS)],
             markersize=6,
-            markerfacecolor=face,
-            markeredgecolor=edge,
+            markerfacecolor="white" if is_hollow else shade,
+            markeredgecolor=shade if is_hollow else "white",
             markeredgewidth=1.0,
             markevery=slice(1, None),  # where a line begins, a marker says nothing
         )
 
 
-def _draw(
-    canvas: "FigureBase",
-    comparison: Comparison,
-    lines: Lines,
-    labels: Mapping[str, str],
-    frontier: Sequence[Row],
+def _draw_losses(
+    canvas: "FigureBase", comparison: Comparison, lines: Lines, frontier: Sequence[Row]
 ) -> None:
+    """Draw the losses; bytes fall to the right, where the legend is."""
     axes = canvas.add_subplot()
+    increase = comparison.increase
 
     def losses(rows: Sequence[Row]) -> tuple[float, float, float]:
-        increases = list(map(comparison.increase, rows))
+        increases = list(map(increase, rows))
         return min(increases), fmean(increases), max(increases)
 
     ordered = sorted(lines.items(), key=lambda line: -sort_key(losses(line[1][-1])[1]))
-    _draw_lines(axes, comparison, dict(ordered), labels, lambda row: row.bytes, losses)
+    _draw_lines(axes, comparison, dict(ordered), lambda row: row.bytes, losses)
     axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0, label="base")
     if frontier:
-        ring: dict[str, Any] = {
-            "marker": "o",
-            "markersize": 12,
-            "markerfacecolor": "none",
-            "linestyle": "none",
-        }
-        sizes = [row.bytes for row in frontier]
-        increases = list(map(comparison.increase, frontier))
-        axes.plot(sizes, increases, markeredgecolor=ROLES["ink"], label=FRONTIER, **ring)
-    if comparison.limit is not None:
-        axes.axvline(
-            comparison.limit - comparison.cache,
-            color=ROLES["bad"],
-            linewidth=0.8,
-            linestyle="dashed",
+        axes.plot(
+            [row.bytes for row in frontier],
+            list(map(increase, frontier)),
+            label=FRONTIER,
+            linestyle="none",
+            marker="o",
+            markersize=12,
+            markerfacecolor="none",
+            markeredgecolor=ROLES["ink"],
         )
+    if comparison.limit is not None:
+        limit = comparison.limit - comparison.cache
+        axes.axvline(limit, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
     canvas.legend(loc="outside right upper", handlelength=3.2)
-    _scale_axes(axes, comparison)
-
-
-def _scale_axes(axes: "Axes", comparison: Comparison) -> None:
-    """Scale and label both axes; bytes fall to the right, where the legend is."""
-    scale = scale_axis(axes, "y", [comparison.increase(row) for row in comparison.rows], 4)
+    scale = scale_axis(axes, "y", list(map(increase, comparison.rows)), 4)
     above = f"loss above the base's {comparison.base.loss:.4f} (nats per token)"
     axes.set_ylabel(f"{above}\n{scale}" if scale else above)
-    nbytes = [row.bytes for row in comparison.rows]
     experts = (
         f"size of all tensors (the base has {counted(comparison.base.experts, 'expert')} in "
         "each MoE layer)"
     )
+    nbytes = [row.bytes for row in comparison.rows]
     if max(nbytes) > 10 * min(nbytes):
         experts += f", {scale_axis(axes, 'x', nbytes)}"
     axes.invert_xaxis()

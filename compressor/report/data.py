@@ -6,7 +6,7 @@ Measurements on text come from `compressor.report.measuring`. E experts, N kept.
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from compressor.recipe.hubs import Hub, read_hubs
 from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json, read_as
-from compressor.run_record import read_record, record_run
+from compressor.run_record import read_record
 
 FORMAT = "moe-compressor-report/3"
 ERRORS = {  # what a layer's fields are called
@@ -198,13 +198,6 @@ def report_data(
     )
 
 
-def record_speed(folder: Path, speed: Speed) -> None:
-    """Keep the speed with this machine's record of the run, if it has one."""
-    record = read_record(folder)
-    if record is not None:
-        record_run(folder, replace(record, speed=asdict(speed)))
-
-
 def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """Return the layers with their names."""
     count = Counter(layer.plan.layer for layer in layers)
@@ -239,14 +232,6 @@ def dispositions(layer: LayerReport) -> dict[int, str]:
             words = f"{'kept' if group.untouched else 'rescaled'} as slot {slot}"
         became.update(dict.fromkeys(group.members, words))
     return became
-
-
-def roles(layer: LayerReport) -> list[str]:
-    """Return 'kept', 'merged' or 'dropped', also for a constant, of each expert: [E]."""
-    by_expert = dict.fromkeys(range(layer.plan.experts), "kept")
-    by_expert.update(dict.fromkeys(layer.plan.dropped, "dropped"))
-    by_expert.update(dict.fromkeys(chain(*layer.plan.merged), "merged"))
-    return list(by_expert.values())
 
 
 def gone(layers: Iterable[LayerPlan]) -> str:

@@ -30,7 +30,6 @@ from compressor.report.data import (
     all_dispositions,
     gone,
     order,
-    roles,
     within,
 )
 from compressor.steps.distill.step import evaluations
@@ -113,20 +112,28 @@ def experts(data: Report) -> Figure | None:
         for (mark, colour), places in signs.items():
             xs, ys = zip(*places, strict=True)
             axes.scatter(
-                xs, ys, s=(36 * cell) ** 2, c=colour, marker=mark, linewidths=max(0.4, 3 * cell)
+                xs,
+                ys,
+                s=(36 * cell) ** 2,
+                c=colour,
+                marker=mark,
+                linewidths=max(0.4, 3 * cell),
             )
         protected = [
             (column, row) for row, layer in enumerate(layers) for column in layer.protected
         ]
         if protected:
             width = max(0.6, 5 * cell)
-            frame: dict[str, Any] = {
-                "facecolors": "none",
-                "edgecolors": ROLES["ink"],
-                "linewidths": width,
-            }
             xs, ys = zip(*protected, strict=True)
-            axes.scatter(xs, ys, s=(66 * cell - width) ** 2, marker="s", **frame)
+            axes.scatter(
+                xs,
+                ys,
+                s=(66 * cell - width) ** 2,
+                marker="s",
+                facecolors="none",
+                edgecolors=ROLES["ink"],
+                linewidths=width,
+            )
         axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
         names = [str(layer.plan.layer) for layer in layers]
         label_axes(axes, names, list(map(str, range(columns))), cell * columns, cell * rows)
@@ -152,14 +159,54 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
     in Sparse Mixture-of-Experts", arXiv:2407.09590: experts in the order of their groups, which are
     outlined."""
     from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
     layers = [layer for layer in reports if layer.similarity is not None]
     if not layers:
         return None
     low, high = limits(layers)
-    colours = colormaps[HEAT].resampled(LEVELS)
+    shades = colormaps[HEAT].resampled(LEVELS)
 
-    draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
+    def draw(canvas: "FigureBase", layer: LayerReport) -> None:
+        axes = canvas.subplots()
+        experts = order(layer.plan)
+        count = len(experts)
+        dropped = layer.plan.dropped
+        ordered = np.array(layer.similarity)[np.ix_(experts, experts)]
+        draw_heat(axes, ordered, low, high, cmap=shades)
+        outlines = list[tuple[int, int, Any]]()
+        start = 0
+        for size in sorted(map(len, layer.plan.merged), reverse=True):
+            outlines.append((start, size, "solid"))
+            start += size
+        if dropped:
+            outlines.append((count - len(dropped), len(dropped), DASHES))
+        for start, size, style in outlines:
+            outline = Rectangle(
+                (start - 0.5, start - 0.5),
+                size,
+                size,
+                linestyle=style,
+                # white on black, which any colour shows
+                path_effects=[withStroke(linewidth=1.8, foreground="#0b0d10")],
+                edgecolor="#fefefe",
+                linewidth=0.8,
+                fill=False,
+                clip_on=False,
+            )
+            axes.add_patch(outline)
+        axes.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold")
+        axes.spines[:].set_visible(False)
+        axes.set(xticks=[], yticks=[])
+        if count > MOST_NUMBERED:
+            axes.set_xlabel(f"{count} experts, groups first", loc="left", color=ROLES["muted"])
+            return
+        signs = dict.fromkeys(layer.protected, "★") | dict.fromkeys(dropped, "✕")
+        axes.set_yticks(range(count), labels=[f"{signs.get(each, '')}{each}" for each in experts])
+        axes.set_xticks(range(count), labels=list(map(str, experts)), rotation=90)
+        axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / count / 1.1))
+
     drawings = []
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the tables have the numbers."
@@ -188,53 +235,6 @@ def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     return low, max(high, low + 0.1)
 
 
-def _draw_matrix(
-    canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any
-) -> None:
-    """Draw the matrix with its groups outlined, and the experts' numbers at both sides where they
-    fit."""
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
-    axes = canvas.subplots()
-    experts = order(layer.plan)
-    dropped = layer.plan.dropped
-    draw_heat(
-        axes, np.array(layer.similarity)[np.ix_(experts, experts)].tolist(), low, high, cmap=cmap
-    )
-    count = len(experts)
-    start = 0
-    look: dict[str, Any] = {
-        "edgecolor": "#fefefe",
-        "linewidth": 0.8,
-        "fill": False,
-        "clip_on": False,
-    }
-    # white on black, which any colour shows
-    effects = [withStroke(linewidth=1.8, foreground="#0b0d10")]
-    for size in sorted(map(len, layer.plan.merged), reverse=True):
-        axes.add_patch(
-            Rectangle((start - 0.5, start - 0.5), size, size, path_effects=effects, **look)
-        )
-        start += size
-    if dropped:
-        size = len(dropped)
-        corner = count - size - 0.5
-        axes.add_patch(
-            Rectangle((corner, corner), size, size, linestyle=DASHES, path_effects=effects, **look)
-        )
-    axes.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold")
-    axes.spines[:].set_visible(False)
-    axes.set(xticks=[], yticks=[])
-    if count > MOST_NUMBERED:
-        axes.set_xlabel(f"{count} experts, groups first", loc="left", color=ROLES["muted"])
-        return
-    signs = dict.fromkeys(layer.protected, "★") | dict.fromkeys(dropped, "✕")
-    axes.set_yticks(range(count), labels=[f"{signs.get(expert, '')}{expert}" for expert in experts])
-    axes.set_xticks(range(count), labels=list(map(str, experts)), rotation=90)
-    axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / count / 1.1))
-
-
 def visits(data: Report) -> Figure | None:
     """Return for each layer the share of tokens of every expert and slot; None if nothing was
     counted.
@@ -252,16 +252,21 @@ def visits(data: Report) -> Figure | None:
     def draw(canvas: "FigureBase", layer: LayerReport) -> None:
         above, below = canvas.subplots(2, 1)
         above.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold", pad=6)
+        roles = ["kept"] * layer.plan.experts
+        for expert in layer.plan.dropped:
+            roles[expert] = "dropped"
+        for expert in chain(*layer.plan.merged):
+            roles[expert] = "merged"
         sides = (
-            (above, layer.visits_before, "before", roles(layer)),
-            (below, layer.visits_after, "after", None),
+            (above, layer.visits_before, "before", roles),
+            (below, layer.visits_after, "after", ["after"] * len(layer.plan.groups)),
         )
-        for axes, shares, when, kinds in sides:
+        for axes, shares, when, colours in sides:
             axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
             axes.set_yticks([0, highest], labels=["0", percent(highest)])
             axes.set_title(when, loc="right", pad=2, color=ROLES["muted"])
             if shares:
-                draw_bars(axes, shares, kinds or ["after"] * len(shares), 1 / len(shares))
+                draw_bars(axes, shares, colours, 1 / len(shares))
             else:
                 axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
 

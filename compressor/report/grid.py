@@ -4,7 +4,6 @@ to try.
 Loads no torch: the options of `compare` are made of it.
 """
 
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -101,7 +100,27 @@ class Grid(Options):
     def _check(self) -> Self:
         Prune(protect=self.protect)  # which checks it
         if self.schemes:
-            self._check_formats()
+            if self.experts or self.ratios or self.top_ks or self.constants:
+                names = "--experts, --ratio, --top-k and --format"
+                raise CompressionError(
+                    f"sizes are compared by --shares and --schemes; leave out {names}"
+                )
+            if self.bits is not None and self.nbytes is not None:
+                raise CompressionError("--bits stands in place of --bytes; give one of them")
+            if not self.shares or not all(0 < share <= 1 for share in self.shares):
+                raise CompressionError(
+                    "shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2"
+                )
+            for name in self.schemes:
+                if name not in SCHEMES:
+                    raise CompressionError(
+                        f"there is no format {name!r}; {known_names(name, SCHEMES)}"
+                    )
+            for name in self.servers:
+                if name not in SERVED:
+                    raise CompressionError(
+                        f"there is no server {name!r}; {known_names(name, SERVED)}"
+                    )
         elif bool(self.experts) == bool(self.ratios):
             raise CompressionError("say how many experts to keep by --experts or --ratio")
         elif "auto" in self.splits:
@@ -114,24 +133,3 @@ class Grid(Options):
                 "1 among --split"
             )
         return self
-
-    def _check_formats(self) -> None:
-        if self.experts or self.ratios or self.top_ks or self.constants:
-            names = "--experts, --ratio, --top-k and --format"
-            raise CompressionError(
-                f"sizes are compared by --shares and --schemes; leave out {names}"
-            )
-        if self.bits is not None and self.nbytes is not None:
-            raise CompressionError("--bits stands in place of --bytes; give one of them")
-        if not self.shares or not all(0 < share <= 1 for share in self.shares):
-            raise CompressionError(
-                "shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2"
-            )
-        _check_names("format", self.schemes, SCHEMES)
-        _check_names("server", self.servers, SERVED)
-
-
-def _check_names(kind: str, names: Sequence[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise CompressionError(f"there is no {kind} {name!r}; {known_names(name, known)}")

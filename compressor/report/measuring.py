@@ -14,9 +14,9 @@ Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
-from compressor.report.data import LayerMeasures, Matrix, Measured, record_speed
+from compressor.report.data import LayerMeasures, Matrix, Measured
 from compressor.report.speed import measure_speed
-from compressor.run_record import RunRecord, read_record
+from compressor.run_record import RunRecord, read_record, record_run
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
@@ -77,13 +77,22 @@ def measure(
         raise CompressionError("--revision is that of the model that --model names; give both")
     plan, record, progress = read_outcome(folder).plan, read_record(folder), progress or Silent()
     base = output = text = None
+    source = None
     try:
-        source = (
-            _recorded_base(plan, record, progress)
-            if model is None
-            else locate(model, revision, progress)
-        )
-        base = None if source is None else _open_base(folder, plan, source, dtype, device)
+        if model is not None:
+            source = locate(model, revision, progress)
+        else:
+            name, commit = plan.source.model, plan.source.revision
+            if record is not None:
+                name, commit = record.source, record.revision
+            # a folder here may be called like the Hub's model
+            is_known = not is_local(name)
+            if commit is None:  # without a record, a folder may be another one of its name
+                is_known = record is not None and Path(name).is_dir()
+            if is_known:
+                source = locate(name, commit, progress)
+        if source is not None:
+            base = _open_base(folder, plan, source, dtype, device)
     except (CompressionError, OSError):
         if model is not None:
             raise
@@ -96,15 +105,31 @@ def measure(
     if opened is not None and calibration is None:
         text = _recorded_text(opened, plan, record, samples)
     elif opened is not None and calibration is not None:
-        length = DEFAULT_LENGTH if sequence_length is None else sequence_length
-        text = read_part(opened, calibration, samples, length, plan.seed)
-    similarity, missing = similarity_of(plan), _missing(folder, plan, base, output, text)
+        text = read_part(opened, calibration, samples, sequence_length, plan.seed)
+    similarity = similarity_of(plan)
+    lost = "so routed tokens, errors and similarities of outputs are not measured"
+    missing = []
+    if base is None:
+        missing.append(
+            f"The base model {plan.source.model} is not available, so the similarity of its "
+            "experts, the routed tokens "
+            "before and the errors are not measured; name it with --model."
+        )
+    if text is None and plan.calibration is not None:
+        name = without_folders(plan.calibration)["source"]
+        missing.append(
+            f"The calibration text {name} is not available or has changed, {lost}; name it with "
+            "--calibration."
+        )
+    elif text is None:
+        missing.append(f"The plan was made without any text, {lost}; name one with --calibration.")
+    if output is None:
+        missing.append(f"{folder.name} holds no weights that can be run, {lost}.")
     measured = Measured(missing=tuple(missing))
     if text is not None and output is not None:
         layers = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
-        measured = replace(
-            measured, layers=tuple(layers), tokens=text.tokens, text=_name(text.identity)
-        )
+        name = str(without_folders(text.identity)["source"])
+        measured = replace(measured, layers=tuple(layers), tokens=text.tokens, text=name)
     elif base is not None:
         measured = replace(measured, layers=tuple(by_weights(base, similarity, progress)))
     if speed:
@@ -116,63 +141,27 @@ def measure(
         timed = measure_speed(
             models, text.batches[0], output.positions, progress, device, output.dtype_name
         )
-        record_speed(folder, timed)
+        if record is not None:
+            record_run(folder, replace(record, speed=asdict(timed)))
         measured = replace(measured, speed=timed)
     return measured
 
 
 def read_part(
-    model: OpenModel, calibration: Sequence[str], samples: int | None, length: int, seed: int = 0
+    model: OpenModel,
+    calibration: Sequence[str],
+    samples: int | None,
+    length: int | None,
+    seed: int = 0,
 ) -> Calibration:
     """Return `samples` sequences of text, by default as many as 16,384 tokens fill."""
     sources = parse_sources(calibration)
+    length = DEFAULT_LENGTH if length is None else length
     wanted = samples or max(len(sources), TOKENS // max(length, 1))
     tokenizer = load_tokenizer(model.source.folder)
     return calibrate(
         sources, tokenizer, samples=wanted, length=length, seed=seed, vocab=model.vocabulary
     )
-
-
-def _missing(
-    folder: Path,
-    plan: Plan,
-    base: OpenModel | None,
-    output: OpenModel | None,
-    text: Calibration | None,
-) -> list[str]:
-    """Return a sentence on each thing that is not measured."""
-    lost = "so routed tokens, errors and similarities of outputs are not measured"
-    sentences = []
-    if base is None:
-        sentences.append(
-            f"The base model {plan.source.model} is not available, so the similarity of its "
-            "experts, the routed tokens "
-            "before and the errors are not measured; name it with --model."
-        )
-    if plan.calibration is None and text is None:
-        sentences.append(
-            f"The plan was made without any text, {lost}; name one with --calibration."
-        )
-    elif plan.calibration is not None and text is None:
-        name = _name(plan.calibration)
-        sentences.append(
-            f"The calibration text {name} is not available or has changed, {lost}; name it with "
-            "--calibration."
-        )
-    if output is None:
-        sentences.append(f"{folder.name} holds no weights that can be run, {lost}.")
-    return sentences
-
-
-def _recorded_base(plan: Plan, record: RunRecord | None, progress: Progress) -> ModelSource | None:
-    """Return the base that the run read; None for a folder that is gone, or may be another one of
-    its name."""
-    name, commit = (
-        (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
-    )
-    # a folder here may be called like the Hub's model
-    is_gone = is_local(name) if commit is not None else record is None or not Path(name).is_dir()
-    return None if is_gone else locate(name, commit, progress)
 
 
 def _open_base(folder: Path, plan: Plan, source: ModelSource, dtype: str, device: str) -> OpenModel:
@@ -209,29 +198,22 @@ def _recorded_text(
         text = repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit
     except (CompressionError, OSError):
         return None
-    return Calibration(part_of(text, samples), text.identity) if text.batches else None
-
-
-def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tensor, ...]:
-    """The first sequences of each source, by its weight: `samples` in all, or as many as 16,384
-    tokens fill."""
-    batches = calibration.batches
-    present = sorted({calibration.source_of(number) for number in range(len(batches))})
+    batches = text.batches
+    if not batches:
+        return None
+    # the first sequences of each source, by its weight
+    present = sorted({text.source_of(number) for number in range(len(batches))})
     rows = max(len(present), samples or TOKENS // max(batch.shape[1] for batch in batches))
-    quota = dict(
-        zip(present, divide(rows, [calibration.weights[source] for source in present]), strict=True)
-    )
+    weights = [text.weights[source] for source in present]
+    quota = dict(zip(present, divide(rows, weights), strict=True))
     parts = []
     for number, batch in enumerate(batches):
-        part = batch[: quota[calibration.source_of(number)]]
-        quota[calibration.source_of(number)] -= len(part)
+        source = text.source_of(number)
+        part = batch[: quota[source]]
+        quota[source] -= len(part)
         if len(part):
             parts.append(part)
-    return tuple(parts)
-
-
-def _name(identity: Mapping[str, Any]) -> str:
-    return str(without_folders(identity)["source"])
+    return Calibration(tuple(parts), text.identity)
 
 
 def shares(counts: Tensor) -> tuple[float, ...]:
@@ -287,12 +269,12 @@ def similarity_of(plan: Plan) -> Similarity:
         options = strategy.options
         if measure is not None:
             return Similarity(strategy.similarity_needs, lambda stats: measure(stats, options))
-    return Similarity(frozenset({"expert_outputs"}), _by_outputs)
 
+    def compare(stats: LayerStatistics) -> tuple[str, Tensor]:
+        outputs = stats.expert_outputs
+        return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
 
-def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
-    outputs = stats.expert_outputs
-    return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
+    return Similarity(frozenset({"expert_outputs"}), compare)
 
 
 class _WatchedBlock:
@@ -302,35 +284,34 @@ class _WatchedBlock:
     """
 
     def __init__(self, layer: MoeLayer, base: Any, output: Any) -> None:
-        self.is_decoder_layer = layer.block == layer.decoder_layer
         self.small = output.get_submodule(layer.block)
         self.missed = 0.0  # ||y' - y||^2
         self.energy = 0.0  # ||y||^2
         self.calls = 0
         self.outputs = list[Tensor]()  # of one call: the base's, then the output's
         self.hooks = ExitStack()
-        for model, on_block in ((output, self._block_ran), (base, self._base_ran)):
-            self.hooks.enter_context(
-                moe_hooks(model, layer, on_output=self._experts_ran, on_block=on_block)
-            )
+        is_decoder_layer = layer.block == layer.decoder_layer
 
-    def _experts_ran(self, hidden: Tensor, output: Tensor) -> None:
-        if self.is_decoder_layer:
-            self.outputs.append(output)
+        def on_experts(hidden: Tensor, output: Tensor) -> None:
+            if is_decoder_layer:
+                self.outputs.append(output)
 
-    def _block_ran(self, args: Any, kwargs: Any, output: Any) -> None:
-        if not self.is_decoder_layer:
-            self.outputs.append(hidden_of(output))
+        def on_block(args: Any, kwargs: Any, output: Any) -> None:
+            if not is_decoder_layer:
+                self.outputs.append(hidden_of(output))
 
-    def _base_ran(self, args: Any, kwargs: Any, output: Any) -> None:
-        self._block_ran(args, kwargs, output)
-        if self.outputs and self.outputs[0].numel():
-            self.small(*args, **kwargs)
-            base, ours = [value.detach().float() for value in self.outputs]
-            self.missed += float(as_float64((ours - base).square()).sum())
-            self.energy += float(as_float64(base.square()).sum())
-            self.calls += 1
-        self.outputs.clear()
+        def on_base(args: Any, kwargs: Any, output: Any) -> None:
+            on_block(args, kwargs, output)
+            if self.outputs and self.outputs[0].numel():
+                self.small(*args, **kwargs)
+                base, ours = [value.detach().float() for value in self.outputs]
+                self.missed += float(as_float64((ours - base).square()).sum())
+                self.energy += float(as_float64(base.square()).sum())
+                self.calls += 1
+            self.outputs.clear()
+
+        for model, watch in ((output, on_block), (base, on_base)):
+            self.hooks.enter_context(moe_hooks(model, layer, on_output=on_experts, on_block=watch))
 
     @property
     def error(self) -> float | None:
@@ -412,8 +393,25 @@ def by_weights(
 ) -> Iterator[LayerMeasures]:
     """The similarity of the base's experts a layer at a time, of their router rows where weights
     alone say no other."""
+
+    def compare(stats: LayerStatistics) -> tuple[str, Tensor]:
+        """Cosine of what the router's matrices hold for each expert, less its mean over experts."""
+        layer = stats.layer
+        dims = {tensor.key.removeprefix(f"{layer.router}."): tensor.dim for tensor in layer.tensors}
+        rows = []
+        for name, value in stats.weights.router.named_parameters():
+            if name in dims and value.dim() > 1:
+                row = value.detach().movedim(dims[name], 0)[: layer.experts].flatten(1)
+                rows.append(as_float64(row))
+        if not rows:
+            raise CompressionError("its router has no matrix with a row for each")
+        centred = torch.cat(rows, dim=1)
+        centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
+        cosines = (centred @ centred.T).clamp(0, 1).fill_diagonal_(1)
+        return "cosine of the centred router rows, negative ones as 0", cosines
+
     if not similarity.needs <= WEIGHTS:
-        similarity = Similarity(WEIGHTS, _by_router_rows)
+        similarity = Similarity(WEIGHTS, compare)
     for stats in collect(base, WEIGHTS, None, progress):
         layer = stats.layer
         base.partial.load(
@@ -421,22 +419,3 @@ def by_weights(
         )
         yield LayerMeasures(layer.name, *similarity.compare(stats))
         base.partial.release(layer.router)
-
-
-def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:
-    """Cosine of what the router's matrices hold for each expert, less its mean over experts."""
-    layer = stats.layer
-    router = stats.weights.router
-    dims = {tensor.key.removeprefix(f"{layer.router}."): tensor.dim for tensor in layer.tensors}
-    rows = [
-        as_float64(value.detach().movedim(dims[name], 0)[: layer.experts].flatten(1))
-        for name, value in router.named_parameters()
-        if name in dims and value.dim() > 1
-    ]
-    if not rows:
-        raise CompressionError("its router has no matrix with a row for each")
-    centred = torch.cat(rows, dim=1)
-    centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
-    return "cosine of the centred router rows, negative ones as 0", (centred @ centred.T).clamp(
-        0, 1
-    ).fill_diagonal_(1)

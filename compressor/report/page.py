@@ -48,8 +48,6 @@ from compressor.recipe.document import changed, step_blocks, step_line
 from compressor.recipe.plan import ExpertPlan, correction_of
 from compressor.report.data import (
     ERRORS,
-    LayerReport,
-    Matrix,
     Report,
     dispositions,
     experts_table,
@@ -147,15 +145,8 @@ def speed(data: Report) -> list[Block]:
     """Return how fast base and output run on this machine; or how to measure it."""
     if data.speed is not None:
         return [data.speed.table()]
-    return [
-        Text(
-            (
-                "Not measured: ",
-                Code("moe-compress report --speed"),
-                " runs both models side by side.",
-            )
-        )
-    ]
+    command = Code("moe-compress report --speed")
+    return [Text(("Not measured: ", command, " runs both models side by side."))]
 
 
 def experts(plan: ExpertPlan) -> tuple[Block, ...]:
@@ -180,9 +171,8 @@ def experts(plan: ExpertPlan) -> tuple[Block, ...]:
 def similarity(data: Report) -> Iterator[Block]:
     """Yield the groups of each layer, with the similarities in and between them."""
     yield from _unmeasured(data, "similarity", "similarity of experts")
-    with_matrices = (
-        sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
-    )
+    numbers = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity)
+    with_matrices = numbers <= MOST_CELLS
     if not with_matrices:
         yield Text(
             "The matrices have too many numbers for tables; those of the groups are below.", "note"
@@ -190,42 +180,30 @@ def similarity(data: Report) -> Iterator[Block]:
     for layer in data.layers:
         plan = layer.plan
         decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
-        decided |= {
-            name.replace("_", " ").capitalize(): setting(value)
-            for name, value in plan.figures.items()
-        }
+        for name, value in plan.figures.items():
+            decided[name.replace("_", " ").capitalize()] = setting(value)
         rows = []
         for slot, group in enumerate(plan.groups):
             if len(group.members) > 1:
                 pairs = within(layer, group.members)
                 least = min(pairs, default=None)
-                rows.append(
-                    (
-                        f"merged, slot {slot}",
-                        listed(group.members),
-                        short(mean(pairs)),
-                        short(least),
-                    )
-                )
+                figures = short(mean(pairs)), short(least)
+                rows.append((f"merged, slot {slot}", listed(group.members), *figures))
         below: list[Block] = [Facts(decided.items())]
         if rows:
             columns = ("", "experts", "mean similarity", "least similarity")
             below.append(Table(f"{layer.name}: groups", columns, rows, {"experts"}))
         if with_matrices and layer.similarity is not None:
-            below.append(
-                matrix(f"{layer.name}: {layer.similarity_label or 'similarity'}", layer.similarity)
-            )
+            caption = f"{layer.name}: {layer.similarity_label or 'similarity'}"
+            matrix = []
+            for number, values in enumerate(layer.similarity):
+                matrix.append((str(number), *map("{:.2f}".format, values)))
+            below.append(Table(caption, ("expert", *map(str, range(plan.experts))), matrix))
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
             f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {gone([plan])}"
         )
         yield Details((Strong(layer.name), " ", Note(note)), below)
-
-
-def matrix(caption: str, values: Matrix) -> Table:
-    """Return a matrix of experts [E, E] as a table."""
-    rows = [(str(number), *map("{:.2f}".format, row)) for number, row in enumerate(values)]
-    return Table(caption, ("expert", *map(str, range(len(values)))), rows)
 
 
 def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
@@ -240,45 +218,36 @@ def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
 
 
 def visits(data: Report) -> Iterator[Block]:
-    """Yield how evenly tokens spread, and each expert's share."""
+    """Yield how evenly tokens spread; then each expert's share of the routed tokens, what became of
+    it, and the share of its slot."""
     yield from _unmeasured(data, "visits_before", "share of tokens")
-    layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
-    if not layers:
-        return
     rows = []
-    for layer in layers:
-        before, after = layer.visits_before or (), layer.visits_after or ()
-        rows.append(
-            (
-                layer.name,
-                *(short(len(shares) * max(shares, default=0)) for shares in (before, after)),
-            )
-        )
-    yield Table("Tokens of the busiest expert by the mean", ("", "before", "after"), rows)
-    for layer in layers:
-        yield Details(
-            (Strong(layer.name), " ", Note("shares of experts and slots")), (shares(layer),)
-        )
-
-
-def shares(layer: LayerReport) -> Table:
-    """Return each expert's share of the routed tokens, what became of it, and the share of its
-    slot."""
-    before = layer.visits_before or (None,) * layer.plan.experts
-    slots = layer.plan.remap()
-    rows = []
-    for expert, became in dispositions(layer).items():
-        after = (
-            layer.visits_after[slots[expert]] if layer.visits_after and slots[expert] >= 0 else None
-        )
-        rows.append((str(expert), percent(before[expert]), became, percent(after)))
+    details = []
     columns = (
         "expert",
         "routed tokens before",
         "what became of it",
         "routed tokens of its slot after",
     )
-    return Table(f"{layer.name}: routed tokens", columns, rows, {"what became of it"})
+    for layer in data.layers:
+        before, after = layer.visits_before or (), layer.visits_after or ()
+        if not (before or after):
+            continue
+        busiest = [short(len(shares) * max(shares, default=0)) for shares in (before, after)]
+        rows.append((layer.name, *busiest))
+        slots = layer.plan.remap()
+        experts = []
+        for expert, became in dispositions(layer).items():
+            share_before = percent(before[expert]) if before else "-"
+            is_kept = after and slots[expert] >= 0
+            share_after = percent(after[slots[expert]]) if is_kept else "-"
+            experts.append((str(expert), share_before, became, share_after))
+        table = Table(f"{layer.name}: routed tokens", columns, experts, {columns[2]})
+        summary = (Strong(layer.name), " ", Note("shares of experts and slots"))
+        details.append(Details(summary, (table,)))
+    if rows:
+        yield Table("Tokens of the busiest expert by the mean", ("", "before", "after"), rows)
+    yield from details
 
 
 def errors(data: Report) -> Iterator[Block]:
@@ -336,47 +305,42 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
             blocks.append(by_name[name])
         blocks += body(data)
     made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
-    return html.page(data.title, "Compression report", lead(data), tiles(data), blocks, made_by)
-
-
-def lead(data: Report) -> str:
-    """Return what was done in a sentence or two."""
     ways = [data.strategy, *(["reconstruction"] if data.plan.correction else [])]
     ways += [WAYS.get(step["name"], step["name"]) for step in data.steps if changed(step)]
-    sentence = (
+    lead = (
         f"{data.plan.source.model} with {data.experts_after} instead of "
         f"{counted(data.experts_before, 'expert')} in "
         f"each MoE layer, by {joined([*dict.fromkeys(ways)])}."
     )
-    return f"{sentence} {step_line(data.quantized)}." if data.quantized else sentence
+    if data.quantized:
+        lead += f" {step_line(data.quantized)}."
+    return html.page(data.title, "Compression report", lead, tiles(data), blocks, made_by)
 
 
 def tiles(data: Report) -> Facts:
     """Return the facts that one looks for first, each with a note."""
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
-    verdict: tuple[Words, str] = "not run", "see below"
+    verdict: Words = "not run"
     if data.gate is not None:
-        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict]), "see below"
-    quality: tuple[Words, str] = "not compared", "with the base"
+        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict])
+    loss, compared = "not compared", "with the base"
     if data.heldout is not None:
         loss, rise, kl, flips = overall_words(data.heldout.overall)
-        quality = loss, f"{rise} nats per token; KL {kl}; flips {flips}"
+        compared = f"{rise} nats per token; KL {kl}; flips {flips}"
         if data.heldout.together is not None:
             worst = data.heldout.domains[0]
-            quality = loss, f"{quality[1]}; worst source: {worst.domain}, {worst.loss.change:+.4f}"
-    shown: dict[str, tuple[Words, str]] = {
-        "Experts per layer": (
-            f"{experts.before} → {experts.after}",
-            f"top {data.top_k}" if data.layers else "",
-        ),
-        "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
-        "Size on disk": (nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
-        "Held-out loss": quality,
-        "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),
-        "Accuracy gate": verdict,
-    }
-    return Facts([(name, (value, " ", Note(note))) for name, (value, note) in shown.items()])
+            compared += f"; worst source: {worst.domain}, {worst.loss.change:+.4f}"
+    top = f"top {data.top_k}" if data.layers else ""
+    shown: list[tuple[str, Words, str]] = [
+        ("Experts per layer", f"{experts.before} → {experts.after}", top),
+        ("Parameters", parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
+        ("Size on disk", nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
+        ("Held-out loss", loss, compared),
+        ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
+        ("Accuracy gate", verdict, "see below"),
+    ]
+    return Facts([(name, (value, " ", Note(note))) for name, value, note in shown])
 
 
 def check_report(
@@ -393,12 +357,7 @@ def check_report(
         what = f"{page_file} is not a report's page"
         raise CompressionError(f"{what}, so --overwrite will not replace it; name another file")
     if folder is not None:
-        check_folder(folder, files_of(names), overwrite)
-
-
-def files_of(names: Iterable[str]) -> list[str]:
-    """Return the files of figures of these names."""
-    return [f"{name}.png" for name in names]
+        check_folder(folder, [f"{name}.png" for name in names], overwrite)
 
 
 def write_report(
@@ -424,6 +383,6 @@ def write_page(
     written = []
     if folder is not None:
         contents = {f"{figure.name}.png": png(figure.title, figure.drawings) for figure in drawn}
-        written = write_files(folder, contents, files_of(names), overwrite)
+        written = write_files(folder, contents, [f"{name}.png" for name in names], overwrite)
     write_file(page_file, text, partial(check_report, page_file, None, overwrite))
     return written

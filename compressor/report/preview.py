@@ -14,7 +14,6 @@ from compressor.data.chats import plain_chat
 from compressor.data.documents import HasMediaError, documents, pack
 from compressor.data.media import read_sequences
 from compressor.data.rows import hub_answers
-from compressor.data.sources import WeightedSource
 from compressor.document.blocks import Block, Facts, Heading, Listing
 from compressor.errors import CompressionError, LeftOut
 from compressor.progress import quiet_transformers
@@ -59,7 +58,7 @@ def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
     previews = []
     for entry in spec.sources:
         try:
-            previews.append(_preview(replace(spec, sources=(entry,)), entry, tokenizer, most))
+            previews.append(_read(replace(spec, sources=(entry,)), tokenizer, most))
         except CompressionError as error:
             is_last = entry is spec.sources[-1] and not previews
             if spec.strict or is_last or not entry.is_optional or not hub_answers():
@@ -68,17 +67,18 @@ def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
     return previews
 
 
-def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -> Preview:
+def _read(spec: TextSpec, tokenizer: Any, most: int) -> Preview:
+    """Read the one source of a text."""
+    (entry,) = spec.sources
     left_out = LeftOut(f"rows of {entry.source}", spec.strict)
     known = _Plain() if tokenizer is None else tokenizer
     opening = tuple[int, ...]()
+    read = list[Sequence[Any]]()  # of each document its words or tokens
     lengths = []
-    shown = list[Sequence[Piece]]()
     try:
         with quiet_transformers():
-            for document in islice(
-                documents(entry, spec.seed, known, "calibration", left_out), spec.samples
-            ):
+            texts = documents(entry, spec.seed, known, "calibration", left_out)
+            for document in islice(texts, spec.samples):
                 if tokenizer is None:
                     pieces: Sequence[Any] = document.text.split()
                 else:
@@ -86,8 +86,8 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
                     pieces = stream.ids.tolist()
                     opening = opening or stream.opening
                 lengths.append(len(pieces))
-                if len(shown) < most:
-                    shown.append(_named(pieces, tokenizer))
+                if len(read) < most:
+                    read.append(pieces)
     except HasMediaError:
         if tokenizer is None:
             raise
@@ -96,12 +96,19 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
         )
         left_out.used = len(rows)
         lengths = [row.shape[1] for row in rows]
-        shown = [_named(row[0].tolist(), tokenizer) for row in rows[:most]]
-    digest = (
-        ""
-        if tokenizer is None
-        else read_text(spec, tokenizer, ANY_VOCABULARY).fit.identity["sha256"]
-    )
+        read = [row[0].tolist() for row in rows[:most]]
+    shown = list[list[Piece]]()
+    digest = ""
+    if tokenizer is None:
+        for words in read:
+            shown.append([(word, False) for word in words])
+    else:
+        digest = read_text(spec, tokenizer, ANY_VOCABULARY).fit.identity["sha256"]
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {token for token, entry in added.items() if entry.special}
+        special.update(tokenizer.all_special_ids)
+        for tokens in read:
+            shown.append([(str(tokenizer.decode([token])), token in special) for token in tokens])
     return Preview(
         entry.source,
         left_out.used,
@@ -114,19 +121,6 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
         [tokenizer.decode([token]) for token in opening],
         digest,
     )
-
-
-def _named(pieces: Sequence[Any], tokenizer: Any) -> list[Piece]:
-    """Return the text of each token, and whether it is a special one; words, of no tokenizer, are
-    none."""
-    if tokenizer is None:
-        return [(word, False) for word in pieces]
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {
-        *tokenizer.all_special_ids,
-        *(token for token, entry in added.items() if entry.special),
-    }
-    return [(str(tokenizer.decode([token])), token in special) for token in pieces]
 
 
 def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
@@ -148,16 +142,12 @@ def preview_blocks(read: Preview, is_tokens: bool) -> list[Block]:
     if is_tokens:
         facts["a sequence begins with"] = " ".join(read.opening) or "no special token"
         facts["digest of the tokens"] = read.sha256
-    return [
-        Heading(read.source),
-        Facts(facts.items()),
-        *(Listing(_shown(pieces)) for pieces in read.shown),
-    ]
-
-
-def _shown(pieces: Sequence[Piece]) -> str:
-    """Return the first tokens of a document, special ones in brackets, with what would break the
-    line escaped."""
-    parts = [f"⟦{text}⟧" if is_special else text for text, is_special in pieces[:MOST_PIECES]]
-    more = f" ... ({len(pieces) - MOST_PIECES:,} more)" if len(pieces) > MOST_PIECES else ""
-    return "|".join(parts).replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥") + more
+    blocks: list[Block] = [Heading(read.source), Facts(facts.items())]
+    for pieces in read.shown:
+        # special tokens in brackets, and what would break the line escaped
+        parts = [f"⟦{text}⟧" if is_special else text for text, is_special in pieces[:MOST_PIECES]]
+        line = "|".join(parts).replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥")
+        if len(pieces) > MOST_PIECES:
+            line += f" ... ({len(pieces) - MOST_PIECES:,} more)"
+        blocks.append(Listing(line))
+    return blocks

@@ -8,11 +8,11 @@ rounds them, so that a pair is what `compress` would write."""
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ from compressor.model.substitution import Substitution
 from compressor.pipeline.resolve import HELDOUT, Session, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
-from compressor.recipe.recipe import Recipe, default_steps, make_step
+from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.step import StepOptions, TextOptions
-from compressor.report.comparison import Candidate, measured, read_texts
+from compressor.recipe.step import StepOptions
 from compressor.report.comparison_report import Comparison, Row, choice, related
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
@@ -55,7 +54,6 @@ from compressor.steps.quantize.writing import largest_weights, rounded
 from compressor.steps.split.view import partitioned
 
 RIDGE = Correct(method="ridge")
-UNCUT = {"name": "base", "strategy": "base", "correction": "none"}
 
 
 @dataclass(slots=True, eq=False)
@@ -67,43 +65,24 @@ class PlannedShare:
     model: OpenModel  # whose experts the plan numbers: those of the source, or its sub-experts
     plan: ExpertPlan
     files: CutFiles | None = None
-    way: Mapping[str, str] = field(default_factory=lambda: UNCUT)  # how it was made, as rows say it
+    # name, strategy and correction of its row
+    way: Mapping[str, str] = field(default_factory=dict)
     schemes: dict[str, Scheme | None] = field(default_factory=dict)
     # of all tensors that would be written, by format
     bytes: dict[str, int] = field(default_factory=dict)
+    stored: torch.dtype = field(init=False)  # in which experts are stored
     smaller: Any = field(init=False)  # the stock model with as many experts, on meta
     matrices: dict[str, list[Matrix]] = field(init=False)  # of its experts, by decoder layer
 
     def __post_init__(self) -> None:
         architecture = self.model.architecture
         experts = self.plan.experts
+        self.stored = stored_partial(self.model).dtype
         self.smaller = build_meta(architecture.with_experts(experts), self.model.partial.dtype)
-        layers = layers_by_decoder_layer(
-            [replace(layer, experts=experts) for layer in architecture.layers]
-        )
+        layers = [replace(layer, experts=experts) for layer in architecture.layers]
         self.matrices = {
             decoder_layer: expert_matrices(self.smaller, moe_layers)
-            for decoder_layer, moe_layers in layers.items()
-        }
-
-    @property
-    def stored(self) -> torch.dtype:
-        return stored_partial(self.model).dtype
-
-    def facts(self, name: str) -> dict[str, Any]:
-        """Return what a row says of the share in a format, apart from what is measured."""
-        layer = self.model.architecture.layers[0]
-        scheme = self.schemes[name]
-        return {
-            **self.way,
-            "share": float(self.share),
-            "experts": self.plan.experts,
-            "experts_before": layer.experts,
-            "split": layer.parts,
-            "parameters": sum(parameter.numel() for parameter in self.smaller.parameters()),
-            "bytes": self.bytes[name],
-            "scheme": name,
-            "group_size": None if scheme is None else scheme.group_size,
+            for decoder_layer, moe_layers in layers_by_decoder_layer(layers).items()
         }
 
     def cut(self, decoder_layer: str) -> dict[str, Tensor] | None:
@@ -145,73 +124,45 @@ class PlannedShare:
             set_tensor(smaller, key, value)
         return {**tensors, **copies}
 
-    def add_schemes(self, names: Sequence[str], servers: Sequence[str]) -> list[str]:
-        """Add the formats that fit the matrices and servers, and the bytes of each; returns
-        sentences on the others."""
-        left_out = []
-        for name in names:
-            try:
-                scheme = None if name == STORED else self._scheme(name, servers)
-            except CompressionError as error:
-                left_out.append(f"{name} ({str(error).partition('; ')[0]})")
-                continue
-            self.schemes[name], self.bytes[name] = scheme, self._nbytes(name)
-        return left_out
-
-    def _scheme(self, name: str, servers: Sequence[str]) -> Scheme:
-        """Return a format; raises `CompressionError` if its groups do not fit, or a server can't
-        load it."""
-        scheme = scheme_for(
-            name, None, {matrix.columns for matrix in chain.from_iterable(self.matrices.values())}
-        )
-        for server in servers:
-            if server == TRANSFORMERS:  # the one that is installed
-                fault = loader_fault(scheme.config([]))
-                if fault is None and not find_matrices(self.model, EXPERTS).singly:
-                    fault = (
-                        f"transformers loads no single experts of {self.model.architecture.family}"
-                    )
-                if fault:
-                    raise CompressionError(fault)
-            elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
-                raise CompressionError(f"{NAMES[server]} loads no experts in it")
-        return scheme
-
-    def _nbytes(self, name: str) -> int:
-        """Return the bytes of the tensors that `compress` writes in a format; the base's own if
-        nothing changes."""
+    def add_schemes(self, names: Iterable[str], servers: Sequence[str]) -> list[str]:
+        """Add the formats whose groups fit the matrices and that the servers load, with the bytes
+        of the tensors that `compress` writes in each; returns sentences on the others."""
         model = self.model
         experts = self.plan.experts
         groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
         changed = self.files is not None or not all(group.untouched for group in groups)
-        if name != STORED:
+        matrices = list(chain.from_iterable(self.matrices.values()))
+        left_out = []
+        for name in names:
+            if name == STORED:
+                size = output_size(model, experts, changed)
+                if self.share == 1:  # nothing changes
+                    size = Size.of(model.checkpoint.tensors.values())
+                self.schemes[name] = None
+                self.bytes[name] = size.bytes
+                continue
+            fault = None
+            try:
+                scheme = scheme_for(name, None, {matrix.columns for matrix in matrices})
+            except CompressionError as error:  # its groups do not fit
+                left_out.append(f"{name} ({str(error).partition('; ')[0]})")
+                continue
+            for server in servers:
+                if server == TRANSFORMERS:  # the one that is installed
+                    fault = fault or loader_fault(scheme.config([]))
+                    if fault is None and not find_matrices(model, EXPERTS).singly:
+                        family = model.architecture.family
+                        fault = f"transformers loads no single experts of {family}"
+                elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
+                    fault = fault or f"{NAMES[server]} loads no experts in it"
+            if fault is not None:
+                left_out.append(f"{name} ({fault.partition('; ')[0]})")
+                continue
             quantize = make_step("quantize", {"scheme": name}).step()
-            size: OutputSize = quantize.output_size(model, experts, changed)
-            return size.size.bytes
-        if self.share == 1:
-            return Size.of(model.checkpoint.tensors.values()).bytes
-        return output_size(model, experts, changed).bytes
-
-
-def substitutions(shares: Sequence[PlannedShare]) -> list[Substitution]:
-    """Return every share in each of its formats; a layer is cut once for all formats."""
-    cut = lru_cache(maxsize=1)(PlannedShare.cut)
-
-    def tensors(
-        share: PlannedShare, scheme: Scheme | None, decoder_layer: str
-    ) -> dict[str, Tensor] | None:
-        stored = cut(share, decoder_layer)
-        return (
-            stored
-            if scheme is None or stored is None
-            else share.round(decoder_layer, scheme, stored)
-        )
-
-    return [
-        Substitution(partial(tensors, share, scheme), share.plan.experts)
-        for share in shares
-        for scheme in share.schemes.values()
-    ]
+            written: OutputSize = quantize.output_size(model, experts, changed)
+            self.schemes[name] = scheme
+            self.bytes[name] = written.size.bytes
+        return left_out
 
 
 def plan_shares(
@@ -273,25 +224,7 @@ def plan_shares(
     return planned, left_out
 
 
-def compare_formats(
-    run: Session, grid: Grid, candidates: Sequence[Candidate], text: TextOptions, seed: int
-) -> Comparison:
-    """Compare each share of the experts in each format, for each strategy, correction and number of
-    sub-experts."""
-    ways = []
-    methods = grid.corrections or (None,)
-    for candidate, parts, method in product(candidates, grid.splits or ("auto",), methods):
-        options = {
-            "strategy": candidate.strategy.name,
-            "options": candidate.options,
-            "protect": grid.protect,
-        }
-        ways.append(default_steps(split=parts, correct=method, **options))
-    data, sets = read_texts(run, grid, text, seed)
-    return measure_sizes(run, ways, data, sets, seed, grid)
-
-
-def measure_sizes(
+def compare_sizes(
     run: Session,
     ways: Sequence[Sequence[StepOptions]],
     data: Calibration,
@@ -315,7 +248,17 @@ def measure_sizes(
     )
     rows, left_out = list[Row](), list[str]()
     planned = [PlannedShare(Fraction(1), base, untouched(base))]
-    sources = [evaluation_set.name for evaluation_set in sets]
+    # a layer is cut once for all formats
+    cut = lru_cache(maxsize=1)(PlannedShare.cut)
+
+    def tensors(
+        share: PlannedShare, scheme: Scheme | None, decoder_layer: str
+    ) -> dict[str, Tensor] | None:
+        stored = cut(share, decoder_layer)
+        if scheme is None or stored is None:
+            return stored
+        return share.round(decoder_layer, scheme, stored)
+
     with tempfile.TemporaryDirectory() as folder:
         for number, steps in enumerate(ways):
             work = Path(folder) / str(number)
@@ -326,19 +269,33 @@ def measure_sizes(
         for share in planned:
             names = [STORED] if share.share == 1 else []  # the base
             names += grid.schemes if share.share in grid.shares else ()
-            left_out += share.add_schemes(list(dict.fromkeys(names)), grid.servers)
+            left_out += share.add_schemes(dict.fromkeys(names), grid.servers)
         # whole experts, and sub-experts
         for _, group in groupby(planned, key=lambda share: id(share.model)):
-            of_model = list(group)
-            results = evaluator.measure(
-                of_model[0].model, substitutions(of_model), progress=run.progress
-            )
-            named = [(share, name) for share in of_model for name in share.schemes]
-            for (share, name), figures in zip(named, results, strict=True):
-                row = Row(
-                    **share.facts(name),
-                    **measured(figures, sources),
+            variants = []
+            for share in group:
+                variants += [(share, name, scheme) for name, scheme in share.schemes.items()]
+            substitutions = [
+                Substitution(partial(tensors, share, scheme), share.plan.experts)
+                for share, _, scheme in variants
+            ]
+            model = variants[0][0].model
+            results = evaluator.measure(model, substitutions, progress=run.progress)
+            layer = model.architecture.layers[0]
+            for (share, name, scheme), figures in zip(variants, results, strict=True):
+                row = Row.of(
+                    figures,
+                    sets,
+                    **share.way,
+                    share=float(share.share),
+                    experts=share.plan.experts,
+                    experts_before=layer.experts,
+                    split=layer.parts,
+                    parameters=sum(value.numel() for value in share.smaller.parameters()),
+                    bytes=share.bytes[name],
                     bits=8 * share.bytes[name] / parameters,
+                    scheme=name,
+                    group_size=None if scheme is None else scheme.group_size,
                     loss_by_sequence=tuple(figures.loss.tolist()),
                     kl_by_sequence=tuple(figures.kl.tolist()),
                 )
@@ -414,7 +371,7 @@ def fitted(
     ) as run:
         data = read_calibration(run, recipe.calibration, recipe.seed, HELDOUT)
         sets = [EvaluationSet("held-out calibration text", data.heldout_batches)]
-        sizes = measure_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
+        sizes = compare_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
     if not sizes.fitting:
         raise CompressionError(choice(sizes)[0])
     best = sizes.fitting[0]
@@ -423,18 +380,14 @@ def fitted(
             f"{sizes.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be "
             "done"
         )
-    return recipe.model_copy(update={"steps": concrete(recipe.steps, best)}), sizes
-
-
-def concrete(steps: Sequence[StepOptions], row: Row) -> tuple[StepOptions, ...]:
-    """Return the steps that make a row: split and pruned as it is, and quantised at the end."""
-    changes = {"split": row.split, "ratio": 1 - (row.share or 1.0)}
-    chosen = list[StepOptions]()
-    for step in steps:
+    # split and pruned as the best is, and quantised at the end
+    changes = {"split": best.split, "ratio": 1 - (best.share or 1.0)}
+    steps = list[StepOptions]()
+    for step in recipe.steps:
         if not isinstance(step, Prune):
-            chosen.append(step)
-        elif row.share != 1:
-            chosen.append(step.model_copy(update=changes))
-    if not row.is_stored:
-        chosen.append(make_step("quantize", {"scheme": row.scheme}))
-    return tuple(chosen)
+            steps.append(step)
+        elif best.share != 1:
+            steps.append(step.model_copy(update=changes))
+    if best.scheme != STORED:
+        steps.append(make_step("quantize", {"scheme": best.scheme}))
+    return recipe.model_copy(update={"steps": tuple(steps)}), sizes

@@ -54,21 +54,16 @@ def outcome_blocks(outcome: Outcome) -> list[Block]:
     blocks.append(Text(f"Written to {outcome.out}"))
     if outcome.pushed is not None:
         blocks += outcome.pushed.blocks()
-    return [*blocks, *next_blocks(_next_commands(outcome))]
-
-
-def _next_commands(outcome: Outcome) -> list[str]:
-    """Return the commands that test the output against its base, and publish it."""
     folder, commands = Path(outcome.out), list[str]()
     if not any(folder.glob("*.safetensors")):  # it is another exporter's
-        return []
+        return blocks
     if not (outcome.expert_plan.has_constants or outcome.attempts):
         record, plan = read_record(folder), outcome.plan
         base = (record and (record.base or record.source)) or (plan.base or plan.source).model
         commands.append(shlex.join(["moe-compress", "gate", base, outcome.out]))
     if outcome.pushed is None:
         commands.append(f"{shlex.join(['moe-compress', 'push', outcome.out])} NAMESPACE/NAME")
-    return commands
+    return [*blocks, *next_blocks(commands)]
 
 
 def next_blocks(commands: Sequence[str]) -> list[Block]:

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from compressor.cli import main as cli
+from compressor.cli.settings import paths_spelled_out
 from scripts import write_cli_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     """What the command line makes of its arguments, without running anything; a fault raises."""
     whole = group()
     context = whole.context_class(whole, info_name=PROGRAM)
-    name, command, rest = whole.resolve_command(context, list(arguments))
+    name, command, rest = whole.resolve_command(context, paths_spelled_out(arguments))
     if hasattr(command, "commands"):
         context = command.context_class(command, info_name=name, parent=context)
         name, command, rest = command.resolve_command(context, rest)

@@ -5,21 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from compressor.document.blocks import (
-    Code,
-    Details,
-    Facts,
-    Figure,
-    Heading,
-    Items,
-    Link,
-    Listing,
-    Note,
-    Strong,
-    Table,
-    Text,
-    Toned,
-)
+from compressor.document import blocks as b
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing
 
@@ -68,45 +54,47 @@ def _line(text: str) -> str:
 @given(LINE)
 def test_foreign_text_means_nothing_in_any_block(text: str) -> None:
     said = _line(text)
-    assert _texts(_read(Text(text))) == [("p", said)]
-    assert _texts(_read(Heading(text, 3))) == [("h3", said)]
-    assert _texts(_read(Items((text, "b")))) == [("ul", ""), ("li", said), ("li", "b")]
-    assert _texts(_read(Facts((("x", text),)))) == [("ul", ""), ("li", f"x: {said}")]
-    cells = _texts(_read(Table("", ("c", text), ((text, "2"),))))
+    assert _texts(_read(b.Text(text))) == [("p", said)]
+    assert _texts(_read(b.Heading(text, 3))) == [("h3", said)]
+    assert _texts(_read(b.Items((text, "b")))) == [("ul", ""), ("li", said), ("li", "b")]
+    assert _texts(_read(b.Facts((("x", text),)))) == [("ul", ""), ("li", f"x: {said}")]
+    cells = _texts(_read(b.Table("", ("c", text), ((text, "2"),))))
     assert [each for each in cells if each[0] in ("th", "td")] == [("th", "c"), ("th", said), ("td", said), ("td", "2")]
-    assert ("summary", said) in _texts(_read(Details(text, (Text("inner"),))))
-    assert _texts(_read(Text(("a ", Strong(f"b{text}c")))))[0] == ("p", "a")
-    assert _texts(_read(Text(("a ", Strong(f"b{text}c")))))[1] == ("strong", _line(f"b{text}c"))
-    assert _texts(_read(Text((Link(text, "https://example.org/x"),))))[1] == ("a", said)
+    assert ("summary", said) in _texts(_read(b.Details(text, (b.Text("inner"),))))
+    assert _texts(_read(b.Text(("a ", b.Strong(f"b{text}c")))))[0] == ("p", "a")
+    assert _texts(_read(b.Text(("a ", b.Strong(f"b{text}c")))))[1] == ("strong", _line(f"b{text}c"))
+    assert _texts(_read(b.Text((b.Link(text, "https://example.org/x"),))))[1] == ("a", said)
 
 
 @given(LINE)
 def test_code_is_shown_as_it_is(text: str) -> None:
-    texts = _texts(_read(Text((Code(text),))))
+    texts = _texts(_read(b.Text((b.Code(text),))))
     assert "".join(each for _, each in texts) == _line(text)
-    cells = [each for each in _texts(_read(Table("", ("c", "d"), (("x", Code(text)),)))) if each[0] in ("td", "code")]
+    cells = [
+        each for each in _texts(_read(b.Table("", ("c", "d"), (("x", b.Code(text)),)))) if each[0] in ("td", "code")
+    ]
     assert "".join(each for _, each in cells) == "x" + _line(text)
-    (listing,) = [inner for tag, inner in _read(Listing(text.strip("\n"), "bash")).texts if tag == "code"]
+    (listing,) = [inner for tag, inner in _read(b.Listing(text.strip("\n"), "bash")).texts if tag == "code"]
     assert listing.rstrip("\n").replace("\r", "\n") == text.strip("\n").rstrip("\n").replace("\r", "\n")
 
 
 @given(LINE)
 def test_a_picture_has_its_words(text: str) -> None:
-    figure = Figure("x", "t", "c", (Drawing("t", text, (1, 1), lambda canvas: None),))
+    figure = b.Figure("x", "t", "c", (Drawing("t", text, (1, 1), lambda canvas: None),))
     (image,) = [each for each in _read(figure, images={"x": "images/a b.png"}).attributes if "alt" in each]
     assert (image["src"], _line(image["alt"] or "")) == ("images/a%20b.png", _line(text))
     assert markdown([figure]).strip() == ""
 
 
 def test_a_table_aligns_numbers_to_the_right_and_is_called_by_its_caption() -> None:
-    rows = (("a", "1", "x"), ("b", Toned("pass", "good", "✓"), Note("y")))
-    table = Table("Sizes", ("", "size", "why"), rows, {"why"})
+    rows = (("a", "1", "x"), ("b", b.Toned("pass", "good", "✓"), b.Note("y")))
+    table = b.Table("Sizes", ("", "size", "why"), rows, {"why"})
     assert markdown([table]).splitlines() == [
         "Sizes:", "", "|  | size | why |", "| :--- | ---: | :--- |", "| a | 1 | x |", "| b | pass | y |",
     ]  # fmt: skip
-    assert "Sizes:" not in markdown([Heading("Sizes"), table])
+    assert "Sizes:" not in markdown([b.Heading("Sizes"), table])
 
 
 @pytest.mark.parametrize("text", ["- x", "1. x", "12) x", "> x", "+ x", "# x", "=== ", "--- "])
 def test_a_paragraph_does_not_become_something_else(text: str) -> None:
-    assert _texts(_read(Text(text))) == [("p", text.strip())]
+    assert _texts(_read(b.Text(text))) == [("p", text.strip())]

@@ -13,19 +13,8 @@ from compressor.report.page import page
 from tests.support.report_data import HOSTILE, STEPS, Tree, bare, hostile, report
 
 ANCHORS = (
-    "done",
-    "sizes",
-    "experts",
-    "similarity",
-    "visits",
-    "errors",
-    "steps",
-    "heldout",
-    "hubs",
-    "gate",
-    "speed",
-    "cost",
-)
+    "done", "sizes", "experts", "similarity", "visits", "errors", "steps", "heldout", "hubs", "gate", "speed", "cost",
+)  # fmt: skip
 TEXT_PAIRS = [  # what stands on what
     (text, ground) for ground in ("paper", "panel") for text in ("text", "muted", "link", "good", "bad", "unsure")
 ] + [("text", "faint")]

@@ -80,7 +80,7 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
     """What a run of one stage does in its work folder."""
     with workdir.open_workdir(out) as work:
         workdir.check_target(out, overwrite)
-        workdir.check_space(out, job.nbytes)
+        workdir.check_space(out, sum(output.nbytes for output in job.outputs))
         work.resume(key)
         stage = work.stage(0)
         if not workdir.is_written(stage):
@@ -135,7 +135,11 @@ def test_the_safetensors_library_reads_every_tensor_back(tmp_path: Path) -> None
     write(job, out)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {output.name for output in job.outputs}
-    assert index["metadata"] == {"total_parameters": sum(o.parameters for o in job.outputs), "total_size": job.nbytes}
+    parameters, nbytes = (sum(getattr(output, size) for output in job.outputs) for size in ("parameters", "nbytes"))
+    assert index["metadata"] == {"total_parameters": parameters, "total_size": nbytes}
+        "total_parameters": sum(o.parameters for o in job.outputs),
+        "total_size": sum(o.nbytes for o in job.outputs),
+    }
     for output in job.outputs:
         with safe_open(str(out / index["weight_map"][output.name]), "pt") as shard:
             tensor = shard.get_tensor(output.name)
