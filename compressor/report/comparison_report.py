@@ -291,7 +291,7 @@ class Comparison:
         calibration = without_folders(self.calibration) if self.calibration else {}
         rows = tuple(replace(row, answers=()) for row in self.rows)
         content: dict[str, Any] = plain_json(
-            {**asdict(replace(self, rows=rows)), "calibration": calibration}, finite
+            {**asdict(replace(self, rows=rows)), "calibration": calibration}, named=False
         )
         content["items"] = {}
         for task in self.base.answers:

@@ -175,8 +175,8 @@ def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
         "distil.steps=3": "there is no step 'distil'; did you mean 'distill'",
         "distill.stepz=3": "step distill has no option 'stepz'; did you mean 'steps'",
         "constants.budget=even": "pass --format mone",
-        "prune.options=fast": "options is 'fast'",
-        "model.name=x": r"model.* is {'name': 'x'}",
+        "prune.options=fast": "options should be .*, it is 'fast'",
+        "model.name=x": r"model.* it is {'name': 'x'}",
     }.items():
         with pytest.raises(CompressionError, match=message):
             recipe_of("model", {}, [setting])
