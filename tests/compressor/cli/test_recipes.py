@@ -116,7 +116,10 @@ def test_bad_recipes_leave_nothing(run: Run, made: Path, tmp_path: Path) -> None
         ("steps: [prune: {experts: 4}]", "no model is named; give MODEL, or a recipe with one"),
         (f"{model}\nsteps: [prune]", "say how many experts to keep: either --experts N or --ratio R"),
         (f"{model}\nsteps: [prune: {{experts: 4, ratio: 0.5}}]", "either --experts N or --ratio R"),
-        (f"{model}\nsteps: [prune: {{experts: 4}}, correct: {{method: twist}}]", r"steps\[1\]: correct: method is"),
+        (
+            f"{model}\nsteps: [prune: {{experts: 4}}, correct: {{method: twist}}]",
+            r"steps\[1\]: correct: method should",
+        ),
         (f"{model}\nsteps: [prune: {{experts: 4, protect: [{{layer: 0}}]}}]", "protect, entry 1.expert is missing"),
         (f"{model}\nsteps: [prune: {{experts: 4, options: {{speed: 1}}}}]", "has no option 'speed'"),
     ):

@@ -156,7 +156,7 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
 
 def test_refusals(run: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    refused(calibrate(run, models, out, "--method", "biases"), "routers: method should be 'router', it is 'biases'")
+    refused(calibrate(run, models, out, "--method", "biases"), "routers: method should be 'router', .*, it is 'biases'")
     refused(calibrate(run, models, out, "--rounds", 9), "8 sequences are fewer than 9 rounds; give at least as many")
     shutil.copytree(models / "model", tmp_path / "renamed")
     small.edit_json(tmp_path / "renamed" / "tokenizer.json", lambda content: _swap(content["model"]["vocab"]))
