@@ -7,7 +7,6 @@ records, or nothing but a checkpoint."""
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from compressor import entry_points
 from compressor.errors import CompressionError
+from compressor.records import read_json
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # fields of comparison.json and attribution.json; other files name their format
@@ -405,8 +405,8 @@ def file_digest(path: Path) -> str:
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path, "restore it")
+    except (OSError, CompressionError):
         return {}
     return content if isinstance(content, dict) else {}
 
