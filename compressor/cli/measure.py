@@ -242,18 +242,15 @@ def demo(
         rows = run_demo(experts, output, progress, quick)
     title = "Demo model: loss in nats per held-out token, mean accuracy of five skills"
     columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
-    sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    sizes = list[tuple[str, ...]]()
+    by_skill = list[tuple[str, ...]]()
     for row in rows:
         size = (str(row["experts"]), human_count(row["parameters"]), human_bytes(row["bytes"]))
-        sizes.append(
-            (row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}")
-        )
-        by_skill.append(
-            (row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values()))
-        )
-    skills = Table(
-        "Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill)
-    )
+        accuracies = row["accuracy"].values()
+        sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(accuracies):.1%}"))
+        by_skill.append((row["name"], *map("{:.1%}".format, accuracies)))
+    by_name = ("model", *rows[0]["accuracy"])
+    skills = Table("Accuracy by skill (chance is 25%)", by_name, tuple(by_skill))
     program = PROGRAM if shutil.which(PROGRAM) else os.path.relpath(sys.argv[0])
     sources = os.path.relpath(Path(compressor.__file__).parent / "demo" / "checkpoint")
     following = (
