@@ -161,7 +161,10 @@ def test_refusals(run: Run, models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "model", tmp_path / "renamed")
     small.edit_json(tmp_path / "renamed" / "tokenizer.json", lambda content: _swap(content["model"]["vocab"]))
     refused(calibrate(run, models, out, "--base", tmp_path / "renamed"), "have different tokenizers")
-    refused(run("compress", models / "model", "-o", out, "--experts", 4, "--routers", "x"), "routers: method is 'x'")
+    refused(
+        run("compress", models / "model", "-o", out, "--experts", 4, "--routers", "x"),
+        "method should .*'x'",
+    )
     assert not out.exists() and names(tmp_path) == ["renamed"]
 
 
