@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, SchemaValidator, core_schema, to_jsonable_python
 
 from compressor.errors import CompressionError, reason_of
@@ -99,20 +99,20 @@ def plain_json(value: Any, named: bool = True) -> Any:
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
     """Return a record from a JSON object with its fields; those with a default may be missing.
 
-    Further fields are left aside, or refused where the object is `closed`; `where` is the object's
-    name, or a file's with ": ". Raises `CompressionError` naming the first field that is missing,
-    unknown or of another type; true is no whole number."""
+    Further fields are left aside, or refused where the object is `closed`."""
     record: Record = value_as(content, kind, where, closed)
     return record
 
 
 def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
-    """Return a JSON value as the type that its field has; `where` names it in a
-    `CompressionError`."""
+    """Return a JSON value as a type has it.
+
+    `where` is its name, or a file's with ": ". Raises `CompressionError` naming the first field
+    that is missing, unknown or of another type; true is no whole number."""
     try:
-        return _validator(hint, closed).validate_python((value,))[0]
+        return _validator(hint, closed).validate_python(value)
     except ValidationError as error:
-        raise CompressionError(fault_of(error, where, 1)) from error
+        raise CompressionError(fault_of(error, where)) from error
 
 
 def check_fields(record: Any) -> None:
@@ -124,9 +124,7 @@ def check_fields(record: Any) -> None:
 
 @lru_cache
 def _validator(hint: Any, closed: bool) -> SchemaValidator:
-    # a tuple of one value, as a dataclass alone would take no configuration
-    config = ConfigDict(arbitrary_types_allowed=True)
-    return SchemaValidator(_strict(TypeAdapter(tuple[hint], config=config).core_schema, closed))
+    return SchemaValidator(_strict(TypeAdapter(hint).core_schema, closed))
 
 
 def _strict(schema: Any, closed: bool) -> Any:
@@ -166,12 +164,12 @@ def _known_only(names: Sequence[str], content: Any) -> Any:
     return content
 
 
-def fault_of(error: ValidationError, where: str, skipped: int = 0) -> str:
+def fault_of(error: ValidationError, where: str) -> str:
     """Return the first fault in a sentence that begins with its place: `where`, which is a name or
-    ends with ": ", and below it the error's own place without the parts that are `skipped`."""
+    ends with ": ", and below it the error's own."""
     fault = error.errors(include_url=False)[0]
     place = where
-    for part in fault["loc"][skipped:]:
+    for part in fault["loc"]:
         if isinstance(part, int):
             place += f"[{part}]"
         elif part not in KINDS and not part.startswith(INNER):
