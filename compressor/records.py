@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import reprlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -14,6 +15,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, SchemaValidator, core_schema, to_jsonable_python
 
 from compressor.errors import CompressionError, reason_of
+from compressor.formatting import known_names
 
 # as text, which Python's float() and JavaScript's Number() read
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")
@@ -146,7 +148,7 @@ def _strict(schema: Any, closed: bool) -> Any:
     if schema == {"type": "float"}:
         return core_schema.no_info_wrap_validator_function(_number_or_name, strict)
     if kind == "dataclass-args" and closed:
-        names = tuple(entry["name"] for entry in schema["fields"])
+        names = sorted(entry["name"] for entry in schema["fields"])
         return core_schema.no_info_before_validator_function(partial(_known_only, names), strict)
     return strict
 
@@ -158,9 +160,8 @@ def _number_or_name(value: Any, number: Callable[[Any], float]) -> float:
 def _known_only(names: Sequence[str], content: Any) -> Any:
     for name in content if isinstance(content, dict) else ():
         if name not in names:
-            known = ", ".join(sorted(names))
-            sentence = "has an unknown field {name}; known are {known}"
-            raise PydanticCustomError("unknown", sentence, {"name": repr(name), "known": known})
+            fault = f"has an unknown field {reprlib.repr(name)}; {known_names(str(name), names)}"
+            raise PydanticCustomError("unknown", "{fault}", {"fault": fault})
     return content
 
 
