@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 
 logger = logging.getLogger(__name__)
 
@@ -136,20 +137,13 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
         ):
             raise CompressionError(f"{what}: memory ran out; {memory}") from error
         hint = "check its files" if isinstance(error, OSError) else otherwise
-        reason = "it is not built as expected" if _is_of_content(error) else reason_of(error)
+        reason = reason_of(error)
+        if isinstance(error, AttributeError | TypeError | LookupError):
+            *_, (frame, _) = walk_tb(error.__traceback__)
+            if Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
+                # our code met a value of another kind than it reads, as Python words it
+                reason = "it is not built as expected"
         raise CompressionError(f"{what}: {reason}; {hint}") from error
-
-
-def _is_of_content(error: BaseException) -> bool:
-    """Return True if this package's own code met a value of another kind than it reads, as Python
-    words it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    is_ours = frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(
-        Path(__file__).parent
-    )
-    return is_ours and isinstance(error, AttributeError | TypeError | LookupError)
 
 
 def without_tokens(text: str) -> str:

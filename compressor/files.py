@@ -7,7 +7,6 @@ records, or nothing but a checkpoint."""
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from compressor import entry_points
 from compressor.errors import CompressionError
+from compressor.records import read_json
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # fields of comparison.json and attribution.json; other files name their format
@@ -217,29 +217,12 @@ def work_folder(out: Path) -> Path:
     if target.is_symlink() or not target.is_dir():
         return beside
     is_begun = not beside.exists() and (inside.exists() or _is_empty(target))
-    return inside if is_begun or _stays(target) else beside
-
-
-def _stays(folder: Path) -> bool:
-    """Return True if nothing can be renamed to a folder: a mount point, or one in a folder that
-    can't be written to."""
+    # nothing can be renamed to a mount point, nor in a folder that can't be written to
     table = Path("/proc/self/mountinfo")  # which has bind mounts, too
     points = [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
-    is_mounted = os.path.ismount(folder) or os.path.realpath(folder) in points
-    return is_mounted or not os.access(folder.parent, os.W_OK | os.X_OK)
-
-
-def refuse_links_in(folder: Path) -> None:
-    """Refuse a folder to work in that is a link, or holds one: what is written there would land
-    elsewhere."""
-    paths = [folder]
-    if not folder.is_symlink():
-        paths += folder.rglob("*")
-    for path in paths:
-        if path.is_symlink():
-            raise CompressionError(
-                f"{path} is a link, and nothing is written through one; remove it and run again"
-            )
+    is_mounted = os.path.ismount(target) or os.path.realpath(target) in points
+    stays = is_mounted or not os.access(target.parent, os.W_OK | os.X_OK)
+    return inside if is_begun or stays else beside
 
 
 def check_parent(out: Path, what: str = "output folder") -> None:
@@ -272,7 +255,12 @@ def lock_output(out: Path) -> Iterator[Path]:
     check_parent(out)
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     while not lock.is_locked:
-        refuse_links_in(folder)
+        # what is written through a link would land elsewhere
+        for path in [folder] if folder.is_symlink() else folder.rglob("*"):
+            if path.is_symlink():
+                raise CompressionError(
+                    f"{path} is a link, and nothing is written through one; remove it and run again"
+                )
         folder.mkdir(exist_ok=True)
         try:
             lock.acquire()
@@ -290,7 +278,18 @@ def lock_output(out: Path) -> Iterator[Path]:
             break  # a file system without locks
     _held.add(holder)
     try:
-        _recover(folder, out)
+        # put back an output that a killed run was replacing, or clear what a finished one left
+        target = Path(os.path.abspath(out))
+        replaced = folder / REPLACED
+        is_inside = folder.parent == target
+        waiting = (folder / OUTPUT).exists() or (folder / ARRIVING).exists()
+        is_whole = not waiting if is_inside else os.path.lexists(target)
+        if replaced.exists() and is_whole:
+            clear(folder)
+        elif is_inside:
+            _undo_move(folder, target)
+        elif replaced.exists():
+            replaced.replace(target)
         yield folder
     finally:
         _held.discard(holder)
@@ -299,22 +298,6 @@ def lock_output(out: Path) -> Iterator[Path]:
                 (folder / LOCK).unlink()
                 folder.rmdir()
         lock.release()
-
-
-def _recover(folder: Path, out: Path) -> None:
-    """Put back an output that a killed run was replacing, or clear away what a finished one
-    left."""
-    target = Path(os.path.abspath(out))
-    replaced = folder / REPLACED
-    is_inside = folder.parent == target
-    waiting = (folder / OUTPUT).exists() or (folder / ARRIVING).exists()
-    is_whole = not waiting if is_inside else os.path.lexists(target)
-    if replaced.exists() and is_whole:
-        clear(folder)
-    elif is_inside:
-        _undo_move(folder, target)
-    elif replaced.exists():
-        replaced.replace(target)
 
 
 def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:
@@ -422,8 +405,8 @@ def file_digest(path: Path) -> str:
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path, "restore it")
+    except (OSError, CompressionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -473,7 +456,7 @@ def _strays(folder: Path) -> list[str]:
     for path in sorted(_content(folder)):
         name = path.name
         if path.is_symlink() or not path.is_dir():
-            is_known = bool(WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)) or name in known
+            is_known = name in known or WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)
             if not is_known and not (records and _is_report(path)):
                 strays.append(name)
         elif name in subfolders:

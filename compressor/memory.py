@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,38 +38,30 @@ def available() -> int | None:
 
     None: not known.
     """
-    remaining = [*_left_in_groups()]
-    machine = _field(MACHINE, "MemAvailable")
-    if machine is not None:
-        remaining.append(machine)
-    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most = resource.getrlimit(limit)[0]
-        held = _field(STATUS, field)
-        if held is not None and most != resource.RLIM_INFINITY:
-            remaining.append(most - held)
-    return max(0, min(remaining)) if remaining else None
-
-
-def _left_in_groups() -> Iterator[int]:
-    """Yield the bytes that each control group (version 2) around this process leaves.
-
-    The page cache it can drop is free.
-    """
+    remaining = list[int]()
     with suppress(OSError):
         match = re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE)
-        if match is None:
-            return
-        group = GROUPS / match[1]
+        group = GROUPS / match[1] if match else GROUPS.parent
+        # what each control group (version 2) around this process leaves
         for folder in (group, *group.parents):
             if folder == GROUPS.parent:
                 break
             with suppress(OSError, ValueError):  # the root has no limit, and `max` is none
                 most = int((folder / "memory.max").read_text())
                 held = int((folder / "memory.current").read_text())
-                cached = re.search(
-                    r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE
-                )
-                yield most - held + (int(cached[1]) if cached else 0)
+                statistics = (folder / "memory.stat").read_text()
+                # the page cache, which it can drop
+                cached = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
+                remaining.append(most - held + (int(cached[1]) if cached else 0))
+    machine = _field(MACHINE, "MemAvailable")
+    if machine is not None:
+        remaining.append(machine)
+    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most = resource.getrlimit(limit)[0]
+        taken = _field(STATUS, field)
+        if taken is not None and most != resource.RLIM_INFINITY:
+            remaining.append(most - taken)
+    return max(0, min(remaining)) if remaining else None
 
 
 class PeakMemory:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
-from compressor.records import WHOLE
+from compressor.records import WHOLE, fault_of
 
 Model = TypeVar("Model", bound=BaseModel)
 OPTIONS = "Options:"
@@ -69,7 +69,7 @@ class NamedOptions(Options):
         try:
             super().__init__(**named)
         except ValidationError as error:
-            raise CompressionError(f"{kind.__name__}: {fault_of(error)}") from error
+            raise CompressionError(fault_of(error, f"{kind.__name__}: ")) from error
 
 
 def one_or_several(value: Any) -> Any:
@@ -109,7 +109,7 @@ def validated(
         cause = error.__cause__ or error  # a step's own sentence names no place
         if not isinstance(cause, ValidationError) or cause.title != kind.__name__:
             raise
-        raise CompressionError(f"{where}: {fault_of(cause)}") from cause
+        raise CompressionError(fault_of(cause, f"{where}: ")) from cause
 
 
 def refuse_unknown(
@@ -121,19 +121,3 @@ def refuse_unknown(
             raise CompressionError(
                 f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}"
             )
-
-
-def fault_of(error: ValidationError) -> str:
-    """Return the first fault as the end of a sentence."""
-    first = error.errors(include_url=False)[0]
-    message = first["msg"].removeprefix("Value error, ")
-    cause = first.get("ctx", {}).get("error")
-    inner = ("function-", "tuple", "constrained")
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(inner))
-    if isinstance(cause, CompressionError):
-        return str(cause)
-    if first["type"] == "extra_forbidden":
-        return f"{place} is not known"
-    if first["type"] == "value_error":
-        return message
-    return f"{place} is {reprlib.repr(first['input'])}; {message[0].lower()}{message[1:]}"

@@ -152,28 +152,24 @@ def check_strategy(
             for name, value in full.values.items()
             if isinstance(value, torch.Tensor)
         }
+        stats = only(full, strategy.needs)
         for keep in (4, 6, 8):
             for protected in (frozenset[int](), frozenset({1, 7})):
                 plans = list[LayerPlan]()
                 for seed in range(2):
                     with torch.random.fork_rng(devices=[]):
                         torch.manual_seed(seed)
-                        plans.append(
-                            strategy.plan_layer(only(full, strategy.needs), keep, protected)
-                        )
+                        plans.append(strategy.plan_layer(stats, keep, protected))
                 if plans[0] != plans[1]:
                     raise CompressionError(
                         f"{who} plans the same layer in two ways; draw from a torch.Generator "
                         "with stats.seed"
                     )
                 if strategy.score is not None:
-                    stats = only(full, strategy.needs)
                     # of a single source, so the plan is the same
-                    stats = dataclasses.replace(stats, sources=(stats,))
-                    if (
-                        strategy.balancing("worst").plan_layer(stats, keep, protected).groups
-                        != plans[0].groups
-                    ):
+                    alone = dataclasses.replace(stats, sources=(stats,))
+                    balanced = strategy.balancing("worst").plan_layer(alone, keep, protected)
+                    if balanced.groups != plans[0].groups:
                         raise CompressionError(
                             f"{who} does not keep experts by its score(); return what plan() "
                             "ranks by"

@@ -1,36 +1,52 @@
-"""JSON files, and dataclasses as JSON there and back: an error names the field that does not
-fit."""
+"""JSON files, and records as JSON there and back: an error names the field that does not fit."""
 
 import gzip
 import json
 import math
-import sys
+import reprlib
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError, SchemaValidator, core_schema, to_jsonable_python
 
 from compressor.errors import CompressionError, reason_of
+from compressor.formatting import known_names
 
 # as text, which Python's float() and JavaScript's Number() read
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")
-NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 RESTORE = "restore the file from its source"
-LARGEST = sys.float_info.max
 WHOLE = 2**63 - 1  # the largest whole number that 64 bits hold
 MOST_BYTES = 2**27  # of a file that is read as a whole, unpacked
+SHOWN = 80  # characters of a value in a sentence
+# what a value should be, by pydantic's name of its fault
+WANTED = {
+    "bool_type": "true or false",
+    "dataclass_type": "an object",
+    "dict_type": "an object",
+    "finite_number": "a number",
+    "float_parsing": "a number",
+    "fraction_parsing": "a fraction",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "mapping_type": "an object",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+# which pydantic adds to the place of a value
+KINDS = ("int", "str", "float")
+INNER = ("function-", "tuple", "constrained")
 
 Record = TypeVar("Record")
-Finite = Annotated[float, (-LARGEST, LARGEST)]  # a field of a record, with its bounds
-Share = Annotated[float, (0, 1)]
-Count = Annotated[int, (0, WHOLE)]
-_hints = lru_cache(partial(get_type_hints, include_extras=True))
+Finite = FiniteFloat
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=WHOLE)]
 
 
 def read_data(path: Path | Traversable, most: int = MOST_BYTES) -> bytes:
@@ -69,146 +85,112 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def spelled(value: float) -> float | str:
-    """Return a number, or the word for what JSON has no number for."""
-    if math.isfinite(value):
-        return float(value)
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
 def finite(value: float) -> float | None:
     """Return a number, or None for what JSON has no number for."""
     return float(value) if math.isfinite(value) else None
 
 
-def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
-    """Return dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything
-    else as text."""
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain_json(entry, number) for name, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain_json(entry, number) for entry in value]
-    if is_dataclass(value):
-        return {
-            entry.name: plain_json(getattr(value, entry.name), number) for entry in fields(value)
-        }
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+def plain_json(value: Any, named: bool = True) -> Any:
+    """Return records, mappings and sequences as JSON has them, and anything else as text.
 
-
-def number(
-    value: Any, where: str, least: float = -LARGEST, most: float = LARGEST, whole: bool = False
-) -> Any:
-    """Return a finite number from `least` to `most`, or a whole one; raises `CompressionError` for
-    anything else.
-
-    Text is no number, nor is true; `where` names the value.
-    """
-    kind = int if whole else float
-    if type(value) not in (int, kind) or not least <= value <= most:
-        bounds = ""
-        if type(value) in (int, kind) and least > -WHOLE:
-            bounds = f" from {least:g} to {most:g}" if most < WHOLE else f" of at least {least:g}"
-        raise _misfit(value, NAMES[kind] + bounds, where)
-    return value
+    Infinity and NaN, which it has not, are their names, or None unless they are to be `named`."""
+    plain = to_jsonable_python(value, fallback=str)
+    return json.loads(json.dumps(plain), parse_constant=lambda name: name if named else None)
 
 
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
-    """Return a dataclass from a JSON object with its fields; those with a default may be missing.
+    """Return a record from a JSON object with its fields; those with a default may be missing.
 
-    Further fields are left aside, or refused where the object is `closed`; `where` is the object's
-    name, or a file's with ": ". Raises `CompressionError` naming the first field that is missing,
-    unknown or of another type; true is no whole number."""
-    hints = _hints(kind)  # type: ignore[arg-type]
-    known = ", ".join(sorted(hints))
-    if not isinstance(content, dict):
-        raise _misfit(content, f"an object with {known}" if closed else "an object", where)
-    unknown = sorted(set(content) - set(hints))
-    if closed and unknown:
-        subject = f"{where.removesuffix(': ')} has an " if where else ""
-        raise CompressionError(f"{subject}unknown field {unknown[0]!r}; known are {known}")
-    values = {}
-    prefix = where if not where or where.endswith(" ") else f"{where}."
-    for entry in fields(kind):  # type: ignore[arg-type]
-        name = prefix + entry.name
-        if entry.name in content:
-            values[entry.name] = value_as(content[entry.name], hints[entry.name], name, closed)
-        elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise CompressionError(f"{name} is missing{'; restore it' if closed else ''}")
-    return kind(**values)
+    Further fields are left aside, or refused where the object is `closed`."""
+    record: Record = value_as(content, kind, where, closed)
+    return record
+
+
+def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
+    """Return a JSON value as a type has it.
+
+    `where` is its name, or a file's with ": ". Raises `CompressionError` naming the first field
+    that is missing, unknown or of another type; true is no whole number."""
+    try:
+        return _validator(hint, closed).validate_python(value)
+    except ValidationError as error:
+        raise CompressionError(fault_of(error, where)) from error
 
 
 def check_fields(record: Any) -> None:
     """Check a dataclass by the types and pydantic bounds of its fields; a `CompressionError` names
     the first misfit."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
-        value = getattr(record, name)
-        try:
-            TypeAdapter(hint).validate_python(value)
-        except ValidationError as error:
-            message = error.errors(include_url=False)[0]["msg"]
-            raise CompressionError(
-                f"{name} is {value}; {message[0].lower()}{message[1:]}"
-            ) from error
+        value_as(getattr(record, name), hint, name)
 
 
-def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
-    """Return a JSON value as the type that its field has; `where` names it in a
-    `CompressionError`."""
-    origin = get_origin(hint)
-    inner = get_args(hint)
-    if hint is Any:
-        return value
-    if is_dataclass(hint):
-        kind: Any = hint
-        return value if isinstance(value, kind) else read_as(kind, value, where, closed)
-    if origin in (Union, UnionType):
-        options = [option for option in inner if option is not NoneType]
-        kind = type(value) if type(value) in options else options[0]
-        return None if value is None else value_as(value, kind, where, closed)
-    if origin is Literal:
-        if value not in inner:
-            raise _misfit(value, f"one of {', '.join(inner)}", where)
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _misfit(value, "a list", where)
-        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        if len(kinds) != len(value):
-            raise _misfit(value, f"a list of {len(kinds)}", where)
-        pairs = enumerate(zip(value, kinds, strict=True))
-        return tuple(
-            value_as(entry, kind, f"{where}[{number}]", closed) for number, (entry, kind) in pairs
-        )
-    if origin is Mapping:
-        if not isinstance(value, dict):
-            raise _misfit(value, "an object", where)
-        return {
-            name: value_as(entry, inner[1], f"{where}.{name}", closed)
-            for name, entry in value.items()
-        }
-    if origin is Annotated:
-        if not isinstance(inner[1], tuple):
-            return value_as(value, inner[0], where, closed)
-        least, most = inner[1]
-        return inner[0](number(value, where, least, most, whole=inner[0] is int))
-    if hint is float:
-        return float(value if value in NOT_FINITE else number(value, where))
-    if hint is int:
-        return number(value, where, -WHOLE, WHOLE, whole=True)
-    if type(value) is not hint:
-        raise _misfit(value, NAMES[hint], where)
-    return value
+@lru_cache
+def _validator(hint: Any, closed: bool) -> SchemaValidator:
+    return SchemaValidator(_strict(TypeAdapter(hint).core_schema, closed))
 
 
-def _misfit(value: Any, wanted: str, where: str) -> CompressionError:
+def _strict(schema: Any, closed: bool) -> Any:
+    """Return the schema of a type without what pydantic makes of values beside JSON's tuples, which
+    are lists: no text or switch is a number."""
+    if isinstance(schema, list):
+        return [_strict(entry, closed) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {name: _strict(entry, closed) for name, entry in schema.items()}
+    kind = schema.get("type")
+    if kind in ("bool", "int", "float"):
+        strict["strict"] = True
+    if kind == "int":
+        strict.setdefault("ge", -WHOLE)
+        strict.setdefault("le", WHOLE)
+    if kind == "float":
+        strict["allow_inf_nan"] = False
+    if schema == {"type": "float"}:
+        return core_schema.no_info_wrap_validator_function(_number_or_name, strict)
+    if kind == "dataclass-args" and closed:
+        names = sorted(entry["name"] for entry in schema["fields"])
+        return core_schema.no_info_before_validator_function(partial(_known_only, names), strict)
+    return strict
+
+
+def _number_or_name(value: Any, number: Callable[[Any], float]) -> float:
+    return float(value) if value in NOT_FINITE else number(value)
+
+
+def _known_only(names: Sequence[str], content: Any) -> Any:
+    for name in content if isinstance(content, dict) else ():
+        if name not in names:
+            fault = f"has an unknown field {reprlib.repr(name)}; {known_names(str(name), names)}"
+            raise PydanticCustomError("unknown", "{fault}", {"fault": fault})
+    return content
+
+
+def fault_of(error: ValidationError, where: str) -> str:
+    """Return the first fault in a sentence that begins with its place: `where`, which is a name or
+    ends with ": ", and below it the error's own."""
+    fault = error.errors(include_url=False)[0]
+    place = where
+    for part in fault["loc"]:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part not in KINDS and not part.startswith(INNER):
+            place += part if not place or place.endswith(" ") else f".{part}"
+    subject = place.removesuffix(": ") or "it"
+    if fault["type"] == "missing":
+        return f"{subject} is missing; add it"
+    if fault["type"] == "unknown":
+        return f"{subject} {fault['msg']}"
+    if fault["type"] == "extra_forbidden":
+        return f"{subject} is not known; take it out"
+    if fault["type"] == "value_error":  # which names its place
+        return where + fault["msg"].removeprefix("Value error, ")
+    value = fault["input"]
     shown = "null" if value is None else repr(value)
-    if len(shown) >= 80:
-        shown = f"{shown[:80]} ..."
-    return CompressionError(f"{where} should be {wanted}, it is {shown}")
+    if len(shown) >= SHOWN:
+        shown = f"{shown[:SHOWN]} ..."
+    wanted = WANTED.get(fault["type"])
+    should = f"should be {wanted}" if wanted else fault["msg"].partition(" ")[2]
+    return f"{subject} {should}, it is {shown}"
 
 
 def report_json(content: Any, indent: int | None = 2) -> str:

@@ -13,8 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import WEIGHTS, default_folder, file_digest, json_object, write_whole
-from compressor.records import read_as
+from compressor.records import plain_json, read_as
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +71,10 @@ def cache_folder(name: str) -> Path:
 
 def digest_of(folder: Path) -> str | None:
     """SHA-256 of an output's compression.json; None if there is none to read."""
-    with suppress(OSError):
+    try:
         return file_digest(folder / COMPRESSION)
-    return None
+    except OSError:
+        return None
 
 
 def record_run(folder: Path, record: RunRecord) -> None:
@@ -82,11 +82,8 @@ def record_run(folder: Path, record: RunRecord) -> None:
     finished = record.finished or datetime.now(UTC).isoformat(timespec="seconds")
     key = digest_of(folder)
     if key is not None:
-        kept = replace(record, finished=finished)
-        write_cached(
-            cache_folder("runs") / f"{key}.json",
-            json.loads(without_tokens(json.dumps(asdict(kept)))),
-        )
+        content = without_tokens(json.dumps(plain_json(replace(record, finished=finished))))
+        write_cached(cache_folder("runs") / f"{key}.json", json.loads(content))
 
 
 def read_record(folder: Path) -> RunRecord | None:
@@ -125,7 +122,8 @@ def request_key(*facts: Any) -> str:
 def record_request(folder: Path, key: str) -> None:
     """Record that the finished `folder`, which is about to be renamed into place, is what `key`
     requests."""
-    write_cached(_request(folder, key), {"weights": _weights(folder)})
+    path = cache_folder("requests") / f"{digest_of(folder)}-{key}.json"
+    write_cached(path, {"weights": _weights(folder)})
 
 
 def answers(out: Path, key: str) -> bool:
@@ -133,8 +131,9 @@ def answers(out: Path, key: str) -> bool:
     touched since."""
     if out.is_symlink() or not out.is_dir():
         return False
-    kept = read_cached(_request(out, key)) or {}
-    return bool(kept.get("weights")) and kept["weights"] == _weights(out)
+    path = cache_folder("requests") / f"{digest_of(out)}-{key}.json"
+    weights = json_object(path).get("weights")
+    return bool(weights) and weights == _weights(out)
 
 
 def report_in_place(out: Path) -> None:
@@ -158,10 +157,6 @@ def stamp(folder: Path) -> list[list[Any]]:
         [path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns]
         for path, entry in files
     ]
-
-
-def _request(folder: Path, key: str) -> Path:
-    return cache_folder("requests") / f"{digest_of(folder)}-{key}.json"
 
 
 def _weights(folder: Path) -> list[list[Any]]:

@@ -125,7 +125,7 @@ def test_without_an_output_it_only_shows(run: Run, planted: Path, tmp_path: Path
         (("--without", "E3", *SIZES), "--without 'E3' names no expert; write layer and number, as in L1E9,L4E14"),
         (("--without", "L0E3, L0E99", *SIZES), "there is no such expert"),
         (("--without", ",".join(f"L1E{expert}" for expert in range(7)), *SIZES), "fewer than the top-k"),
-        (("--samples", 0), "samples is 0"),
+        (("--samples", 0), "samples should be .*, it is 0"),
         (("--calibration", "nowhere.txt"), "nowhere.txt"),
     ],
 )

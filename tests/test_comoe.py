@@ -80,7 +80,7 @@ def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, mod
         ((), "either --tasks with lm-eval tasks, or --calibration"),
         (("--calibration", "none.jsonl"), "cannot be read"),
         (("--calibration", "items.jsonl", "--top-k", "5"), "5 of 4 experts are to be activated"),
-        (("--calibration", "items.jsonl", "--steps", "0"), "steps is 0"),
+        (("--calibration", "items.jsonl", "--steps", "0"), "steps should be .*, it is 0"),
     ],
 )
 def test_refusals(

@@ -153,13 +153,11 @@ def test_all_installed_strategies_are_compared_a_third_partys_too(
 
 
 REFUSALS: list[tuple[list[Any], str]] = [
-    (["--experts", "6,x"], "experts.2 is 'x'; input should be a valid integer"),
-    (["--experts", ","], "',' names none; name some"),
+    (["--experts", "6,x"], r"experts\[2\] should be a whole number, it is 'x'"),
     (["--experts", "0"], "0 experts are fewer than the top-k of 2"),
     (["--experts", "6,9"], "9 experts asked for, it has 8"),
-    (["--experts", "1"], "fewer than the top-k of 2"),
     (["--ratio", "0.5"], "say how many experts to keep by --experts or --ratio"),
-    (["--ratio", "half"], "ratios.0 is 'half'; input should be a valid number"),
+    (["--ratio", "half"], r"ratios\[0\] should be a number, it is 'half'"),
     (["--split", "5"], "do not divide into 5 equal parts"),
     (["--top-k", "3"], "--top-k 3 is not between 1 and the 2 experts"),
     (["--strategies", "reep"], "no strategy 'reep'; did you mean 'reap'"),
@@ -167,15 +165,14 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["--strategies", "reap:x=1"], "'reap' has no option 'x'"),
     (["--strategies", "reap:x"], "strategy 'reap:x': 'x' should be option=value"),
     (["--strategies", "hope:balance=worst"], "'hope' keeps experts by no score, so balance=worst does not go with it"),
-    (["--strategies", "reap:balance=best"], "balance is 'best'; input should be 'sum' or 'worst'"),
+    (["--strategies", "reap:balance=best"], "balance should be 'sum' or 'worst', it is 'best'"),
     (["--strategies", ","], "',' names none; name some, or leave it out for the default"),
-    (["--correct", "ridge,polish"], "correct: method is 'polish'; input should be 'auto', 'none', 'ridge' or 'tune'"),
+    (["--correct", "ridge,polish"], "correct: method should be 'auto', 'none', 'ridge' or 'tune', it is 'polish'"),
     (["--correct", ""], "'' names none; name some, or leave it out"),
     (["--heldout", "gone.txt"], "heldout file gone.txt does not exist"),
     (["--heldout", "x" * 300], "heldout data 'x+' is no file, .*; pass --heldout with"),
     (["--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
-    (["--evaluation-samples", 0], "evaluation_samples is 0; input should be greater than or equal to 1"),
-    (["--random-seeds", 0], "random_seeds is 0; input should be greater than or equal to 1"),
+    (["--evaluation-samples", 0], "evaluation_samples should be greater than or equal to 1, it is 0"),
 ]
 
 

@@ -257,9 +257,9 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--seed", 10**30], "seed has too many digits"),
     (
         ["--experts", 4, *["--calibration", "a.txt"] * 100],
-        "tuple should have at most 100 items after validation, not 101",
+        "should have at most 100 items after validation, not 101",
     ),
-    (["--experts", 4, "--samples", 0], "samples is 0; input should be greater than or equal to 1"),
+    (["--experts", 4, "--samples", 0], "samples should be greater than or equal to 1, it is 0"),
     (["--experts", 4, "--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
     (["--experts", 4, "surplus"], "unexpected extra argument"),
 ]

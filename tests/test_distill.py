@@ -141,8 +141,8 @@ def test_a_rate_that_diverges_changes_nothing(
 def test_refusals(run: Run, originals: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for more, message in (
-        (("--optimizer", "sgd"), "distill: optimizer is 'sgd'; input should be 'adam' or 'adafactor'"),
-        (("--kl", "nan"), "distill: kl is nan; input should be"),
+        (("--optimizer", "sgd"), "distill: optimizer should be 'adam' or 'adafactor', it is 'sgd'"),
+        (("--kl", "nan"), "distill: kl should be a number, it is nan"),
     ):
         refused(run(*asked(originals, out, *more)), message)
     short = run(*asked(originals, out, "--tokens-per-step", 10**6))

@@ -117,7 +117,7 @@ def test_bad_options_are_refused(run: Run, checkpoint: Path, tmp_path: Path) -> 
     refused(run(*export, "--dtype", "fp8"), "there is no dtype 'fp8'; known are fp32, fp16")
     compress = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
     refused(run(*compress, "--format", "safetensors,gguf"), "there is no exporter 'gguf'; known are keep-list, onnx")
-    refused(run(*compress, "--format", ","), "formats is .* at least 1 item")
+    refused(run(*compress, "--format", ","), "formats should have at least 1 item")
     refused(run(*compress, "--format", "onnx", "--gate", "moe_demo_sorting"), "--gate judges a safetensors output")
     assert names(tmp_path) == []
 

@@ -228,7 +228,9 @@ def test_the_job_summary_gets_the_report(
     as_json = run("gate", base, good, *ask, "--max-drop", 0.001, "--json")
     assert json.loads(as_json.out)["verdict"] == "inconclusive" and line in as_json.err.splitlines()
     wrong = run("gate", base, good, *ask, "--max-drop", -1)
-    assert wrong.status == 2 and wrong.out.startswith("::error title=Accuracy gate::the command line: max_drop is -1")
+    assert wrong.status == 2 and wrong.out.startswith(
+        "::error title=Accuracy gate::the command line: max_drop should be"
+    )
 
 
 def test_a_message_of_a_job_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,15 +261,11 @@ def test_a_base_with_an_unexpected_score_passes_nothing(run: Run, base: Path, go
         (("--tasks", "moe_demo_sortin"), "no task 'moe_demo_sortin'.*moe_demo_sorting"),
         (("--tasks", ","), "--tasks names none"),
         (("--tasks", f"{EASY},{EASY}"), "named twice"),
-        (("--max-drop", -0.1), "max_drop is -0.1"),
-        (("--max-drop", "nan"), "max_drop is nan"),
-        (("--max-drop", "inf"), "max_drop is inf"),
-        (("--max-task-drop", -1), "max_task_drop is -1"),
-        (("--confidence", 1), "confidence is 1"),
-        (("--confidence", 0.5), "confidence is 0.5"),
-        (("--limit", 0), "limit is 0"),
+        (("--max-drop", -0.1), "max_drop should be .*, it is -0.1"),
+        (("--max-drop", "nan"), "max_drop should be a number, it is nan"),
+        (("--confidence", 1), "confidence should be .*, it is 1"),
         (("--batch-size", "many"), "batch_size is many"),
-        (("--inconclusive", "maybe"), "inconclusive is 'maybe'; input should be 'pass' or 'fail'"),
+        (("--inconclusive", "maybe"), "inconclusive should be 'pass' or 'fail', it is 'maybe'"),
         (("--include-path", "nowhere"), "nowhere is not a folder"),
         (("--suite", "nope"), "there is no suite 'nope'; name base, chat, code or math"),
         (("--expect", f"{EASY}=high"), "should be task=score or task=score±tolerance"),

@@ -76,14 +76,11 @@ def test_more_than_the_positions_is_warned_of(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-new-tokens", 0], "max_new_tokens is 0; input should be greater than 0"),
-        (["--temperature", -1], "temperature is -1.0; input should be greater than or equal to 0"),
-        (["--temperature", "nan"], "temperature is nan; input should be a finite number"),
-        (["--temperature", 1, "--top-p", 0], "top_p is 0.0; input should be greater than 0"),
-        (["--temperature", 1, "--top-p", 1.5], "top_p is 1.5; input should be less than or equal to 1"),
-        (["--temperature", 1, "--top-k", 0], "top_k is 0; input should be greater than 0"),
+        (["--max-new-tokens", 0], "max_new_tokens should be greater than 0, it is 0"),
+        (["--temperature", -1], "temperature should be greater than or equal to 0, it is -1.0"),
+        (["--temperature", "nan"], "temperature should be a number, it is nan"),
+        (["--temperature", 1, "--top-p", 1.5], "top_p should be less than or equal to 1, it is 1.5"),
         (["--top-k", 5], "no effect without sampling"),
-        (["--seed", -1], "seed is -1; input should be greater than or equal to 0"),
         (["--device", "abacus"], "ONNX Runtime has no device 'abacus'"),
     ],
 )

@@ -66,7 +66,7 @@ def test_items_of_tasks_are_right_where_lm_eval_says_so(run: Run, tmp_path: Path
         (("--tasks", "moe_demo_facts", "--calibration", "x.jsonl"), "either --tasks"),
         (("--tasks", "moe_demo_text"), "is not multiple choice"),
         (("--calibration", "none.jsonl"), "none.jsonl cannot be read"),
-        (("--tasks", "moe_demo_facts", "--limit", "0"), "limit is 0; input should be greater than or equal to 1"),
+        (("--tasks", "moe_demo_facts", "--limit", "0"), "limit should be greater than or equal to 1, it is 0"),
         (("--calibration", "wrong.jsonl"), "answers none of 1 items right"),
         (
             ("--calibration", "right.jsonl", "--embedding", "all-MiniLM-L6-v2"),

@@ -4,14 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from compressor.answers.task_suites import TaskSettings, with_suite
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import TASKS, require
 from compressor.options import NamedOptions, one_or_several, separated
-from compressor.records import check_fields, number
+from compressor.records import check_fields, value_as
 
 SEEDS = {
     "random_seed": 0,
@@ -148,9 +155,8 @@ class AskedOptions(NamedOptions):
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
-        number(
-            self.generation_settings.get("temperature", 0.0), "the temperature of --gen-kwargs", 0
-        )
+        temperature = self.generation_settings.get("temperature", 0.0)
+        value_as(temperature, NonNegativeFloat, "the temperature of --gen-kwargs")
         limits = [name for name in self.gen_kwargs or () if name in TOKEN_LIMITS]
         if self.max_gen_toks is not None and limits:
             raise CompressionError(

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated, Literal
 
-from compressor.records import LARGEST, Finite, Share
+from pydantic import Field
+
+from compressor.records import Finite, Share
 
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
 HASH_DIGITS = 8  # of an item's hashes, which are compared but never searched for
@@ -20,7 +22,7 @@ class AnsweredItem:
     id: str  # unique in its task
     score: Finite  # greater is better; of a likelihood task the log-likelihood in nats
     # words or bytes of an item of a likelihood task
-    weight: Annotated[float, (1e-9, LARGEST)] = 1.0
+    weight: Annotated[Finite, Field(ge=1e-9)] = 1.0
     # first digits of a hash of the item, and of the prompt made of it; empty where unknown
     content: str = ""
     prompt: str = ""

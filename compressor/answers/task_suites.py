@@ -13,7 +13,7 @@ from compressor.errors import CompressionError
 from compressor.formatting import joined, known_names
 from compressor.options import Options, separated, validated
 from compressor.plain_yaml import read_yaml
-from compressor.records import number
+from compressor.records import Share, value_as
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +147,9 @@ def _options(
     Unknown keys are noted in a file of vLLM's, which has some for its server, and refused in
     others."""
     is_vllm = content.pop(VLLM_FIELD, None) is not None
-    tolerance = (
-        number(content.pop("rtol", VLLM_TOLERANCE), f"{name}: rtol", 0, 1) if is_vllm else None
-    )
+    tolerance = None
+    if is_vllm:
+        tolerance = value_as(content.pop("rtol", VLLM_TOLERANCE), Share, f"{name}: rtol")
     tasks = {}
     expect = []
     for position, entry in enumerate(content.pop("tasks")):

@@ -37,7 +37,7 @@ from compressor.document.picture import png
 from compressor.files import write_files
 from compressor.formatting import percent, short
 from compressor.recipe.hubs import Hub, RoutedExpert
-from compressor.records import finite, plain_json, report_json
+from compressor.records import plain_json, report_json
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -131,7 +131,8 @@ def findings(
 def rounded(content: Any) -> Any:
     """Numbers to 6 significant digits, None for what JSON cannot write, dataclasses and mappings as
     plain objects."""
-    return plain_json(content, lambda value: finite(float(f"{value:.{DIGITS}g}")))
+    plain = json.dumps(plain_json(content, named=False))
+    return json.loads(plain, parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 
 def brief_content(findings: Findings) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.files import refuse_absent
 from compressor.quality_gate.options import BehaviourOptions
-from compressor.records import plain_json
 
 USUAL_CONFIDENCE = 0.95
 Limit = Annotated[
@@ -137,4 +136,4 @@ def traces(
         Text(f"Written: {written.file}, {written.manifest}"),
         Text(f"Next: moe-compress compress {model} --calibration {written.file}"),
     ]
-    print_report(running.as_json, plain_json(written), blocks)
+    print_report(running.as_json, written, blocks)

@@ -1,5 +1,6 @@
 """`check`: whether a model anywhere computes what its golden answers say."""
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ import compressor
 from compressor.answers.options import ServerOptions
 from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
+from compressor.document.blocks import Block
 from compressor.files import GOLDEN, lock_output, refuse_absent, write_file
 from compressor.records import plain_json
 
@@ -53,13 +55,31 @@ def check(
     refuse_absent(base)
     if not model.lower().endswith(".gguf"):
         refuse_absent(model)
+    from compressor.checkpoint.source import locate
+
+    content: Mapping[str, Any]
+    blocks: Iterable[Block]
     with progress_bars(running.as_json) as progress:
         if base is not None:
-            return _verify(model, base, running, progress)
-        if write:
-            target = _write(model, output or answers, running, progress)
-            content = {"written": str(target)}
-            blocks = list(written_line([target]))
+            from compressor.pipeline.verify import verify_against_base
+
+            folder = locate(model, running.revision, progress).folder
+            verified = verify_against_base(folder, base)
+            content, blocks = verified.to_dict(), verified.blocks()
+            status = 0 if verified.passed else 1
+        elif write:
+            from compressor.golden.answers import check_target, golden_json
+            from compressor.golden.measure import make_golden
+
+            source = locate(model, running.revision, progress)
+            usual = source.folder if source.revision is None else Path.cwd()
+            target = output or answers or usual
+            target = target / GOLDEN if target.is_dir() else target
+            check_target(target, running.overwrite)
+            with lock_output(target):
+                golden = golden_json(make_golden(source, running.device, progress))
+                write_file(target, golden, partial(check_target, target, running.overwrite))
+            content, blocks, status = {"written": target}, written_line([target]), 0
         else:
             verdict = compressor.check(
                 model,
@@ -71,35 +91,7 @@ def check(
                 progress=progress,
             )
             content = {**plain_json(verdict), "sentence": verdict.sentence}
-            blocks = verdict.blocks
+            blocks, status = verdict.blocks, verdict.exit_status
     print_report(running.as_json, content, blocks)
-    if not write and verdict.exit_status:
-        raise typer.Exit(verdict.exit_status)
-
-
-def _verify(model: str, base: str, running: Running, progress: Any) -> None:
-    """Compare a folder with the model it was made from, and print the result."""
-    from compressor.checkpoint.source import locate
-    from compressor.pipeline.verify import verify_against_base
-
-    result = verify_against_base(locate(model, running.revision, progress).folder, base)
-    print_report(running.as_json, result.to_dict(), result.blocks())
-    if not result.passed:
-        raise typer.Exit(1)
-
-
-def _write(model: str, target: Path | None, running: Running, progress: Any) -> Path:
-    """Write a model's golden answers, and return their file."""
-    from compressor.checkpoint.source import locate
-    from compressor.golden.answers import check_target, golden_json
-    from compressor.golden.measure import make_golden
-
-    source = locate(model, running.revision, progress)
-    if target is None:
-        target = source.folder if source.revision is None else Path.cwd()
-    target = target / GOLDEN if target.is_dir() else target
-    check_target(target, running.overwrite)
-    with lock_output(target):
-        golden = make_golden(source, running.device, progress)
-        write_file(target, golden_json(golden), partial(check_target, target, running.overwrite))
-    return target
+    if status:
+        raise typer.Exit(status)

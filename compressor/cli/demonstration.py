@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,62 +40,38 @@ def score(
 ) -> tuple[dict[str, float], float]:
     """Share of right answers for each skill, and loss in nats per token of the texts (0 without
     any)."""
-    items = [
-        Item(
-            f"{tokenizer.bos_token}{each.question}",
-            each.choices[each.answer],
-            each.choices,
-            each.skill,
-        )
-        for each in questions
-    ]
-    items += [Item("", text) for text in texts]
+    items = [Item("", text) for text in texts]
+    for question in questions:
+        prompt = f"{tokenizer.bos_token}{question.question}"
+        answer = question.choices[question.answer]
+        items.append(Item(prompt, answer, question.choices, question.skill))
     figures = {figure.task: figure for figure in ask(model, tokenizer, items)}
     loss = figures.pop("").loss if texts else 0.0
     return {skill: figure.accuracy for skill, figure in figures.items()}, loss
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A model of the demo: the original without a strategy, or what a strategy makes of it in
-    `folder`."""
-
-    name: str
-    folder: Path
-    experts: int
-    every: int = 1  # of so many questions and texts one is asked
-    strategy: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def measured(trial: Trial, source: Path) -> dict[str, Any]:
-    """Compress, if the trial has a strategy, and measure.
+def measured(
+    name: str, folder: Path, source: Path, compression: Mapping[str, Any], every: int
+) -> dict[str, Any]:
+    """Compress the source into a folder, if it is told how, and measure what lies there; of so many
+    questions and texts one is asked.
 
     One thread computes: the model is so small that two would wait for each other.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    if trial.strategy is not None:
-        choice: dict[str, Any] = {
-            "experts": trial.experts,
-            "strategy": trial.strategy,
-            "options": {**trial.options},
-        }
-        compress(str(source), trial.folder, samples=SAMPLES, evaluate=False, **TEXT, **choice)
-    size = Size.of(Checkpoint(trial.folder).tensors.values())
+    if compression:
+        compress(str(source), folder, samples=SAMPLES, evaluate=False, **TEXT, **compression)
+    size = Size.of(Checkpoint(folder).tensors.values())
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(trial.folder, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(trial.folder)
-    texts = [text for text, _ in load_documents("heldout")[:: trial.every]]
-    accuracy, loss = score(model, tokenizer, load_items()[:: trial.every], texts)
-    return {
-        "name": trial.name,
-        "experts": trial.experts,
-        **asdict(size),
-        "loss": loss,
-        "accuracy": accuracy,
-    }
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [text for text, _ in load_documents("heldout")[::every]]
+    accuracy, loss = score(model, tokenizer, load_items()[::every], texts)
+    experts = inspect(str(folder)).experts
+    facts = {"name": name, "experts": experts, **asdict(size), "loss": loss}
+    return {**facts, "accuracy": accuracy}
 
 
 def run_demo(
@@ -112,15 +88,18 @@ def run_demo(
     with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if output is None else output
         folder.mkdir(parents=True, exist_ok=True)
-        trials = [Trial("original", source, inspect(str(source)).experts, every)]
+        models: list[tuple[str, Path, dict[str, Any]]] = [("original", source, {})]
         for strategy, options in strategies:
-            label = " ".join([strategy, *(f"({value})" for value in options.values())])
-            trials.append(Trial(label, folder / strategy, experts, every, strategy, options))
-        workers = min(os.cpu_count() or 1, len(trials))
-        progress.start("compress and measure", len(trials))
+            label = " ".join([strategy, *map("({})".format, options.values())])
+            compression = {"experts": experts, "strategy": strategy, "options": options}
+            models.append((label, folder / strategy, compression))
+        workers = min(os.cpu_count() or 1, len(models))
+        progress.start("compress and measure", len(models))
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            # the longest first
-            futures = [pool.submit(measured, trial, source) for trial in reversed(trials)]
+            futures = [
+                pool.submit(measured, label, place, source, compression, every)
+                for label, place, compression in reversed(models)  # the longest first
+            ]
             for future in as_completed(futures):
                 progress.advance(future.result()["name"])
         return [future.result() for future in reversed(futures)]

@@ -28,10 +28,8 @@ from compressor.extras import TASKS, require
 from compressor.files import check_folder, refuse_absent
 from compressor.formatting import joined, one_line
 from compressor.options import validated
-from compressor.progress import Progress
 from compressor.quality_gate.options import DEFAULT_TASKS, DEMO_TASKS, GateOptions
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
-from compressor.records import plain_json
 
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
@@ -201,7 +199,7 @@ def gate(
         }
         if dry_run:
             _, power = read_tasks(GateRequest.read(gate_options, **computing))
-            print_report(running.as_json, plain_json(power), power_blocks(power))
+            print_report(running.as_json, power, power_blocks(power))
             passable(power)
             return
         if gate_options.baseline is not None and base is not None and compressed is None:
@@ -220,7 +218,15 @@ def gate(
                 # before the demo is compressed
                 _, power = read_tasks(GateRequest.read(gate_options, **computing))
                 passable(power)
-                base, compressed = stack.enter_context(_demo_models(progress))
+                from compressor.cli.demonstration import SAMPLES, TEXT
+                from compressor.data.demo import demo_checkpoint
+
+                base = str(stack.enter_context(demo_checkpoint()))
+                scratch = stack.enter_context(tempfile.TemporaryDirectory())
+                compressed = f"{scratch}/demo-{DEMO_EXPERTS}-experts"
+                choice: dict[str, Any] = {"strategy": "hc-smoe", "correct": "tune", **TEXT}
+                choice |= {"experts": DEMO_EXPERTS, "samples": 2 * SAMPLES, "evaluate": False}
+                compressor.compress(base, Path(compressed), progress=progress, **choice)
             shared = {
                 **computing,
                 "servers": serving,
@@ -267,20 +273,6 @@ def _end(
     content = {**full_content(result), "written": [str(path) for path in written]}
     print_report(running.as_json, content, [*gate_blocks(result), *written_line(written)])
     raise typer.Exit(EXIT_STATUS[options.counted(result.verdict)])
-
-
-@contextmanager
-def _demo_models(progress: Progress) -> Iterator[tuple[str, str]]:
-    """Yield the demo model and a compression of it."""
-    from compressor.cli.demonstration import SAMPLES, TEXT
-    from compressor.data.demo import demo_checkpoint
-
-    with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
-        target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
-        choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
-        choice |= {"samples": 2 * SAMPLES, "evaluate": False}
-        compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
-        yield str(source), str(target)
 
 
 def print_power(power: "PowerAnalysis") -> None:

@@ -1,6 +1,5 @@
 """`inspect`: what a model is made of, and what compressing it would take."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -27,4 +26,4 @@ def inspect(
     from compressor.report.inspection import inspection_blocks
 
     inspection = compressor.inspect(model, running.revision, experts)
-    print_report(running.as_json, asdict(inspection), inspection_blocks(inspection))
+    print_report(running.as_json, inspection, inspection_blocks(inspection))

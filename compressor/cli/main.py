@@ -59,7 +59,12 @@ def main() -> None:
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
-            _fail(_usage(error))
+            fault: Any = error
+            message = str(fault.format_message()).strip().rstrip(".")
+            if not message:  # no arguments at all: a call for help, which has been shown
+                raise SystemExit(2) from error
+            context = getattr(error, "ctx", None)
+            _fail(message + (f"; see {context.command_path} --help" if context else ""))
         except OSError as error:  # a name too long, a folder without permission ...
             place = f"{error.filename}: " if error.filename else ""
             remedy = FULL_DISK if error.errno in FULL else ""
@@ -132,16 +137,6 @@ def _own_warnings() -> Iterator[None]:
 def _fail(message: str) -> NoReturn:
     print(f"Error: {plain(' '.join(without_tokens(message).splitlines()))}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def _usage(error: Any) -> str:
-    """A fault in the arguments as one sentence; no arguments at all is a call for help, which has
-    been shown."""
-    message = str(error.format_message()).strip().rstrip(".")
-    context = getattr(error, "ctx", None)
-    if not message:
-        raise SystemExit(2)
-    return message + (f"; see {context.command_path} --help" if context is not None else "")
 
 
 def _show_version(requested: bool) -> None:

@@ -156,49 +156,35 @@ def installed(
     option."""
     if kind not in LISTS:
         raise CompressionError(f"there is no list {kind!r}; {known_names(kind, LISTS)}")
+    content = list[dict[str, Any]]()
+    rows = list[tuple[str, ...]]()
+    columns: tuple[str, ...] = ("name", "option", "type", "default", "meaning")
     if needs:
-        return _list_statistics(running.as_json)
-    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for name, summary, options, *needed in _entries(kind):
-        known = described(options) if options else {}
-        rows.append(
-            (name, "", "", "", f"{summary} Needs {', '.join(needed)}." if needed else summary)
-        )
-        for option, field in known.items():
-            default = (
-                field.default
-                if isinstance(field.default, str)
-                else json.dumps(field.default, default=str)
-            )
-            shown = "-" if field.default in (None, {}) else default
-            rows.append(("", option, field.type_name, shown, field.text))
-        content.append(
-            {
-                "name": name,
-                "summary": summary,
-                "needs": needed,
-                "options": {option: field.default for option, field in known.items()},
-                "types": {option: field.type_name for option, field in known.items()},
-                "help": {option: field.text for option, field in known.items()},
-            }
-        )
-    columns = ("name", "option", "type", "default", "meaning")
-    print_report(
-        running.as_json,
-        content,
-        [Table(kind.capitalize(), columns, tuple(rows), frozenset(columns))],
-    )
+        from compressor.statistics.statistics import STATISTICS
 
-
-def _list_statistics(as_json: bool) -> None:
-    from compressor.statistics.statistics import STATISTICS
-
-    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for name, statistic in STATISTICS.items():
-        content.append({"name": name, "shape": statistic.shape, "meaning": statistic.meaning})
-        rows.append((name, statistic.shape or "-", statistic.meaning))
-    columns = ("name", "shape", "meaning")
-    print_report(as_json, content, [Table("Statistics", columns, tuple(rows), frozenset(columns))])
+        kind, columns = "statistics", ("name", "shape", "meaning")
+        for name, statistic in STATISTICS.items():
+            content.append({"name": name, "shape": statistic.shape, "meaning": statistic.meaning})
+            rows.append((name, statistic.shape or "-", statistic.meaning))
+    else:
+        for name, summary, options, *needed in _entries(kind):
+            summary_line = f"{summary} Needs {', '.join(needed)}." if needed else summary
+            rows.append((name, "", "", "", summary_line))
+            entry = {"name": name, "summary": summary, "needs": needed}
+            entry |= {"options": {}, "types": {}, "help": {}}
+            for option, field in (described(options) if options else {}).items():
+                entry["options"][option] = field.default
+                entry["types"][option] = field.type_name
+                entry["help"][option] = field.text
+                shown = field.default
+                if shown in (None, {}):
+                    shown = "-"
+                elif not isinstance(shown, str):
+                    shown = json.dumps(shown, default=str)
+                rows.append(("", option, field.type_name, shown, field.text))
+            content.append(entry)
+    table = Table(kind.capitalize(), columns, tuple(rows), frozenset(columns))
+    print_report(running.as_json, content, [table])
 
 
 def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
@@ -206,7 +192,7 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
     needs."""
     if kind == "steps":
         for step in working(STEPS, step_class):
-            yield step.name, _first_line(step.__doc__), step
+            yield step.name, str(step.__doc__).strip().partition("\n")[0], step
     elif kind == "strategies":
         from compressor.recipe.registry import working_strategies
 
@@ -223,7 +209,8 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
             None,
         )
         for name, options in working(EXPORTERS, lambda name: (name, exporter_options(name))):
-            yield name, _first_line(load_exporter(name).__doc__), options and type(options)
+            meaning = (load_exporter(name).__doc__ or "").strip().partition("\n")[0]
+            yield name, meaning, options and type(options)
     elif kind == "text":
         from compressor.data.sources import BLEND, read_blend
 
@@ -241,10 +228,6 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
         yield "adamw", "comoe train; --learning-rate is its learning rate.", None
 
 
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
-
-
 def demo(
     running: Printing,
     experts: Annotated[int, flag("Experts to keep in every layer of the demo model.")] = 12,
@@ -259,18 +242,15 @@ def demo(
         rows = run_demo(experts, output, progress, quick)
     title = "Demo model: loss in nats per held-out token, mean accuracy of five skills"
     columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
-    sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    sizes = list[tuple[str, ...]]()
+    by_skill = list[tuple[str, ...]]()
     for row in rows:
         size = (str(row["experts"]), human_count(row["parameters"]), human_bytes(row["bytes"]))
-        sizes.append(
-            (row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}")
-        )
-        by_skill.append(
-            (row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values()))
-        )
-    skills = Table(
-        "Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill)
-    )
+        accuracies = row["accuracy"].values()
+        sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(accuracies):.1%}"))
+        by_skill.append((row["name"], *map("{:.1%}".format, accuracies)))
+    by_name = ("model", *rows[0]["accuracy"])
+    skills = Table("Accuracy by skill (chance is 25%)", by_name, tuple(by_skill))
     program = PROGRAM if shutil.which(PROGRAM) else os.path.relpath(sys.argv[0])
     sources = os.path.relpath(Path(compressor.__file__).parent / "demo" / "checkpoint")
     following = (

@@ -32,7 +32,6 @@ from compressor.files import GRAPH, lock_output, refuse_absent, refuse_no_file
 from compressor.formatting import readable
 from compressor.options import Options
 from compressor.recipe.recipe import SAFETENSORS
-from compressor.records import plain_json
 from compressor.run_record import COMPRESSION
 
 
@@ -92,22 +91,17 @@ def export(
             progress=progress,
             **settings,
         )
-    show_export(format, output, summary, running.as_json)
-
-
-def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
-    """Print an exporter's summary, in its own blocks if it has any, and where its output is."""
+    blocks = list[Block]()
     if hasattr(summary, "describe"):
-        return print_report(
-            as_json, summary.to_dict(), [*summary.describe(), Text(f"Written to {summary.folder}")]
-        )
-    values = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
-    facts = {key: str(value) for key, value in values.items()}
-    blocks: list[Block] = (
-        [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
-    )
-    content = {"format": name, **facts, "folder": str(output)}
-    return print_report(as_json, content, [*blocks, Text(f"Written to {output}")])
+        content, blocks = summary.to_dict(), summary.describe()
+        output = summary.folder
+    else:
+        values = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
+        facts = {key: str(value) for key, value in values.items()}
+        if facts:
+            blocks = [Heading(f"Exported as {format}"), Facts(tuple(facts.items()))]
+        content = {"format": format, **facts, "folder": str(output)}
+    print_report(running.as_json, content, [*blocks, Text(f"Written to {output}")])
 
 
 def generate(
@@ -222,7 +216,7 @@ def report(
         written = write_page(page, drawn, FIGURE_NAMES, output, figures, running.overwrite)
         print_report(
             running.as_json,
-            plain_json(base),
+            base,
             [*base_blocks(base), *written_line([output, *written])],
         )
         return

@@ -26,6 +26,7 @@ from compressor.document.terminal import show
 from compressor.files import check_folder
 from compressor.formatting import one_line
 from compressor.progress import Silent
+from compressor.records import plain_json
 
 PROGRAM = "moe-compress"
 Command = Callable[..., None]
@@ -104,13 +105,16 @@ def print_json(content: Any) -> None:
     """Print indented JSON on stdout; what a terminal would obey, and what its encoding cannot hold,
     is escaped."""
     is_unicode = str(sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    text = json.dumps(content, indent=2, ensure_ascii=not is_unicode)
+    text = json.dumps(plain_json(content), indent=2, ensure_ascii=not is_unicode)
     print("".join(x if x.isprintable() or x in "\n\xa0" else json.dumps(x)[1:-1] for x in text))
 
 
 def print_report(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
     """Print either the content as JSON or the blocks."""
-    print_json(content) if as_json else show(blocks)
+    if as_json:
+        print_json(content)
+    else:
+        show(blocks)
 
 
 def annotate(level: Literal["error", "warning"], title: str, message: str, quiet: bool) -> None:

@@ -1,6 +1,5 @@
 """The command `text`: what calibration will read, before any model is."""
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -41,4 +40,4 @@ def text(
     tokenizer = None if model is None else load_tokenizer(locate_tokenizer(model).folder)
     previews = preview(spec, tokenizer, documents)
     blocks = (block for shown in previews for block in preview_blocks(shown, tokenizer is not None))
-    print_report(running.as_json, [asdict(shown) for shown in previews], blocks)
+    print_report(running.as_json, previews, blocks)

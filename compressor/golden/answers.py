@@ -9,6 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from compressor.errors import CompressionError
 from compressor.files import GOLDEN, SUMS, check_parent
 from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
@@ -22,7 +24,7 @@ MOST_TOKENS = 2**16  # of all prompts, which are asked as they stand
 TOO_PROBABLE = 0.01  # a log-probability, even of a rounded sum
 LEAST = -30.0  # below this a log-probability says nothing, and servers write anything
 
-Distance = Annotated[float, (0, 1e6)]  # in nats
+Distance = Annotated[float, Field(ge=0, le=1e6)]  # in nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class GoldenAnswers:
     """Answers of one model."""
 
     format: int
-    vocabulary: Annotated[int, (1, 2**31)]
+    vocabulary: Annotated[int, Field(ge=1, le=2**31)]
     parameters: Count
     dtype: str  # that the answers were computed in
     rounds_inputs: bool  # loaders of its number format round activations, too: that is its `fp8`

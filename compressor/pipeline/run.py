@@ -6,6 +6,7 @@ resolve and check the steps ─► is the output in place? ─► lock the work 
 ─► assemble ─► verify ─► evaluate ─► accept (gate, formats) ─► record ─► rename into place
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -57,7 +58,7 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import KEPT_WHOLE, ExpertPlan
 from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.records import plain_json, read_as, read_object, spelled
+from compressor.records import plain_json, read_as, read_object
 from compressor.run_record import (
     COMPRESSION,
     RunRecord,
@@ -419,7 +420,8 @@ def _heldout_divergence(
         few = f"{joined(short)} had too little text for this alone"
         note = f"{few}: among its sequences are held-out ones by which steps have chosen."
         divergence = replace(divergence, note=note)
-    rounded = plain_json(divergence, lambda value: spelled(round(value, 6)))
+    content = json.dumps(plain_json(divergence))
+    rounded = json.loads(content, parse_float=lambda number: round(float(number), 6))
     return read_as(DomainDivergence, rounded)
 
 

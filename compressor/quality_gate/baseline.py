@@ -17,7 +17,7 @@ from compressor.files import check_parent, write_whole
 from compressor.formatting import joined
 from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
-from compressor.records import number, plain_json, read_as, read_json, value_as
+from compressor.records import Finite, plain_json, read_as, read_json, value_as
 
 FORMAT = "moe-compressor-baseline/1"
 SUFFIXES = (".json", ".json.gz")
@@ -72,7 +72,7 @@ class Baseline:
         """Write the file, compressed if it is named so; fields of items are columns."""
         for scores in self.tasks:
             for item in scores.items:
-                number(item.score, f"the base's score on {scores.task}, item {item.id},")
+                value_as(item.score, Finite, f"the base's score on {scores.task}, item {item.id},")
         content = {"format": FORMAT, **plain_json(self)}
         for task in content["tasks"]:
             rows = [item.values() for item in task["items"]]

@@ -12,14 +12,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError
 from compressor.recipe.steps_plan import MOST_EXPERTS
-from compressor.records import number, read_json, value_as
+from compressor.records import Finite, read_json, value_as
 
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
-Expert = Annotated[int, (0, MOST_EXPERTS - 1)]
+Expert = Annotated[int, Field(ge=0, lt=MOST_EXPERTS)]
 SUFFIXES = (".pt", ".pth")
 HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
 
@@ -120,7 +122,8 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
                 f"{path}: {shown} should be a layer's number with its {SALIENCY}; {HINT}"
             )
         for expert, score in enumerate(scores.tolist()):
-            number(score, f"{path}: the {SALIENCY} of layer {layer}, expert {expert},")
+            subject = f"{path}: the {SALIENCY} of layer {layer}, expert {expert},"
+            value_as(score, Finite, subject)
         _add(order, path, str(layer), scores.argsort(descending=True, stable=True).tolist())
     if not order:
         raise CompressionError(f"{path} holds no observations of REAP; {HINT}")

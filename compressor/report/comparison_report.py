@@ -297,7 +297,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without folders; None for a number that JSON cannot write."""
         calibration = without_folders(self.calibration) if self.calibration else {}
-        content: dict[str, Any] = plain_json(replace(self, calibration=calibration), finite)
+        calibrated = replace(self, calibration=calibration)
+        content: dict[str, Any] = plain_json(calibrated, named=False)
         content["items"] = {}
         for task in self.base.answers:
             content["items"][task.task] = [item.id for item in task.items]

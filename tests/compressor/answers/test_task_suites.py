@@ -76,9 +76,9 @@ def test_a_task_file_of_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ("tasks: []", "is no suite"),
         ("tasks: [a]\nnum_fewshots: 1", "has no key 'num_fewshots'; did you mean 'num_fewshot'"),
         ("tasks: [{name: a, shots: 1}]", r"has no key 'shots' in tasks\[0\]"),
-        ("tasks: [{limit: 1}]", r"tasks\[0\]: name is .*field required"),
-        ("tasks: [{name: a, limit: 0}]", r"tasks\[0\]: limit is 0"),
-        ("tasks: [a]\nlimit: many", "own.yaml: limit is 'many'"),
+        ("tasks: [{limit: 1}]", r"tasks\[0\]: name is missing; add it"),
+        ("tasks: [{name: a, limit: 0}]", r"tasks\[0\]: limit should be .*, it is 0"),
+        ("tasks: [a]\nlimit: many", "own.yaml: limit should be .*, it is 'many'"),
         ("tasks: [a]\nconfirm_run_unsafe_code: true", "has no key .confirm_run_unsafe_code'"),
     ],
 )

@@ -117,7 +117,7 @@ def test_bad_recipes_leave_nothing(run: Run, made: Path, tmp_path: Path) -> None
         ("steps: [prune: {experts: 4}]", "no model is named; give MODEL, or a recipe with one"),
         (f"{model}\nsteps: [prune]", "say how many experts to keep: either --experts N or --ratio R"),
         (f"{model}\nsteps: [prune: {{experts: 4, ratio: 0.5}}]", "either --experts N or --ratio R"),
-        (f"{model}\nsteps: [prune: {{experts: 4, correct: twist}}]", "correct: method is 'twist'"),
+        (f"{model}\nsteps: [prune: {{experts: 4, correct: twist}}]", "correct: method should be"),
         (f"{model}\nsteps: [prune: {{experts: 4, protect: [{{layer: 0}}]}}]", "protect, entry 1.expert is missing"),
         (f"{model}\nsteps: [prune: {{experts: 4, options: {{speed: 1}}}}]", "has no option 'speed'"),
     ):
@@ -177,8 +177,8 @@ def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
         "distil.steps=3": "there is no step 'distil'; did you mean 'distill'",
         "distill.stepz=3": "step distill has no option 'stepz'; did you mean 'steps'",
         "constants.budget=even": "pass --format mone",
-        "prune.options=fast": "options is 'fast'",
-        "model.name=x": r"model.* is {'name': 'x'}",
+        "prune.options=fast": "options should be .*, it is 'fast'",
+        "model.name=x": r"model.* it is {'name': 'x'}",
     }.items():
         with pytest.raises(CompressionError, match=message):
             recipe_of("model", {}, [setting])

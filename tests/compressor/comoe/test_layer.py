@@ -211,7 +211,7 @@ def test_sampled_tokens_hang_on_the_seed_alone() -> None:
     [
         ({"top_k": 5}, "5 of 4 experts are to be activated"),
         ({"targets": ("q_proj", "qkv_proj")}, "ends with 'qkv_proj'; they end with .*q_proj"),
-        ({"targets": ()}, "targets is .* at least 1 item"),
+        ({"targets": ()}, "targets should have at least 1 item"),
     ],
 )
 def test_refusals(settings: dict[str, object], message: str) -> None:

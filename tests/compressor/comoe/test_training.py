@@ -141,7 +141,7 @@ def test_refusals_leave_no_output(tmp_path: Path, options: TuningOptions, config
     [("contrastive", -1), ("learning_rate", math.nan), ("temperature", 0), ("warmup", 2), ("seed", -1)],
 )
 def test_options_that_cannot_be_meant(name: str, value: float) -> None:
-    with pytest.raises(CompressionError, match=f"{name} is"):
+    with pytest.raises(CompressionError, match=f"{name} should be"):
         replace(OPTIONS, **{name: value})
     with pytest.raises(CompressionError, match="--save-every 5 is no multiple"):
         replace(OPTIONS, save_every=5)

@@ -92,7 +92,7 @@ def test_a_fault_within_lm_eval_is_one_sentence(
     with pytest.raises(SystemExit) as stop:
         evaluated(place, tmp_path, monkeypatch, "optimizer=adam")
     assert stop.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("Error: model_args.optimizer should be one")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Error: model_args.optimizer should be 'mode'")
 
 
 def test_other_arguments_and_tasks_than_multiple_choice_are_refused(place: Path) -> None:

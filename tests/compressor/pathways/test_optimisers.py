@@ -122,13 +122,13 @@ def test_descent_lowers_the_neighbours_loss_and_moves_the_core_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adam"}, "optimizer is adam; input should be 'mode', 'kernel', 'ngd' or 'oracle'"),
-        ({"neighbours": 0}, "neighbours is 0; input should be greater than 0"),
-        ({"radius": 0.0}, r"radius is 0\.0; input should be greater than 0"),
-        ({"rate": float("inf")}, "rate is inf"),
+        ({"optimizer": "adam"}, "optimizer should be 'mode', 'kernel', 'ngd' or 'oracle', it is 'adam'"),
+        ({"neighbours": 0}, "neighbours should be greater than 0, it is 0"),
+        ({"radius": 0.0}, r"radius should be greater than 0, it is 0\.0"),
+        ({"rate": float("inf")}, "rate should be a number, it is inf"),
         ({"layers": "late:3"}, "'late:3' names no layers or tokens; write 5, last:5, first:5, middle:5 or all"),
         ({"tokens": 0}, "0 names no layers or tokens"),
-        ({"share": 1.5}, r"share is 1\.5; input should be less than or equal to 1"),
+        ({"share": 1.5}, r"share should be less than or equal to 1, it is 1\.5"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

@@ -129,7 +129,7 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
         compressor.apply(wrong, tmp_path / "wrong")
     with pytest.raises(CompressionError, match="--mtp keep: the checkpoint has no multi-token-prediction head"):
         plan_of(without, strategy="model-centric", experts=4, mtp="keep")
-    with pytest.raises(CompressionError, match="mtp is 'half'; input should be 'keep' or 'drop'"):
+    with pytest.raises(CompressionError, match="mtp should be 'keep' or 'drop', it is 'half'"):
         plan_of(without, strategy="model-centric", experts=4, mtp="half")
 
 
@@ -209,7 +209,7 @@ def test_a_head_with_fewer_experts_than_are_kept_is_left_out(
 
 
 def test_a_number_for_the_head_is_refused(made: Made) -> None:
-    with pytest.raises(CompressionError, match="mtp is '6'; input should be 'keep' or 'drop'"):
+    with pytest.raises(CompressionError, match="mtp should be 'keep' or 'drop', it is '6'"):
         plan_of(made.folder, strategy="model-centric", experts=4, mtp="6")
 
 

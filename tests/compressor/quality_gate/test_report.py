@@ -71,8 +71,8 @@ def test_what_is_no_number_is_read_back() -> None:
         (lambda c: c.update(format="moe-compressor-gate/1"), "no report of the gate"),
         (lambda c: c["tasks"][1].pop("upper"), r"tasks\[1\]\.upper is missing"),
         (lambda c: c["pooled"].pop("upper"), r"pooled\.upper is missing"),
-        (lambda c: c["tasks"][0].update(verdict="maybe"), "verdict should be one of pass, fail, inconclusive"),
-        (lambda c: c["tasks"][3].update(perplexity_ratio=[1.0]), "perplexity_ratio should be a list of 3"),
+        (lambda c: c["tasks"][0].update(verdict="maybe"), "verdict should be 'pass', 'fail' or 'inconclusive'"),
+        (lambda c: c["tasks"][3].update(perplexity_ratio=[1.0]), r"perplexity_ratio\[1\] is missing"),
     ],
 )
 def test_what_is_no_result_is_refused(edit: Any, message: str, tmp_path: Path) -> None:

@@ -197,7 +197,10 @@ def test_the_option_quantize(run: Run, model: Path) -> None:
     assert run("compress", model, "--quantize", "int2", "-o", model.parent / "out").status == 0
     done = json.loads((model.parent / "out" / "compression.json").read_text())["plan"]["steps"]
     assert [(step["name"], step["options"]["scheme"]) for step in done] == [("quantize", "int2")]
-    refused(run("compress", model, "--quantize", "int5", "-o", model.parent / "no"), "quantize: scheme is 'int5'")
+    refused(
+        run("compress", model, "--quantize", "int5", "-o", model.parent / "no"),
+        "scheme should .*'int5'",
+    )
     for size, fault in ((0, "group_size is 0; give the columns that share a scale, or -1"), (-2, "group_size is -2")):
         asked = ("--quantize", "int4", "--set", f"quantize.group_size={size}", "-o", model.parent / "no")
         refused(run("compress", model, *asked), fault)

@@ -156,12 +156,15 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
 
 def test_refusals(run: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    refused(calibrate(run, models, out, "--method", "biases"), "routers: method is 'biases'; input should be 'router'")
+    refused(calibrate(run, models, out, "--method", "biases"), "routers: method should be 'router', .*, it is 'biases'")
     refused(calibrate(run, models, out, "--rounds", 9), "8 sequences are fewer than 9 rounds; give at least as many")
     shutil.copytree(models / "model", tmp_path / "renamed")
     small.edit_json(tmp_path / "renamed" / "tokenizer.json", lambda content: _swap(content["model"]["vocab"]))
     refused(calibrate(run, models, out, "--base", tmp_path / "renamed"), "have different tokenizers")
-    refused(run("compress", models / "model", "-o", out, "--experts", 4, "--routers", "x"), "routers: method is 'x'")
+    refused(
+        run("compress", models / "model", "-o", out, "--experts", 4, "--routers", "x"),
+        "method should .*'x'",
+    )
     assert not out.exists() and names(tmp_path) == ["renamed"]
 
 
@@ -328,7 +331,7 @@ def test_what_does_not_belong_to_a_bias_is_refused(run: Run, reference: Path, tm
     small.edit_json(foreign / "reference.json", lambda content: content.update(embedding="some/model"))
     for more, message in (
         (("--method", "router"), "reference is for the methods bias and auto; name one of"),
-        (("--optimizer", "oracle"), "optimizer is 'oracle'; input should be 'own', 'mode'"),
+        (("--optimizer", "oracle"), "optimizer should be 'own', 'mode'"),
         (("--reference", tmp_path / "none"), "reference.json cannot be read"),
         (("--reference", foreign), "are embedded by 'some/model', not 'own'"),
     ):
