@@ -20,10 +20,10 @@ import typing
 import torch
 
 from compressor.devices import as_float64, float64_device
-from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
 from compressor.model.moe_layer import MoeLayer
+from compressor.options import NamedOptions
 from compressor.progress import Progress
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
@@ -54,6 +54,7 @@ from compressor.steps.prune.reconstruction import (
 )
 from compressor.steps.prune.selection import (
     Block,
+    MergeMethod,
     MergeOptions,
     blocks_of,
     competing,
@@ -61,7 +62,6 @@ from compressor.steps.prune.selection import (
     kept_share,
     merge_groups,
     merge_needs,
-    merge_option,
 )
 from compressor.steps.prune.similarity import (
     CLOSENESS,

@@ -9,7 +9,7 @@ published: F_ef = mean_t ||g_e f_e|| ||g_f f_f||, 0 for experts that no token ch
 exchanged while that gains, some E^2 to E^3 additions for E experts; the paper relaxes p to [0, 1]
 and rounds."""
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from compressor.plugins import (
     CompressionError,
     LayerPlan,
     LayerStatistics,
+    NamedOptions,
     blocks_of,
-    option,
     rounded,
 )
 from strategies.enumerate_subsets import count_subsets, subsets
@@ -36,15 +36,11 @@ INTERACTIONS = {
 NEEDS = INTERACTIONS["outputs"]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedOptions):
     """Measure of what two experts have in common."""
 
-    interaction: str = option(
-        "outputs",
-        help="what two experts have in common: outputs, or the published norms",
-        choices=INTERACTIONS,
-    )
+    interaction: Literal["outputs", "norms"] = "outputs"
+    """What two experts have in common. norms are the published ones."""
 
 
 def needs(options: Options) -> frozenset[str]:

@@ -4,10 +4,12 @@ our own.
 g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens x routed to it. Ties
 go to the lower expert, and an expert that no token reached counts 0. Scores are [E] in float64."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from compressor.plugins import (
@@ -15,10 +17,10 @@ from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
     LayerWeights,
+    NamedOptions,
     as_float64,
     keep_best,
     kept_share,
-    option,
     projections,
     rounded,
 )
@@ -203,23 +205,13 @@ class HubGuided:
 
     NEEDS = frozenset({"gated_norm_sum", "rank_change"})
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(NamedOptions):
         """The mass of an expert, and the weight of its effect on later routers."""
 
-        mass: str = option(
-            "gated-mass",
-            help="what is weighed by the effect on later routers: gated-mass or visits (routed "
-            "tokens)",
-            choices=MASSES,
-        )
-        exponent: float = option(
-            1.0, help="the power of the effect on later routers, from 0 (it does not count) to 10"
-        )
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.exponent <= 10:
-                raise CompressionError(f"exponent is {self.exponent}; give a number from 0 to 10")
+        mass: Literal["gated-mass", "visits"] = "gated-mass"
+        """Mass that the effect on later routers weighs. visits are routed tokens."""
+        exponent: float = Field(1.0, ge=0, le=10)
+        """Power of the effect on later routers, from 0 (it does not count) to 10."""
 
     @staticmethod
     def needs(options: Options) -> frozenset[str]:
@@ -312,14 +304,11 @@ class Listed:
 
     NEEDS = frozenset[str]()
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(NamedOptions):
         """The list."""
 
-        order: Mapping[str, str] = field(
-            default_factory=dict,
-            metadata={"help": "experts of each decoder layer by its number, the best first"},
-        )
+        order: dict[str, str] = Field(default_factory=dict)
+        """Experts of each decoder layer by its number, the best first."""
 
     @staticmethod
     def check(layers: Sequence[int], options: Options) -> None:
