@@ -152,11 +152,12 @@ def plan(
         errors = KeptErrors(stats)
         kept = tuple(range(experts))
         local = len(blocks) == 1 and _is_local(errors, experts)
-        search = {"search": "greedy backward", "subsets_tried": 0}
+        tried = 0
         for _ in range(len(blocks[0].free) - blocks[0].take):
             costs = _without_one(errors, kept, experts, blocks, local)
             kept = _least(costs, errors.noise)
-            search["subsets_tried"] += len(costs)
+            tried += len(costs)
+        search = {"search": "greedy backward", "subsets_tried": tried}
     chosen = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
     return replace(
         chosen, figures={"reconstruction_error": round(relative_error(stats, chosen), 6), **search}

@@ -5,7 +5,7 @@ g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens 
 go to the lower expert, and an expert that no token reached counts 0. Scores are [E] in float64."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -58,21 +58,17 @@ def keep_salient(
     return replace(plan, figures={share: kept_share(plan, saliency), **plan.figures})
 
 
+@dataclass
 class Ranked:
     """A strategy that keeps the experts of highest score, documented as the score is."""
 
-    def __init__(
-        self,
-        score: Callable[[LayerStatistics], Tensor],
-        needs: frozenset[str],
-        decided_by: str,
-        share: str,
-    ) -> None:
-        self.__doc__ = score.__doc__
-        self.NEEDS = needs
-        self.score = score
-        self.decided_by = decided_by
-        self.share = share
+    score: Callable[[LayerStatistics], Tensor]
+    NEEDS: frozenset[str]
+    decided_by: str
+    share: str
+
+    def __post_init__(self) -> None:
+        self.__doc__ = self.score.__doc__
 
     def plan(
         self, stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()
@@ -223,11 +219,9 @@ class HubGuided:
     def score(stats: LayerStatistics, options: Options) -> Tensor:
         """The mass, times the effect on later routers where it counts: [E]."""
         mass: Tensor = getattr(stats, MASSES[options.mass])
-        return (
-            mass * listening_factors(stats.rank_change, options.exponent)
-            if options.exponent
-            else mass
-        )
+        if not options.exponent:
+            return mass
+        return mass * listening_factors(stats.rank_change, options.exponent)
 
     @classmethod
     def plan(
@@ -238,11 +232,12 @@ class HubGuided:
         options: Options = Options(),
     ) -> LayerPlan:
         """Keep the `keep` experts of highest score."""
-        statistic = MASSES[options.mass]
-        scores = cls.score(stats, options)
-        if not options.exponent or not bool(stats.rank_change.any()):
-            return keep_salient(stats, scores, keep, protected, statistic)
-        plan = keep_salient(stats, scores, keep, protected, f"{statistic} x rank_change")
+        by = MASSES[options.mass]
+        is_weighed = options.exponent and bool(stats.rank_change.any())
+        by = f"{by} x rank_change" if is_weighed else by
+        plan = keep_salient(stats, cls.score(stats, options), keep, protected, by)
+        if not is_weighed:
+            return plan
         figures = {**plan.figures, "kept_share_of_rank_change": kept_share(plan, stats.rank_change)}
         return replace(plan, figures=figures)
 

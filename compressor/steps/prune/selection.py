@@ -129,12 +129,11 @@ class _Merge:
         self.groups = plan.groups
         self.logits = list[Tensor]()
         self.log_scales = list[Tensor]()
+        device = self.inputs.device
         for group in plan.groups:
             size = len(group.members)
-            self.logits.append(torch.zeros(size, device=self.inputs.device, requires_grad=size > 1))
-            self.log_scales.append(
-                torch.zeros((), device=self.inputs.device, requires_grad=size > 1)
-            )
+            self.logits.append(torch.zeros(size, device=device, requires_grad=size > 1))
+            self.log_scales.append(torch.zeros((), device=device, requires_grad=size > 1))
 
     def shares(self, slot: int) -> Tensor:
         """Coefficients of a group's members, times its scale."""
@@ -193,9 +192,8 @@ def learn_coefficients(
             outputs = apply_expert(stats.weights.experts, parameters, stats.inputs[tokens])
             target.index_add_(0, tokens, outputs * stats.top_k_weights[tokens, choices, None])
     size = float(target.square().sum()) or 1.0
-    stats = stats.adding(
-        weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
-    )
+    experts = aligned_experts(stats.weights.experts, plan.groups)
+    stats = stats.adding(weights=replace(stats.weights, experts=experts))
     merge = _Merge(stats, plan)
     router = SmallerRouter(stats)
     learned = [*merge.logits, *merge.log_scales]
