@@ -1,5 +1,4 @@
-"""Plugins that packages announce by entry points, and their options; built-in ones are found in the
-same way."""
+"""Plugins that packages announce by entry points; built-in ones are found in the same way."""
 
 import inspect
 import json
@@ -7,8 +6,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import field
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
@@ -118,55 +117,10 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
             logger.warning("%s; it is left out", error)
 
 
-def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
-    """Return a field of an `Options` dataclass with its help text, and its values if they are
-    few."""
-    option: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
+def option(default: T, help: str) -> T:
+    """Return a field of a dataclass of options with its help text."""
+    option: T = field(default=default, metadata={"help": help})
     return option
-
-
-def defaults(options_class: Any) -> dict[str, Any]:
-    """Default values of an `Options` dataclass by name; none of no class."""
-    return {} if options_class is None else asdict(options_class())
-
-
-def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a plugin's options with these settings, None where it has none.
-
-    `what` names it in a `CompressionError`.
-    """
-    if options_class is not None and not (
-        isinstance(options_class, type) and is_dataclass(options_class)
-    ):
-        raise CompressionError(f"{what}: Options should be a frozen dataclass")
-    entries = (
-        {} if options_class is None else {entry.name: entry for entry in fields(options_class)}
-    )
-    for name, value in settings.items():
-        if name not in entries:
-            raise CompressionError(
-                f"{what} has no option {name!r}; it has {', '.join(sorted(entries)) or 'none'}"
-            )
-        default = entries[name].default
-        choices = entries[name].metadata.get("choices")
-        is_alike = type(value) is type(default) or (
-            isinstance(default, float) and type(value) is int
-        )
-        # one without a plain default checks itself
-        if isinstance(default, bool | int | float | str) and not is_alike:
-            raise CompressionError(
-                f"{what}: option {name} is {value!r}, it should be like its default {default!r}"
-            )
-        if choices and value not in choices:
-            raise CompressionError(
-                f"there is no {name} {value!r}; known are {', '.join(map(str, choices))}"
-            )
-    try:
-        return None if options_class is None else options_class(**settings)
-    except CompressionError:
-        raise
-    except Exception as error:  # plugins raise any exception
-        raise CompressionError(f"{what} does not take these options: {reason_of(error)}") from error
 
 
 def read_option(text: str, message: str) -> tuple[str, Any]:

@@ -21,10 +21,10 @@ import torch
 
 from compressor.data.sources import TextPart
 from compressor.devices import as_float64, float64_device
-from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
 from compressor.model.moe_layer import MoeLayer
+from compressor.options import NamedOptions
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
@@ -42,6 +42,7 @@ from compressor.steps.prune.reconstruction import (
 )
 from compressor.steps.prune.selection import (
     Block,
+    MergeMethod,
     MergeOptions,
     blocks_of,
     competing,
@@ -49,7 +50,6 @@ from compressor.steps.prune.selection import (
     kept_share,
     merge_groups,
     merge_needs,
-    merge_option,
 )
 from compressor.steps.prune.similarity import (
     CLOSENESS,

@@ -1,7 +1,7 @@
 """Data-centric: group experts with alike outputs on mixed calibration tokens, then merge them
 (arXiv:2407.09590)."""
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,7 +14,6 @@ from compressor.plugins import (
     closeness,
     linear_cka,
     mean_output_distances,
-    option,
     rbf_cka,
 )
 from strategies.model_centric import merge_alike
@@ -27,18 +26,13 @@ SIMILARITIES = {  # with what a report calls them
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
     """Comparing and merging experts; `mix_tokens` augments the tokens by random mixtures."""
 
-    similarity: str = option(
-        "linear-cka",
-        help="by what outputs are compared: linear-cka, rbf-cka or mean-output",
-        choices=SIMILARITIES,
-    )
-    mix_tokens: bool = option(
-        True, help="whether outputs are compared on random mixtures of tokens"
-    )
+    similarity: Literal["linear-cka", "rbf-cka", "mean-output"] = "linear-cka"
+    """Measure by which outputs are compared."""
+    mix_tokens: bool = True
+    """Compare outputs on random mixtures of tokens."""
 
     def outputs(self, stats: LayerStatistics) -> torch.Tensor:
         """Return the outputs [E, S, H] that are compared."""

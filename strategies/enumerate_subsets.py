@@ -2,7 +2,7 @@
 (arXiv:2402.14800)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, combinations, product
 from math import comb, prod
 from typing import Any
@@ -15,9 +15,9 @@ from compressor.plugins import (
     KeptErrors,
     LayerPlan,
     LayerStatistics,
+    NamedOptions,
     Routed,
     blocks_of,
-    option,
     relative_error,
     rounded,
     stable_argmin,
@@ -30,13 +30,11 @@ STRAY_SHARE = 1e-3  # of tokens that may change there all the same: near ties th
 Kept = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedOptions):
     """Number of subsets up to which all are tried; beyond, experts go one by one."""
 
-    most_subsets: int = option(
-        5000, help="up to how many subsets all are tried; beyond, experts go one by one"
-    )
+    most_subsets: int = 5000
+    """Number of subsets up to which all are tried. Beyond, experts go one by one."""
 
 
 def count_subsets(blocks: list[Block]) -> int:
@@ -154,11 +152,12 @@ def plan(
         errors = KeptErrors(stats)
         kept = tuple(range(experts))
         local = len(blocks) == 1 and _is_local(errors, experts)
-        search = {"search": "greedy backward", "subsets_tried": 0}
+        tried = 0
         for _ in range(len(blocks[0].free) - blocks[0].take):
             costs = _without_one(errors, kept, experts, blocks, local)
             kept = _least(costs, errors.noise)
-            search["subsets_tried"] += len(costs)
+            tried += len(costs)
+        search = {"search": "greedy backward", "subsets_tried": tried}
     chosen = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
     return replace(
         chosen, figures={"reconstruction_error": round(relative_error(stats, chosen), 6), **search}

@@ -5,17 +5,15 @@ Two clusters are as far apart as their experts' mean outputs are on average. The
 router row for every former expert; a stock model has one for each that is left, so rows are merged
 alongside. Unlike the data-centric grouping, a merge made early is never undone."""
 
-from dataclasses import dataclass
-
 import torch
 
 from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
+    MergeMethod,
     MergeOptions,
     agglomerate,
     blocks_of,
-    merge_option,
     rounded,
 )
 from strategies.data_centric import distances
@@ -23,11 +21,11 @@ from strategies.data_centric import distances
 NEEDS = frozenset({"expert_outputs"})
 
 
-@dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
     """Merging of clusters."""
 
-    merge: str = merge_option("frequency")
+    merge: MergeMethod = "frequency"
+    """How a group becomes one expert."""
 
 
 def needs(options: Options) -> frozenset[str]:

@@ -9,7 +9,7 @@ published: F_ef = mean_t ||g_e f_e|| ||g_f f_f||, 0 for experts that no token ch
 exchanged while that gains, some E^2 to E^3 additions for E experts; the paper relaxes p to [0, 1]
 and rounds."""
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from compressor.plugins import (
     CompressionError,
     LayerPlan,
     LayerStatistics,
+    NamedOptions,
     blocks_of,
-    option,
     rounded,
 )
 from strategies.enumerate_subsets import count_subsets, subsets
@@ -36,15 +36,11 @@ INTERACTIONS = {
 NEEDS = INTERACTIONS["outputs"]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedOptions):
     """Measure of what two experts have in common."""
 
-    interaction: str = option(
-        "outputs",
-        help="what two experts have in common: outputs, or the published norms",
-        choices=INTERACTIONS,
-    )
+    interaction: Literal["outputs", "norms"] = "outputs"
+    """What two experts have in common. norms are the published ones."""
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -60,7 +56,11 @@ def plan(
 ) -> LayerPlan:
     """Keep `keep` experts, equally many of each routing group; of equal sets the one that keeps
     lower experts."""
-    table = stats.pair_product_sum if options.interaction == "outputs" else _mean_products(stats)
+    if options.interaction == "outputs":
+        table = stats.pair_product_sum
+    else:
+        counts = stats.pair_count
+        table = torch.where(counts > 0, stats.pair_norm_sum / counts.where(counts > 0, 1), 0)
     if not bool(table.isfinite().all()):
         raise CompressionError(
             f"{stats.layer.name}: experts' outputs are not finite on the calibration data; try "
@@ -68,31 +68,17 @@ def plan(
         )
     blocks = blocks_of(stats.layer, keep, protected)
     if count_subsets(blocks) <= MOST_SETS:
-        deleted = _cheapest(table, blocks)
+        subsets_kept = torch.tensor([*subsets(blocks)], dtype=torch.long)
+        sets = torch.ones(len(subsets_kept), len(table), dtype=torch.float64)
+        sets.scatter_(1, subsets_kept, 0.0)
+        # of equal ones the highest experts go
+        deleted = sets[int(rounded(((sets @ table) * sets).sum(1)).argmin())].bool()
     else:
         deleted = exchanged(table, grown(table, blocks), blocks)
     kept = (~deleted).nonzero().flatten().tolist()
     total = float(table.sum())
-    share = round(_cost(table, deleted) / total, 6) if total > 0 else 0.0
+    share = round(float(table[deleted][:, deleted].sum()) / total, 6) if total > 0 else 0.0
     return LayerPlan.keep(stats.layer, kept, decided_by="hope", figures={"deleted_share": share})
-
-
-def _mean_products(stats: LayerStatistics) -> Tensor:
-    counts = stats.pair_count
-    return torch.where(counts > 0, stats.pair_norm_sum / counts.where(counts > 0, 1), 0)
-
-
-def _cost(table: Tensor, deleted: Tensor) -> float:
-    return float(table[deleted][:, deleted].sum())
-
-
-def _cheapest(table: Tensor, blocks: list[Block]) -> Tensor:
-    """Try all ways to delete experts of each block: -> [E], which are; of equal ones the highest
-    experts go."""
-    kept = torch.tensor([*subsets(blocks)], dtype=torch.long)
-    deleted = torch.ones(len(kept), len(table), dtype=torch.float64).scatter_(1, kept, 0.0)
-    costs = rounded(((deleted @ table) * deleted).sum(1))
-    return deleted[int(costs.argmin())].bool()
 
 
 def grown(table: Tensor, blocks: list[Block]) -> Tensor:
@@ -117,7 +103,7 @@ def exchanged(table: Tensor, deleted: Tensor, blocks: list[Block]) -> Tensor:
     deleted = deleted.clone()
     while True:
         shared = table[:, deleted].sum(1)
-        least = -ROUNDING * abs(_cost(table, deleted))
+        least = -ROUNDING * abs(float(shared[deleted].sum()))
         best: tuple[int, int] | None = None
         for block in blocks:
             free = torch.tensor(block.free, dtype=torch.long)

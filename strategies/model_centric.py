@@ -1,8 +1,7 @@
 """Model-centric: group experts whose surrogate weights are close, then merge them
 (arXiv:2407.09590, section 3.4)."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +16,6 @@ from compressor.plugins import (
     fast_squared_distances,
     group_experts,
     noise,
-    option,
     projections,
 )
 
@@ -74,15 +72,11 @@ def vectorized_distances(weights: LayerWeights, count: int) -> tuple[torch.Tenso
 MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances}
 
 
-@dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
     """Comparing and merging experts."""
 
-    representation: str = option(
-        "surrogate",
-        help="of the weights that are compared: surrogate or vectorized",
-        choices=MEASURES,
-    )
+    representation: Literal["surrogate", "vectorized"] = "surrogate"
+    """Form in which weights are compared."""
 
 
 def needs(options: Options) -> frozenset[str]:

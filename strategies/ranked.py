@@ -4,10 +4,12 @@ our own.
 g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens x routed to it. Ties
 go to the lower expert, and an expert that no token reached counts 0. Scores are [E] in float64."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from compressor.plugins import (
@@ -15,10 +17,10 @@ from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
     LayerWeights,
+    NamedOptions,
     as_float64,
     keep_best,
     kept_share,
-    option,
     projections,
     rounded,
 )
@@ -56,21 +58,17 @@ def keep_salient(
     return replace(plan, figures={share: kept_share(plan, saliency), **plan.figures})
 
 
+@dataclass
 class Ranked:
     """A strategy that keeps the experts of highest score, documented as the score is."""
 
-    def __init__(
-        self,
-        score: Callable[[LayerStatistics], Tensor],
-        needs: frozenset[str],
-        decided_by: str,
-        share: str,
-    ) -> None:
-        self.__doc__ = score.__doc__
-        self.NEEDS = needs
-        self.score = score
-        self.decided_by = decided_by
-        self.share = share
+    score: Callable[[LayerStatistics], Tensor]
+    NEEDS: frozenset[str]
+    decided_by: str
+    share: str
+
+    def __post_init__(self) -> None:
+        self.__doc__ = self.score.__doc__
 
     def plan(
         self, stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()
@@ -203,23 +201,13 @@ class HubGuided:
 
     NEEDS = frozenset({"gated_norm_sum", "rank_change"})
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(NamedOptions):
         """The mass of an expert, and the weight of its effect on later routers."""
 
-        mass: str = option(
-            "gated-mass",
-            help="what is weighed by the effect on later routers: gated-mass or visits (routed "
-            "tokens)",
-            choices=MASSES,
-        )
-        exponent: float = option(
-            1.0, help="the power of the effect on later routers, from 0 (it does not count) to 10"
-        )
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.exponent <= 10:
-                raise CompressionError(f"exponent is {self.exponent}; give a number from 0 to 10")
+        mass: Literal["gated-mass", "visits"] = "gated-mass"
+        """Mass that the effect on later routers weighs. visits are routed tokens."""
+        exponent: float = Field(1.0, ge=0, le=10)
+        """Power of the effect on later routers, from 0 (it does not count) to 10."""
 
     @staticmethod
     def needs(options: Options) -> frozenset[str]:
@@ -231,11 +219,9 @@ class HubGuided:
     def score(stats: LayerStatistics, options: Options) -> Tensor:
         """The mass, times the effect on later routers where it counts: [E]."""
         mass: Tensor = getattr(stats, MASSES[options.mass])
-        return (
-            mass * listening_factors(stats.rank_change, options.exponent)
-            if options.exponent
-            else mass
-        )
+        if not options.exponent:
+            return mass
+        return mass * listening_factors(stats.rank_change, options.exponent)
 
     @classmethod
     def plan(
@@ -246,11 +232,12 @@ class HubGuided:
         options: Options = Options(),
     ) -> LayerPlan:
         """Keep the `keep` experts of highest score."""
-        statistic = MASSES[options.mass]
-        scores = cls.score(stats, options)
-        if not options.exponent or not bool(stats.rank_change.any()):
-            return keep_salient(stats, scores, keep, protected, statistic)
-        plan = keep_salient(stats, scores, keep, protected, f"{statistic} x rank_change")
+        by = MASSES[options.mass]
+        is_weighed = options.exponent and bool(stats.rank_change.any())
+        by = f"{by} x rank_change" if is_weighed else by
+        plan = keep_salient(stats, cls.score(stats, options), keep, protected, by)
+        if not is_weighed:
+            return plan
         figures = {**plan.figures, "kept_share_of_rank_change": kept_share(plan, stats.rank_change)}
         return replace(plan, figures=figures)
 
@@ -312,14 +299,11 @@ class Listed:
 
     NEEDS = frozenset[str]()
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
+    class Options(NamedOptions):
         """The list."""
 
-        order: Mapping[str, str] = field(
-            default_factory=dict,
-            metadata={"help": "experts of each decoder layer by its number, the best first"},
-        )
+        order: dict[str, str] = Field(default_factory=dict)
+        """Experts of each decoder layer by its number, the best first."""
 
     @staticmethod
     def check(layers: Sequence[int], options: Options) -> None:

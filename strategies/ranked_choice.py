@@ -6,7 +6,6 @@ goes, and its voters turn to their next. As in NVIDIA's Model Optimizer: what co
 asked in the end, not who is asked now. T tokens, E experts, K top-k."""
 
 import torch
-from torch import Tensor
 
 from compressor.plugins import LayerPlan, LayerStatistics, blocks_of
 
@@ -33,7 +32,16 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
         last = min(candidates, key=lambda expert: (int(votes[expert]), -expert))
         alive[last] = False
         rows, places = (ballots == last).nonzero(as_tuple=True)
-        turned = _next_alive(orders, following, rows, alive)
+        # the next expert of each of these orders that is alive, or -1
+        turned = torch.full_like(rows, -1)
+        waiting = torch.arange(len(rows))
+        while len(waiting):
+            waiting = waiting[following[rows[waiting]] < layer.experts]
+            tokens = rows[waiting]
+            expert = orders[tokens, following[tokens]]
+            following[tokens] += 1
+            turned[waiting[alive[expert]]] = expert[alive[expert]]
+            waiting = waiting[~alive[expert]]
         ballots[rows, places] = turned
         votes = votes + torch.bincount(turned[turned >= 0], minlength=layer.experts)
     kept = alive.nonzero().flatten().tolist()
@@ -41,19 +49,3 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
     return LayerPlan.keep(
         layer, kept, decided_by="ranked-choice", figures={"kept_share_of_first_votes": share}
     )
-
-
-def _next_alive(orders: Tensor, following: Tensor, rows: Tensor, alive: Tensor) -> Tensor:
-    """The next expert that is alive in the orders [T, E] at `rows` [n] from `following` [T] on,
-    which moves: -> [n]."""
-    chosen = torch.full_like(rows, -1)
-    waiting = torch.arange(len(rows))
-    while True:
-        waiting = waiting[following[rows[waiting]] < orders.shape[1]]
-        if not len(waiting):
-            return chosen
-        tokens = rows[waiting]
-        expert = orders[tokens, following[tokens]]
-        following[tokens] += 1
-        chosen[waiting[alive[expert]]] = expert[alive[expert]]
-        waiting = waiting[~alive[expert]]

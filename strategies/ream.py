@@ -12,9 +12,8 @@ in the centroid's order; the router keeps the centroid's row. Two things are our
 are matched by weights alone, the authors match activations too, and each expert's saliency is over
 all tokens and not a mean over batches."""
 
-from dataclasses import dataclass
-
 import torch
+from pydantic import Field, field_validator
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -24,11 +23,11 @@ from compressor.plugins import (
     Group,
     LayerPlan,
     LayerStatistics,
+    NamedOptions,
     as_float64,
     closeness,
     competing,
     float64_device,
-    option,
     pairwise_distances,
     rounded,
 )
@@ -37,23 +36,22 @@ from strategies.ranked import keep_salient, mean_over_routed
 NEEDS = frozenset({"gated_norm_sum", "routed_count", "expert_outputs", "router_logits"})
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedOptions):
     """Size and merging of groups."""
 
-    group_size: int = option(
-        16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid"
-    )
-    align: bool = option(True, help="whether neurons are first put in the order of the centroid's")
-    merge_routers: bool = option(
-        False, help="whether router rows are merged alike, or the centroid's stays"
-    )
+    group_size: int = Field(16, ge=0)
+    """Most experts in a group, 2 or more. 0 sends each to its nearest centroid."""
+    align: bool = True
+    """Put neurons in the order of the centroid's first."""
+    merge_routers: bool = False
+    """Merge router rows, too, instead of keeping the centroid's."""
 
-    def __post_init__(self) -> None:
-        if self.group_size < 0 or self.group_size == 1:
-            raise CompressionError(
-                f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit"
-            )
+    @field_validator("group_size")
+    @classmethod
+    def _no_lone_expert(cls, size: int) -> int:
+        if size == 1:
+            raise ValueError("group_size is 1; it must be 2 or more, or 0 for no limit")
+        return size
 
 
 def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:

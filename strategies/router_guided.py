@@ -1,38 +1,33 @@
 """Router-guided: merge experts into the frequent expert whose router logits are most alike
 (arXiv:2310.01334)."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
+    MergeMethod,
     MergeOptions,
     as_float64,
     competing,
     keep_best,
-    merge_option,
-    option,
 )
 from strategies.ream import grouped
 
 NEEDS = frozenset({"routed_count", "router_logits"})
 
 
-@dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
     """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router
     row stays."""
 
-    merge: str = merge_option("frequency")
-    merge_routers: bool = option(
-        False, help="whether router rows are merged alike, or the leading expert's stays"
-    )
-    align: bool = option(
-        True, help="whether neurons are first put in the order of the leading expert's"
-    )
+    merge: MergeMethod = "frequency"
+    """How a group becomes one expert."""
+    merge_routers: bool = False
+    """Merge router rows, too, instead of keeping the leading expert's."""
+    align: bool = True
+    """Put neurons in the order of the leading expert's first."""
 
 
 def needs(options: Options) -> frozenset[str]:

@@ -1,24 +1,15 @@
 """Options of answers, tasks and servers. Importing this loads no torch."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import (
-    Field,
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from compressor.answers.task_suites import TaskSettings, with_suite
-from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import TASKS, require
 from compressor.options import NamedOptions, one_or_several, separated
-from compressor.records import check_fields, value_as
+from compressor.records import value_as
 
 SEEDS = {
     "random_seed": 0,
@@ -31,27 +22,29 @@ TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 NEW_TOKENS = 512  # default limit of an answer, where half of the model's positions are no fewer
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationOptions:
+class GenerationOptions(NamedOptions):
     """Limits and sampling of generated text."""
 
-    max_new_tokens: PositiveInt = option(128, "Tokens to generate, at most.")
-    temperature: Annotated[FiniteFloat, Field(ge=0)] = option(
-        0.0, "Sampling temperature. 0 takes the most probable token."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = option(
-        None, "Sample from the smallest set of tokens with this total probability."
-    )
-    top_k: PositiveInt | None = option(None, "Sample from this many of the most probable tokens.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = option(0, "Random seed for sampling.")
-    chat: bool = option(False, "Put the prompt into the chat template, as a user's message.")
+    max_new_tokens: PositiveInt = 128
+    """Tokens to generate, at most."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature. 0 takes the most probable token."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the smallest set of tokens with this total probability."""
+    top_k: PositiveInt | None = None
+    """Sample from this many of the most probable tokens."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Random seed for sampling."""
+    chat: bool = False
+    """Put the prompt into the chat template, as a user's message."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise CompressionError(
                 "--top-p and --top-k have no effect without sampling; add --temperature 1"
             )
+        return self
 
     def facts(self, *names: str) -> dict[str, Any]:
         """Return some of the options by name."""
@@ -88,8 +81,12 @@ class AnswerOptions(NamedOptions):
     def generation(self, usual: int) -> GenerationOptions:
         """Return how each answer is generated, with `usual` tokens at most unless the options give
         another number."""
-        limit = self.max_new_tokens or usual
-        return GenerationOptions(limit, self.temperature, self.top_p, chat=self.chat)
+        return GenerationOptions(
+            max_new_tokens=self.max_new_tokens or usual,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            chat=self.chat,
+        )
 
 
 class AskedOptions(NamedOptions):
@@ -215,25 +212,24 @@ SECONDS = 300.0  # to wait for an answer
 MOST_SECONDS = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
+class ServerOptions(NamedOptions):
     """Addresses of the servers that run the models."""
 
-    server: str | None = option(
-        None, "Address of an OpenAI-compatible server of the smaller model."
-    )
-    served_model: str | None = option(
-        None, "Its name there (default: the only one that the server has)."
-    )
-    base_server: str | None = option(None, "Address of a server that runs the base.")
-    base_served_model: str | None = option(None, "The base's name there.")
-    timeout: Annotated[FiniteFloat, Field(gt=0, le=MOST_SECONDS)] = option(
-        SECONDS, "Seconds to wait for each answer of a server."
-    )
+    server: str | None = None
+    """Address of an OpenAI-compatible server of the smaller model."""
+    served_model: str | None = None
+    """Its name there (default: the only one that the server has)."""
+    base_server: str | None = None
+    """Address of a server that runs the base."""
+    base_served_model: str | None = None
+    """The base's name there."""
+    timeout: float = Field(SECONDS, gt=0, le=MOST_SECONDS)
+    """Seconds to wait for each answer of a server."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
         for name, needed in (("served_model", "server"), ("base_served_model", "base_server")):
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 first, second = (f"--{each.replace('_', '-')}" for each in (name, needed))
                 raise CompressionError(f"{first} goes with {second}; name the server's address")
+        return self

@@ -17,7 +17,6 @@ from typer.models import OptionInfo
 
 from compressor.answers.options import ServerOptions
 from compressor.cli.terminal import PROGRAM
-from compressor.entry_points import defaults
 from compressor.errors import CompressionError
 from compressor.options import separated, validated
 from compressor.progress import Progress
@@ -53,7 +52,6 @@ class Described:
     annotation: Any
     default: Any
     text: str
-    choices: tuple[Any, ...] = ()
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -66,8 +64,8 @@ class Described:
     @property
     def type_name(self) -> str:
         """The values in words: `int`, `auto | cpu`, `yes | no`."""
-        names = list(self.choices)
-        for kind in () if self.choices else self.kinds:
+        names = list[Any]()
+        for kind in self.kinds:
             literals = get_args(kind) if get_origin(kind) is Literal else ()
             names += literals or [TYPE_NAMES.get(kind, "list or mapping")]
         return " | ".join(map(str, dict.fromkeys(names)))
@@ -92,14 +90,9 @@ def described(model: Any) -> dict[str, Described]:
             )
             for name, field in model.model_fields.items()
         }
-    hints, default = get_type_hints(model), defaults(model)
+    hints = get_type_hints(model)
     return {
-        field.name: Described(
-            hints[field.name],
-            default[field.name],
-            field.metadata.get("help", ""),
-            field.metadata.get("choices", ()),
-        )
+        field.name: Described(hints[field.name], field.default, field.metadata.get("help", ""))
         for field in fields(model)
     }
 

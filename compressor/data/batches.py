@@ -9,7 +9,7 @@ evaluated on. The last ones do not change the others."""
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
-from compressor.data.media import content_of, divided, read_sequences
+from compressor.data.media import content_of, read_sequences
 from compressor.data.rows import hub_answers
 from compressor.data.sources import (
     SAMPLE_TOKENS,
@@ -130,8 +130,7 @@ class TextSpec:
     named parts.
 
     All are divided among the sources by weight. A share `heldout` of the calibration sequences is
-    held out. With parts, there may be no calibration sequences. Of more optional sources than
-    sequences, the heaviest are read."""
+    held out. With parts, there may be no calibration sequences."""
 
     sources: tuple[WeightedSource, ...]
     samples: int
@@ -162,22 +161,6 @@ class TextSpec:
                 "sources; give one of each for every source"
             )
 
-    @classmethod
-    def from_identity(cls, identity: Mapping[str, Any]) -> "TextSpec":
-        """Return the spec that an identity in a plan names; raise `CompressionError` if it is
-        incomplete."""
-        try:
-            content = {name: identity[name] for name in ("sources", "seed", "heldout")}
-            content["left_out"] = identity.get("left_out", ())
-            content["date"] = identity.get("date")
-            content["emphasis"] = {"marked": identity.get("emphasis", {})}
-            return TypeAdapter(cls).validate_python({**identity["asked"], **content})
-        except (ValidationError, KeyError, TypeError) as error:
-            raise CompressionError(
-                f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the "
-                "plan or plan again"
-            ) from error
-
     def heaviest(self) -> "TextSpec":
         """Return the spec without the lightest optional sources, where there are more sources than
         sequences."""
@@ -187,11 +170,6 @@ class TextSpec:
         spare = optional[: len(self.sources) - most]
         rest = [entry for entry in self.sources if entry not in spare]
         return replace(self, sources=normalized(rest)) if spare else self
-
-    def without(self, names: Sequence[str]) -> "TextSpec":
-        """Return the spec without these sources, which cannot be read."""
-        rest = [entry for entry in self.sources if entry.source not in names]
-        return replace(self, sources=normalized(rest), left_out=(*self.left_out, *names))
 
     @property
     def heldout_wanted(self) -> int:
@@ -234,15 +212,6 @@ class _SourceText:
     rest: Tensor
     opening: tuple[int, ...] = ()  # tokens at the beginning of every sequence of text
     is_pictured: bool = False
-
-    @property
-    def is_short(self) -> bool:
-        """Return True if there is less evaluation text than requested."""
-        return len(self.sequences[EVALUATION]) < self.demand[EVALUATION][0]
-
-    def tokens_of(self, parts: Iterable[str]) -> int:
-        """Return the number of tokens requested for these parts."""
-        return sum(math.prod(self.demand[name]) for name in parts)
 
     def rows(self, *uses: str) -> Rows:
         """Return the sequences of these uses."""
@@ -291,9 +260,7 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
                 text.name, text.rows(FIT), count
             )
     if spec.parts:
-        for text, count, length in _tails(texts, spec.parts):
-            _cut_parts(text, spec.parts, count, length)
-        _require_minimum(spec, texts)
+        _cut_parts(spec, texts)
     for text in texts:
         for use, rows in text.sequences.items():
             text.sequences[use] = tuple(opened(row, text.opening) for row in rows)
@@ -307,40 +274,42 @@ def _read_sources(
     requested = len(spec.sources)
     spec = spec.heaviest()
     if len(spec.sources) < requested:
-        names = ", ".join(entry.source for entry in spec.sources)
         logger.warning(
             "fewer sequences than sources: only the heaviest are read (--samples adds others): %s",
-            names,
+            ", ".join(entry.source for entry in spec.sources),
         )
     first: CompressionError | None = None
     texts = list[_SourceText]()
     while len(texts) < len(spec.sources):
         source = spec.sources[len(texts)]
+        demand = _demands(spec)[len(texts)]
         try:
-            texts.append(
-                _cut_source(spec, source, _demands(spec)[len(texts)], tokenizer, vocabulary)
-            )
+            try:
+                text = _cut_source(spec, source, demand, tokenizer, vocabulary)
+            except HasMediaError:
+                text = _cut_sequences(spec, source, demand, tokenizer, vocabulary)
+            texts.append(text)
         except CompressionError as error:
             if spec.strict or not source.is_optional:
                 raise
             first = first or error
-            unread = [source.source]
+            unread = [source]
             if hub_id(source.source) and not hub_answers():
                 unread = [
-                    entry.source
-                    for entry in spec.sources
-                    if entry.is_optional and hub_id(entry.source)
+                    entry for entry in spec.sources if entry.is_optional and hub_id(entry.source)
                 ]
-            if len(unread) == len(spec.sources):
+            rest = [entry for entry in spec.sources if entry not in unread]
+            if not rest:
                 raise CompressionError(
                     f"no source of the blend can be read; of the first one, {first}"
                 ) from error
+            names = [entry.source for entry in unread]
             logger.warning(
                 "%s of the blend cannot be read, so the others count for more: %s",
-                ", ".join(unread),
+                ", ".join(names),
                 error,
             )
-            spec = spec.without(unread)
+            spec = replace(spec, sources=normalized(rest), left_out=(*spec.left_out, *names))
             texts.clear()  # the others have more to give
     return spec, texts
 
@@ -390,12 +359,7 @@ def _cut_source(
     it."""
     length = spec.sequence_length
     sizes = [math.prod(size) for size in demand.values()]
-    try:
-        stream = read_tokens(
-            source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict
-        )
-    except HasMediaError:
-        return _cut_sequences(spec, source, demand, tokenizer, vocabulary)
+    stream = read_tokens(source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict)
     sequences: dict[str, Rows] = dict.fromkeys((*demand, HELD), ())
     rest, behind = stream.ids.tensor_split([sum(sizes[:-1])])
     if behind.numel() >= spec.heldout_length:
@@ -425,9 +389,9 @@ def _cut_sequences(
 ) -> _SourceText:
     """Cut a source with pictures, each row of which is a sequence; divide them in proportion if
     there are too few."""
-    *counts, evaluation = [count for count, _ in demand.values()]
-    needed = sum(counts)
-    most = needed + evaluation
+    counts = [count for count, _ in demand.values()]
+    most = sum(counts)
+    needed = most - counts.pop()
     read = read_sequences(
         source, tokenizer, most, spec.sequence_length, spec.seed, vocabulary, strict=spec.strict
     )
@@ -439,7 +403,15 @@ def _cut_sequences(
             available,
             needed,
         )
-    bounds = [0, *accumulate(divided(available, counts, source.source)), len(read)]
+        wanted = [count for count in counts if count]
+        if available < len(wanted):
+            raise CompressionError(
+                f"calibration data {source.source} gives {available} sequences with pictures, too "
+                f"few for its {len(wanted)} parts; give more rows"
+            )
+        fewer = iter(divide(available, wanted))
+        counts = [next(fewer) if count else 0 for count in counts]
+    bounds = [0, *accumulate(counts), len(read)]
     sequences: dict[str, Rows] = {HELD: ()}
     for use, (begin, end) in zip(demand, pairwise(bounds), strict=True):
         sequences[use] = read[begin:end]
@@ -470,29 +442,29 @@ def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
     return (row[:, :first],), (row[:, first:],)
 
 
-def _tails(
-    texts: Sequence[_SourceText], parts: Iterable[str]
-) -> list[tuple[_SourceText, int, int]]:
-    """Return the number of held-out sequences at the end of each source of plain text, and the
-    tokens of each.
+def _cut_parts(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
+    """Cut the parts from the rest of each source of plain text, and held-out sequences after
+    them.
 
-    Short text has fewer, but there is at least one unless other text is held out.
-    """
+    Short text has fewer of these, but there is at least one unless other text is held out. A part
+    with too few sequences of full length for its step is refused."""
     tails = []
     heldout = 0
     for text in texts:
-        if not text.is_pictured:
-            count, length = text.demand[BEHIND]
-            available = text.rest.numel()
-            if available < text.tokens_of(parts) + count * length:
-                fit = sum(row.numel() for row in text.rows(FIT))
-                most = math.floor((fit + available) // length * MOST_HELDOUT + 0.5)
-                count = min(count, available // length, most)
-            tails.append((text, count, length))
-            heldout += count
         heldout += len(text.rows(HELD, BEHIND))
+        if text.is_pictured:
+            continue
+        count, length = text.demand[BEHIND]
+        needed = sum(math.prod(text.demand[name]) for name in spec.parts)
+        available = text.rest.numel()
+        if available < needed + count * length:
+            fit = sum(row.numel() for row in text.rows(FIT))
+            most = math.floor((fit + available) // length * MOST_HELDOUT + 0.5)
+            count = min(count, available // length, most)
+        tails.append((text, needed, count, length))
+        heldout += count
     if not heldout:
-        sizes = [text.rest.numel() for text, _, _ in tails]
+        sizes = [text.rest.numel() for text, *_ in tails]
         available = max(sizes)
         if available < LEAST_TO_CUT:
             raise CompressionError(
@@ -500,41 +472,30 @@ def _tails(
                 "lower --samples"
             )
         index = sizes.index(available)
-        text, _, length = tails[index]
-        tails[index] = text, 1, length if available >= 2 * length else available // 4
-    return tails
-
-
-def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int) -> None:
-    """Cut the parts from the rest of a source, and `count` held-out sequences after them."""
-    tail = count * length
-    needed = text.tokens_of(parts)
-    available = text.rest.numel() - tail
-    if needed > available:
-        logger.warning(
-            "calibration data %s is short: behind its first sequences are %d of %d tokens asked "
-            "for, so "
-            "training starts again from its beginning",
-            *(text.name, available, needed),
-        )
-    behind = min(needed, available)
-    rows = text.rest[behind : behind + tail].view(count, length)
-    text.sequences[BEHIND] = rows.split(1)[:count]  # an empty tensor splits into one
-    fit = [row[0] for row in text.rows(FIT)]
-    stream = torch.cat([*fit, text.rest[:available]])
-    total = len(stream)
-    begin = total - available
-    for name in parts:
-        sequences, tokens = text.demand[name]
-        most = min(sequences * tokens, total // tokens * tokens or total)
-        text.sequences[name] = as_rows(stream[(begin + torch.arange(most)) % total], tokens).split(
-            1
-        )
-        begin += most
-
-
-def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
-    """Refuse a part with too few sequences of full length for its step."""
+        text, needed, _, length = tails[index]
+        tails[index] = text, needed, 1, length if available >= 2 * length else available // 4
+    for text, needed, count, length in tails:
+        available = text.rest.numel() - count * length
+        if needed > available:
+            logger.warning(
+                "calibration data %s is short: behind its first sequences are %d of %d tokens "
+                "asked for, so training starts again from its beginning",
+                text.name,
+                available,
+                needed,
+            )
+        behind = text.rest[min(needed, available) :][: count * length]
+        # an empty tensor splits into one
+        text.sequences[BEHIND] = behind.view(count, length).split(1)[:count]
+        stream = torch.cat([*(row[0] for row in text.rows(FIT)), text.rest[:available]])
+        total = len(stream)
+        begin = total - available
+        for name in spec.parts:
+            sequences, tokens = text.demand[name]
+            most = min(sequences * tokens, total // tokens * tokens or total)
+            part_ids = stream[(begin + torch.arange(most)) % total]
+            text.sequences[name] = as_rows(part_ids, tokens).split(1)
+            begin += most
     for name, part in spec.parts.items():
         full = 0
         for text in texts:
@@ -542,8 +503,7 @@ def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
         if full < part.minimum:
             raise CompressionError(
                 f"the text gives {full} sequences of {part.length} tokens to train on for {name}, "
-                "and at "
-                f"least {part.minimum} are needed; give more text, or ask for less, as with "
+                f"and at least {part.minimum} are needed; give more text, or ask for less, as with "
                 "--tokens-per-step"
             )
 
@@ -584,7 +544,7 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> TextBatches:
     short = set()
     for name, text in zip(names, texts, strict=True):
         uses = [EVALUATION]
-        if text.is_short:
+        if len(text.sequences[EVALUATION]) < text.demand[EVALUATION][0]:
             uses += [HELD, BEHIND]
             short.add(name)
         evaluated.append(text.batches(*uses))
@@ -635,14 +595,12 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
     if spec.date:
         identity["date"] = spec.date
     if spec.parts:
-        identity["parts"] = {name: _counted(_rows_of(texts, name)) for name in spec.parts}
-        identity["heldout_text"] = _counted(_rows_of(texts, HELD, BEHIND))
+        identity["parts"] = {}
+        for name in spec.parts:
+            identity["parts"][name] = _counted([row for text in texts for row in text.rows(name)])
+        held = [row for text in texts for row in text.rows(HELD, BEHIND)]
+        identity["heldout_text"] = _counted(held)
     return identity
-
-
-def _rows_of(texts: Sequence[_SourceText], *uses: str) -> Rows:
-    """Return the sequences of these uses in all sources."""
-    return tuple(chain.from_iterable(text.rows(*uses) for text in texts))
 
 
 def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
@@ -701,14 +659,25 @@ def repeat_text(
 ) -> TextBatches:
     """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come
     out."""
-    spec = replace(TextSpec.from_identity(identity), evaluation=evaluation)
+    try:
+        content = {name: identity[name] for name in ("sources", "seed", "heldout")}
+        content["left_out"] = identity.get("left_out", ())
+        content["date"] = identity.get("date")
+        content["emphasis"] = {"marked": identity.get("emphasis", {})}
+        content["evaluation"] = evaluation
+        spec = TypeAdapter(TextSpec).validate_python({**identity["asked"], **content})
+    except (ValidationError, KeyError, TypeError) as error:
+        raise CompressionError(
+            f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the "
+            "plan or plan again"
+        ) from error
     text = read_text(spec, tokenizer, vocabulary)
     for entry, stored in zip(text.identity["sources"], identity["sources"], strict=True):
         if entry["sha256"] != stored.get("sha256"):
             raise CompressionError(
                 f"calibration source {entry['source']} no longer gives the tokens that the plan "
-                "was made with "
-                "(its text, the tokenizer or the plan has changed); restore it or plan again"
+                "was made with (its text, the tokenizer or the plan has changed); restore it or "
+                "plan again"
             )
     for name, value in text.identity.items():
         if identity.get(name) != value:

@@ -111,36 +111,35 @@ def _conversation(
     for name, turn, role in zip(names, turns, ("user", "assistant"), strict=False):
         messages += _messages(row, name, turn, role, where)
     if column is None:
-        columns, earlier = _before(row, messages[0].get("role") != "system", where)
-        beside += columns
-        messages = earlier + messages
-    return Conversation(
-        (*names, *beside), messages, _tools_of(row, where), None if beside else text
-    )
-
-
-def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], list[Message]]:
-    """Return the messages that come before a chat, a system prompt and earlier turns, after their
-    columns."""
-    columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
-    messages = [{"role": "system", "content": row[name]} for name in columns]
-    history = _list_in(row.get(HISTORY))
-    if history and not isinstance(history, str):
-        columns.append(HISTORY)
-        if isinstance(history, list) and isinstance(history[0], list):
+        earlier = list[Message]()
+        if messages[0].get("role") != "system":
+            for name in [name for name in SYSTEM if _is_text(row.get(name))][:1]:
+                earlier.append({"role": "system", "content": row[name]})
+                beside.append(name)
+        history = _list_in(row.get(HISTORY))
+        if isinstance(history, list) and history and isinstance(history[0], list):
+            beside.append(HISTORY)
             for pair in history:
                 if not isinstance(pair, list) or len(pair) != 2:
                     raise ItemError(
                         f"{where}: {reprlib.repr(pair)} in {HISTORY} is no question with its answer"
                     )
-                question, answer = pair
-                messages += [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": answer},
-                ]
-        else:
-            messages += _messages(row, HISTORY, history, "user", where)
-    return columns, messages
+                roles = zip(("user", "assistant"), pair, strict=True)
+                earlier += [{"role": role, "content": content} for role, content in roles]
+        elif history and not isinstance(history, str):
+            beside.append(HISTORY)
+            earlier += _messages(row, HISTORY, history, "user", where)
+        messages = earlier + messages
+    tools = next((row[name] for name in TOOLS if row.get(name)), None)
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, list | dict)
+        if tools is None:
+            raise ItemError(f"{where}: its tools are no JSON list; mend or remove them")
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    if isinstance(tools, list):
+        tools = [parse_json(tool, dict) or tool for tool in tools]
+    tools = _without_none(tools) or None
+    return Conversation((*names, *beside), messages, tools, None if beside else text)
 
 
 def note_columns(
@@ -148,18 +147,11 @@ def note_columns(
 ) -> None:
     """Note which of a row's columns of text were read and which were not, to be reported once."""
     left_out.columns |= {*conversation.columns}
-    if isinstance(row, Mapping):
-        read = {*conversation.columns, *known, *OURS, *TOOLS, *MEDIA}
-        beside = {
-            name: value
-            for name, value in row.items()
-            if name not in read and not _is_blank(name, value)
-        }
-        left_out.unread |= {
-            str(name)
-            for name, value in beside.items()
-            if isinstance(value, str) or (value and name in BESIDE)
-        }
+    read = {*conversation.columns, *known, *OURS, *TOOLS, *MEDIA}
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        is_text = isinstance(value, str) or (value and name in BESIDE)
+        if is_text and name not in read and not _is_blank(name, value):
+            left_out.unread.add(str(name))
 
 
 def _is_text(value: Any) -> bool:
@@ -223,12 +215,10 @@ def parse_json(text: Any, kind: Any) -> Any:
 def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list[Message]:
     """Return the messages in a column; a text is one message of this role."""
     if _is_text(turns):
-        calls = (
-            _calls(turns)
-            if role == "assistant" and any(row.get(column) for column in TOOLS)
-            else None
-        )
-        return [_said(role, turns, calls)]
+        may_call = role == "assistant" and any(row.get(column) for column in TOOLS)
+        calls = _calls(turns) if may_call else None
+        message: Message = {"role": role, "content": turns}
+        return [{**message, "content": "", "tool_calls": calls} if calls else message]
     if isinstance(turns, str):
         raise ItemError(f"{where} has an empty {name}; give it some text or remove it")
     if not _is_chat(turns):
@@ -246,9 +236,11 @@ def _message(turn: Fields) -> Message:
     if "value" in turn and "content" not in turn:
         value = turn["value"]
         calls = _calls(value) if name in CALLING else None
+        if calls:
+            return {"role": role, "content": "", "tool_calls": calls}
         if role == "tool" and isinstance(value, Mapping):
             value = json.dumps(value, ensure_ascii=False)
-        return _said(role, value, calls)
+        return {"role": role, "content": value}
     message = {"content": None, **turn, "role": role}
     # the second is OpenAI's from before there were tools
     calls = _calls(message.get("tool_calls") or message.pop("function_call", None))
@@ -257,48 +249,23 @@ def _message(turn: Fields) -> Message:
     return message
 
 
-def _said(role: Any, content: Any, calls: list[Message] | None) -> Message:
-    """Return a message with this content, or with tool calls instead."""
-    message: Message = {"role": role, "content": content}
-    return {**message, "content": "", "tool_calls": calls} if calls else message
-
-
 def _calls(text: Any) -> list[Message] | None:
     """Return the tool calls in JSON text: one, or a list of names with arguments; None for other
     text."""
     parsed = text if isinstance(text, Mapping | list) else parse_json(text, list | dict)
     parsed = parsed if isinstance(parsed, list) else [parsed]
-    if all(isinstance(call, Mapping) and {"function", "name"} & call.keys() for call in parsed):
-        return [
-            _decoded(call if "function" in call else {"type": "function", "function": call})
-            for call in parsed
-        ]
-    return None
-
-
-def _decoded(call: Any) -> Any:
-    """Return a tool call, its arguments parsed if they are JSON text."""
-    if not isinstance(call, Mapping):
-        return call
-    if "function" in call:
-        return {**call, "function": _decoded(call["function"])}
-    arguments = parse_json(call.get("arguments"), dict)
-    return dict(call) if arguments is None else {**call, "arguments": arguments}
-
-
-def _tools_of(row: Fields, where: str) -> Any:
-    """Return the tools that a chat may call, parsed if they are JSON text; None if there are
-    none."""
-    tools = next((row[name] for name in TOOLS if row.get(name)), None)
-    if isinstance(tools, str) and tools.strip():
-        parsed = parse_json(tools, list | dict)
-        if parsed is None:
-            raise ItemError(f"{where}: its tools are no JSON list; mend or remove them")
-        tools = parsed
-    tools = [tools] if isinstance(tools, Mapping) else tools
-    if isinstance(tools, list):
-        tools = [parse_json(tool, dict) or tool for tool in tools]
-    return _without_none(tools) or None
+    calls = list[Message]()
+    for call in parsed:
+        if not isinstance(call, Mapping) or not {"function", "name"} & call.keys():
+            return None
+        if "function" not in call:
+            call = {"type": "function", "function": call}
+        function = call["function"]
+        if isinstance(function, Mapping):
+            arguments = parse_json(function.get("arguments"), dict)
+            function = {**function, **({} if arguments is None else {"arguments": arguments})}
+        calls.append({**call, "function": function})
+    return calls
 
 
 def _without_none(value: Any) -> Any:
@@ -319,17 +286,6 @@ def media_beside(row: Any) -> dict[str, Any]:
     return media
 
 
-def with_media(row: Any, conversation: Conversation) -> bool:
-    """Return True if a row has pictures, video or sound, in its messages or in columns of their
-    own."""
-    parts = []
-    for message in conversation.messages:
-        if isinstance(message["content"], list):
-            parts += message["content"]
-    is_inside = any(isinstance(part, dict) and part.get("type") in MEDIA for part in parts)
-    return is_inside or bool(media_beside(row))
-
-
 def require_template(tokenizer: Any, what: str) -> None:
     """Refuse a chat if the tokenizer has no template; `what` begins the sentence."""
     if not has_chat_template(tokenizer):
@@ -342,17 +298,15 @@ def require_template(tokenizer: Any, what: str) -> None:
 
 def plain_chat(messages: Sequence[Message]) -> str:
     """Return a chat as roles and contents, for models without a chat template."""
-    lines = []
+    text = ""
     for message in messages:
         content = message.get("content") or ""
         if isinstance(content, list):
             content = joined_text([as_part(part) for part in content])
         calls = message.get("tool_calls")
-        lines.append(
-            f"{message['role']}: "
-            f"{content}{json.dumps(calls, ensure_ascii=False) if calls else ''}\n"
-        )
-    return "".join(lines)
+        called = json.dumps(calls, ensure_ascii=False) if calls else ""
+        text += f"{message['role']}: {content}{called}\n"
+    return text
 
 
 def untaken(where: str, error: Exception, taker: str = "chat template") -> ItemError:

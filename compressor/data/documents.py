@@ -12,13 +12,14 @@ from compressor.data.chats import (
     CHAT_FIRST,
     CHATS,
     COLUMNS,
+    MEDIA,
     TRACE,
+    media_beside,
     note_columns,
     plain_chat,
     read_row,
     require_template,
     untaken,
-    with_media,
 )
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource
@@ -72,17 +73,23 @@ def _document(
     A chat in a named column is plain text where the model has no template.
     """
     is_trace = isinstance(row, Mapping) and row.keys() >= TRACE
-    choices = CHAT_FIRST if has_chat_template(tokenizer) and not is_trace else COLUMNS
+    has_template = has_chat_template(tokenizer)
+    choices = CHAT_FIRST if has_template and not is_trace else COLUMNS
     conversation = read_row(row, column, where, choices)
     is_plain = column is not None and conversation.text is not None
-    if purpose in ("calibration", "heldout") and not is_plain and with_media(row, conversation):
-        raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
+    if purpose in ("calibration", "heldout") and not is_plain:
+        has_media = bool(media_beside(row))
+        for message in conversation.messages:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                has_media |= isinstance(part, dict) and part.get("type") in MEDIA
+        if has_media:
+            raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
     if column is None:
         note_columns(row, conversation, left_out)
     text = conversation.text
     is_rendered = isinstance(row, Mapping) and any(row.get(name) for name in CHATS)
     if text is None:
-        is_rendered = has_chat_template(tokenizer)
+        is_rendered = has_template
         if column is None:
             require_template(
                 tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}"

@@ -44,11 +44,11 @@ class Emphasis:
 
     def missing(self, batches: Sequence[Tensor]) -> list[str]:
         """Return the names without a marked token in the batches [B, L]."""
-
-        def occur(marked: MarkedTokens) -> bool:
-            return any(bool(_covered(batch, marked.tokens).any()) for batch in batches)
-
-        return [name for name, marked in self.marked.items() if not occur(marked)]
+        missing = []
+        for name, marked in self.marked.items():
+            if not any(bool(_covered(batch, marked.tokens).any()) for batch in batches):
+                missing.append(name)
+        return missing
 
 
 RATE = 1.0  # of the growth of a source's weight, in the exponent

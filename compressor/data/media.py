@@ -8,7 +8,7 @@ import os
 import random
 import reprlib
 from base64 import b64decode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from os.path import isfile, realpath
 from pathlib import Path
@@ -28,7 +28,7 @@ from compressor.data.chats import (
     untaken,
 )
 from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
-from compressor.data.sources import SourceSpec, WeightedSource, divide
+from compressor.data.sources import SourceSpec, WeightedSource
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
@@ -69,18 +69,15 @@ def load_processor(folder: Path) -> Any:
     video or sound."""
     try:
         processor = load_stock("AutoProcessor", folder)
-        message = (
-            ""
-            if hasattr(processor, "create_mm_token_type_ids")
-            else "it takes no pictures beside text"
-        )
+        is_usable = hasattr(processor, "create_mm_token_type_ids")
+        message = "" if is_usable else "it takes no pictures beside text"
     except Exception as error:  # processors raise anything
         message = reason_of(error)
     if message:
         raise CompressionError(
             f"{folder} has no usable processor for pictures ({message}); install Pillow and "
-            "torchvision, copy the "
-            "original model's processor there, or calibrate on its text alone (SOURCE#column)"
+            "torchvision, copy the original model's processor there, or calibrate on its text "
+            "alone (SOURCE#column)"
         )
     return processor
 
@@ -153,12 +150,20 @@ def sequence_of(
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
         beside += [{"type": kind, kind: value} for value in several if value is not None]
-    messages = []
-    for message in _placed(conversation.messages, beside, where):
-        parts = [
-            _opened(part, processor.tokenizer, length, folder, where) for part in message["content"]
-        ]
-        messages.append({**message, "content": parts})
+    messages = _placed(conversation.messages, beside, where)
+    for message in messages:
+        parts = []
+        for part in message["content"]:
+            kind = part.get("type")
+            if kind == "image":
+                part = {"type": kind, "image": _picture(_content(part), folder, where)}
+            elif kind in KINDS:
+                part = {"type": kind, "path": _file(_content(part), folder, where)}
+            elif kind == "text":
+                text, _ = first_part(processor.tokenizer, part["text"], length)
+                part = {"type": kind, "text": text}
+            parts.append(part)
+        message["content"] = parts
     try:
         inputs = _processed(processor, messages, conversation, where)
     except ItemError:
@@ -186,10 +191,8 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
         for part in map(as_part, content):
             if part.get("type") == "image_url":
                 url = part.get("image_url")
-                part = {
-                    "type": "image",
-                    "image": url.get("url") if isinstance(url, Mapping) else url,
-                }
+                url = url.get("url") if isinstance(url, Mapping) else url
+                part = {"type": "image", "image": url}
             kind = part.get("type")
             if kind in KINDS and _content(part) is None:
                 part = next((given for given in waiting if given["type"] == kind), None)
@@ -204,19 +207,6 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
     first = next((message for message in placed if message["role"] == "user"), placed[0])
     first["content"] = [*waiting, *first["content"]]
     return placed
-
-
-def _opened(part: Part, tokenizer: Any, length: int, folder: Path, where: str) -> Part:
-    """Return a part with its picture opened, the path of its video or sound, or no more text than
-    needed."""
-    kind = part.get("type")
-    if kind == "image":
-        return {"type": kind, "image": _picture(_content(part), folder, where)}
-    if kind in KINDS:
-        return {"type": kind, "path": _file(_content(part), folder, where)}
-    if kind == "text":
-        return {"type": kind, "text": first_part(tokenizer, part["text"], length)[0]}
-    return part
 
 
 def _content(part: Part) -> Any:
@@ -265,20 +255,18 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
 
 def _processed(
     processor: Any, messages: list[Message], conversation: Conversation, where: str
-) -> Mapping[str, Any]:
+) -> Any:
     """Return the processed messages; without a chat template, placeholders and the text after
     them."""
-    inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
         more: dict[str, Any] = {**dated_template(templates_of(processor))}
         if conversation.tools is not None:
             more["tools"] = form.tools(conversation.tools)
         adapted = [form.message(message) for message in messages]
-        inputs = processor.apply_chat_template(
+        return processor.apply_chat_template(
             adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
         )
-        return inputs
     text = ""
     media = dict[str, list[Any]]()
     for message in messages:
@@ -298,8 +286,7 @@ def _processed(
                 media.setdefault(f"{kind}s", []).append(part.get("image") or part["path"])
     end = processor.tokenizer.eos_token or ""
     text = text.removesuffix(end) + end
-    inputs = processor(text=text, return_tensors="pt", **media)
-    return inputs
+    return processor(text=text, return_tensors="pt", **media)
 
 
 def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inputs:
@@ -321,19 +308,3 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
         if isinstance(value, Tensor):
             more[name] = value[:, :length] if value.shape == shape else value
     return Inputs.of(ids[:, :length].contiguous(), media[:, :length], more)
-
-
-def divided(available: int, wanted: Sequence[int], source: str) -> list[int]:
-    """Return the number of sequences for each purpose: those wanted, or fewer of each if too few
-    are available."""
-    if available >= sum(wanted):
-        return list(wanted)
-    needed = [count for count in wanted if count]
-    if available < len(needed):
-        raise CompressionError(
-            f"calibration data {source} gives {available} sequences with pictures, too few for "
-            f"its {len(needed)} "
-            "parts; give more rows"
-        )
-    shares = iter(divide(available, needed))
-    return [next(shares) if count else 0 for count in wanted]

@@ -65,7 +65,11 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
             f"the text {address} was given in Python and is in no file; name one with --{purpose}"
         )
     if address.name == DEMO_SOURCE and not path.exists():
-        return SourceRows(_demo_rows(purpose))
+        if purpose == "prompts":
+            questions = load_items()
+            return SourceRows((f"{DEMO_SOURCE}, {item.skill}", item.question) for item in questions)
+        documents = load_documents("calibration" if purpose == "calibration" else "heldout")
+        return SourceRows((DEMO_SOURCE, text) for text, _ in documents)
     if isfile(path):
         if address.config or address.split:
             plain = replace(address, config=None, split=None, revision=None)
@@ -90,17 +94,10 @@ def hub_answers() -> bool:
     return True
 
 
-def _demo_rows(purpose: Purpose) -> Iterator[Row]:
-    if purpose == "prompts":
-        return ((f"{DEMO_SOURCE}, {item.skill}", item.question) for item in load_items())
-    documents = load_documents("calibration" if purpose == "calibration" else "heldout")
-    return ((DEMO_SOURCE, text) for text, _ in documents)
-
-
 def _file_rows(path: Path, purpose: str) -> SourceRows:
     """Return the rows of a file by its content, and by its suffix if the content leaves the form
     open."""
-    with _reading(path, purpose), _opened(path) as stream:
+    with _opened(path, purpose) as stream:
         start = stream.read(16)
     if start.startswith(PARQUET) or path.suffix.lower() == ".parquet":
         return SourceRows(_parquet_rows(path, purpose))
@@ -108,16 +105,14 @@ def _file_rows(path: Path, purpose: str) -> SourceRows:
         raise CompressionError(
             f"{purpose} file {path} is no text in UTF-8; convert it to JSON lines, CSV or parquet"
         )
-    suffixes = [
-        suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED_SUFFIXES
-    ]
-    suffix = suffixes[-1] if suffixes else ""
+    lowered = [suffix.lower() for suffix in path.suffixes]
+    suffix = next((name for name in reversed(lowered) if name not in COMPRESSED_SUFFIXES), "")
     if suffix in TABLE_SUFFIXES:
         return SourceRows(_table_rows(path, purpose))
     first_line = next((line.strip() for line in _lines(path, purpose) if line.strip()), "")
     is_object = parse_json(first_line, dict) is not None
     if first_line.startswith(("[", "{")) and not is_object:
-        with _reading(path, purpose), _opened(path) as stream:
+        with _opened(path, purpose) as stream:
             content = parse_json(stream.read().decode("utf-8-sig", "replace"), list | dict)
         if content is not None:
             rows = content if isinstance(content, list) else [content]
@@ -134,26 +129,29 @@ def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path, purpose: str) -> Iterator[BinaryIO]:
     """Open a file for reading, decompressed if necessary."""
-    with path.open("rb") as raw:
-        start = raw.read(4)
-        raw.seek(0)
-        compressions = [name for magic, name in COMPRESSIONS.items() if start.startswith(magic)]
-        if not compressions:
-            yield raw
-            return
-    import pyarrow
+    with _reading(path, purpose):
+        with path.open("rb") as raw:
+            start = raw.read(4)
+            raw.seek(0)
+            compressions = [name for magic, name in COMPRESSIONS.items() if start.startswith(magic)]
+            if not compressions:
+                yield raw
+                return
+        import pyarrow
 
-    with pyarrow.input_stream(str(path), compression=compressions[0]) as stream:
-        content = stream.read(MOST_UNPACKED + 1)
-    if len(content) > MOST_UNPACKED:
-        raise CompressionError(f"{path} unpacks to more than {MOST_UNPACKED:,} bytes; split it up")
-    yield BytesIO(content)
+        with pyarrow.input_stream(str(path), compression=compressions[0]) as stream:
+            content = stream.read(MOST_UNPACKED + 1)
+        if len(content) > MOST_UNPACKED:
+            raise CompressionError(
+                f"{path} unpacks to more than {MOST_UNPACKED:,} bytes; split it up"
+            )
+        yield BytesIO(content)
 
 
 def _lines(path: Path, purpose: str) -> Iterator[str]:
-    with _reading(path, purpose), _opened(path) as raw:
+    with _opened(path, purpose) as raw:
         # a bad byte spoils only its row
         yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")
 
@@ -191,12 +189,8 @@ def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
     for row in reader:
         where = f"{path}, line {reader.line_num}"
         if None in row:
-            yield (
-                where,
-                ItemError(
-                    f"{where} has more fields than the first line has names; mend or remove it"
-                ),
-            )
+            message = f"{where} has more fields than the first line has names; mend or remove it"
+            yield where, ItemError(message)
         else:
             yield where, row
 
@@ -219,6 +213,7 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
     name = address.name
     split = address.split or "train"
     config = address.config or ("en" if name == C4 else None)
+    order = list[int]()
     try:
         if isfile(f"{name}/state.json") or isfile(f"{name}/dataset_dict.json"):
             saved = datasets.load_from_disk(name)
@@ -228,13 +223,13 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
                 saved = saved[split]
             order = list(range(len(saved)))
             random.Random(seed).shuffle(order)
-            stream = _undecoded(saved.select(order).to_iterable_dataset())
-            rows: Iterator[tuple[int, Any]] = zip(order, stream, strict=True)
+            stream = saved.select(order).to_iterable_dataset()
         else:
             stream = datasets.load_dataset(
                 name, config, split=split, revision=address.revision, streaming=True
             )
-            rows = _shuffled_stream(_undecoded(stream), seed)
+        stream = stream.decode(False) if stream.features else stream  # `data.media` opens pictures
+        rows = zip(order, stream, strict=True) if order else _shuffled_stream(stream, seed)
         for number, row in rows:
             yield f"data set {address}, row {number + 1}", row
     except Exception as error:  # data sets raise anything
@@ -244,10 +239,6 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
             f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, "
             "or 'demo'"
         ) from error
-
-
-def _undecoded(rows: Any) -> Any:
-    return rows.decode(False) if rows.features else rows  # `data.media` opens pictures
 
 
 def _shuffled_stream(stream: Any, seed: int) -> Iterator[tuple[int, Any]]:

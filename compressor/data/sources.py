@@ -85,21 +85,9 @@ class SourceSpec:
         return cls(text) if match is None else cls(**match.groupdict())
 
     def __str__(self) -> str:
-        text = self.name
-        for sign, part in (
-            (":", self.config),
-            ("@", self.split),
-            ("@", self.revision),
-            ("#", self.column),
-        ):
-            if part is not None:
-                text += f"{sign}{part}"
-        return text
-
-
-def _shown(value: Any) -> str:
-    """Return text for a value that JSON cannot hold: the digest of a picture, for example."""
-    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
+        parts = (self.config, self.split, self.revision, self.column)
+        signed = zip(":@@#", parts, strict=True)
+        return self.name + "".join(sign + part for sign, part in signed if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +109,14 @@ class GivenTexts:
             )
         rows: Any = texts if hasattr(texts, "__getitem__") else list(texts)
         digest = hashlib.sha256()
+
+        def spelled(value: Any) -> str:
+            """Return text for what JSON cannot hold: the digest of a picture, for example."""
+            is_array = hasattr(value, "tobytes")
+            return hashlib.sha256(value.tobytes()).hexdigest() if is_array else str(value)
+
         for row in rows:
-            content = json.dumps(row, sort_keys=True, default=_shown)
+            content = json.dumps(row, sort_keys=True, default=spelled)
             digest.update(content.encode() + b"\n")
         return cls(f"{GIVEN}:{digest.hexdigest()[:16]}", rows)
 
@@ -159,11 +153,6 @@ class BlendEntry(Options):
     licence: str = ""
 
 
-def is_blend(name: str) -> bool:
-    """Return True for the name of the default blend, and for a YAML file."""
-    return name.endswith(BLEND_SUFFIXES) or (name == DEFAULT_SOURCE and not exists(name))
-
-
 def read_blend(name: str = DEFAULT_SOURCE) -> list[BlendEntry]:
     """Return the sources of the default blend, or those in a YAML file like it."""
     path = BLEND if name == DEFAULT_SOURCE else Path(name)
@@ -191,16 +180,13 @@ def sources_or_texts(given: Any) -> Any:
 
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """
-    if (
-        isinstance(given, str)
-        or not isinstance(given, Sequence)
-        or not all(isinstance(text, str) for text in given)
-    ):
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not all(isinstance(text, str) for text in given):
         return given
-    is_named = all(
-        isfile(text) or has_text_suffix(text) or len(text.split()) == 1 for text in given
-    )
-    return given if is_named else GivenTexts.of(given)
+    for text in given:
+        if not isfile(text) and not has_text_suffix(text) and len(text.split()) != 1:
+            return GivenTexts.of(given)
+    return given
 
 
 def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource, ...]:
@@ -210,20 +196,30 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
     The sources of a blend share its weight.
     """
     if not arguments:
-        raise CompressionError(
-            "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
-        )
+        raise CompressionError(f"no calibration source is given; {NAME_TEXT}")
     entries = []
     addresses = []
     bare = []
     for argument in arguments:
-        source, weight = _split_weight(str(argument))
-        if weight is None:
+        text = str(argument)
+        source, sign, number = text.rpartition("=")
+        weight = 1.0
+        try:
+            weight = float(number)
+            is_bare = not sign or isfile(text)
+        except ValueError:
+            is_bare = True
+        if is_bare:
+            source = text
             weight = 1.0
             bare.append(source)
+        elif not source:
+            raise CompressionError(
+                f"calibration {text!r} names no source before its weight; write SOURCE=WEIGHT"
+            )
         rows = argument.rows if isinstance(argument, GivenTexts) else None
         group = [WeightedSource(source, 1.0, rows)]
-        if is_blend(source):
+        if source.endswith(BLEND_SUFFIXES) or (source == DEFAULT_SOURCE and not exists(source)):
             group = [
                 WeightedSource(entry.source, entry.weight, is_optional=True)
                 for entry in read_blend(source)
@@ -254,21 +250,6 @@ def normalized(sources: Sequence[WeightedSource]) -> tuple[WeightedSource, ...]:
     )
 
 
-def _split_weight(argument: str) -> tuple[str, float | None]:
-    source, sign, number = argument.rpartition("=")
-    try:
-        weight = float(number)
-    except ValueError:
-        return argument, None
-    if not sign or isfile(argument):
-        return argument, None
-    if not source:
-        raise CompressionError(
-            f"calibration {argument!r} names no source before its weight; write SOURCE=WEIGHT"
-        )
-    return source, weight
-
-
 def domain_of(argument: str) -> tuple[str, str]:
     """Parse `SOURCE` or `SOURCE=DOMAIN`; the domain is a file's name or a data set's id by
     default."""
@@ -294,17 +275,16 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
     A share below 1 is raised to 1, and the others divide the rest; ties go to the lower index.
     `total` must not be less than the number of weights."""
-    exact = [Fraction(weight) for weight in weights]
-    raised = set[int]()
+    free = {index: Fraction(weight) for index, weight in enumerate(weights)}
     while True:
-        free = [index for index in range(len(exact)) if index not in raised]
-        whole = sum(exact[index] for index in free)
-        due = {index: (total - len(raised)) * exact[index] / whole for index in free}
-        small = {index for index, share in due.items() if share < 1}
-        if not small:
+        left = total - len(weights) + len(free)
+        whole = sum(free.values())
+        due = {index: left * weight / whole for index, weight in free.items()}
+        large = {index: weight for index, weight in free.items() if due[index] >= 1}
+        if len(large) == len(free):
             break
-        raised |= small
-    counts = [math.floor(due.get(index, 1)) for index in range(len(exact))]
+        free = large
+    counts = [math.floor(due.get(index, 1)) for index in range(len(weights))]
     by_remainder = sorted(free, key=lambda index: counts[index] - due[index])
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
@@ -329,17 +309,21 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     names are numbered."""
     names = []
     for source in sources:
-        address = SourceSpec.parse(source)
+        address = replace(SourceSpec.parse(source), revision=None)
         is_file = isfile(address.name)
-        names.append(
-            Path(address.name).stem if is_file else local_name(str(replace(address, revision=None)))
-        )
+        names.append(Path(address.name).stem if is_file else local_name(str(address)))
     return tuple(distinct(names))
 
 
 def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the identity with absolute paths, valid from any working folder."""
-    return None if identity is None else _renamed(identity, _with_folder)
+
+    def absolute(source: str) -> str:
+        address = SourceSpec.parse(source)
+        name = abspath(address.name) if exists(address.name) else address.name
+        return str(replace(address, name=name))
+
+    return None if identity is None else _renamed(identity, absolute)
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,24 +331,13 @@ def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
     return _renamed(identity, lambda source: without_tokens(local_name(source)))
 
 
-def _with_folder(source: str) -> str:
-    address = SourceSpec.parse(source)
-    return str(replace(address, name=abspath(address.name)) if exists(address.name) else address)
-
-
 def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
     """Return the identity with its sources renamed by `name`."""
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]
-    unread = (
-        {"left_out": [name(source) for source in identity["left_out"]]}
-        if "left_out" in identity
-        else {}
-    )
-    return {
-        **identity,
-        **unread,
-        "source": " + ".join(entry["source"] for entry in entries),
-        "sources": entries,
-    }
+    joined = " + ".join(entry["source"] for entry in entries)
+    renamed = {**identity, "source": joined, "sources": entries}
+    if "left_out" in identity:
+        renamed["left_out"] = [name(source) for source in identity["left_out"]]
+    return renamed

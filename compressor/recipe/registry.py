@@ -6,8 +6,9 @@ from typing import Any, Self
 
 import torch
 
-from compressor.entry_points import EXPORTERS, STRATEGIES, load, make_options, working
+from compressor.entry_points import EXPORTERS, STRATEGIES, load, working
 from compressor.errors import CompressionError, reason_of
+from compressor.options import NamedOptions, validated
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
@@ -100,7 +101,7 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     if not callable(getattr(module, "plan", None)) or not isinstance(needs, frozenset):
         message = "it needs a frozenset NEEDS and a function plan(statistics, keep, protected)"
         raise CompressionError(f"{what} is no plugin: {message}")
-    options = make_options(what, getattr(module, "Options", None), settings or {})
+    options = _plugin_options(what, module, settings or {})
     correction = getattr(module, "CORRECTION", "none")
     if correction not in CORRECTIONS:
         message = f"CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}"
@@ -143,7 +144,7 @@ def load_exporter(name: str) -> Any:
     folder `output`, which has a hidden name until it returns, and leaves nothing there where it
     fails. It returns None or a dataclass that sums up what was written; with the methods
     `describe()` and `to_dict()` that says itself what the terminal and `--json` show. The module
-    may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
+    may have `Options` like a strategy's, and `require_packages()`, which raises
     `CompressionError` where an optional package is missing. `read_summary(output)`, if there is
     one, reads the summary of a finished output. With `PLANS = True` the command `export` hands it a
     plan file, too."""
@@ -157,6 +158,23 @@ def load_exporter(name: str) -> Any:
 def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
     """Return an exporter's options with these settings, None where it has none; raises
     `CompressionError`."""
-    return make_options(
-        f"exporter {name!r}", getattr(load_exporter(name), "Options", None), settings or {}
-    )
+    return _plugin_options(f"exporter {name!r}", load_exporter(name), settings or {})
+
+
+def _plugin_options(what: str, module: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the `Options` of a module with these settings, None where it has none; `what` names
+    it in a `CompressionError`."""
+    kind = getattr(module, "Options", NamedOptions)
+    if not isinstance(kind, type) or not issubclass(kind, NamedOptions):
+        raise CompressionError(
+            f"{what}: Options is no class of options; write `class Options(NamedOptions)` with "
+            "NamedOptions from compressor.plugins, fields such as `power: float = 1.0`, and below "
+            "each a text that explains it"
+        )
+    try:
+        options = validated(kind, settings, what, f"{what} has no option")
+    except CompressionError:
+        raise
+    except Exception as error:  # plugins raise any exception
+        raise CompressionError(f"{what} does not take these options: {reason_of(error)}") from error
+    return None if kind is NamedOptions else options

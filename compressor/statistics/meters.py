@@ -338,14 +338,39 @@ class DeletionSum(TokenSum):
     @torch.no_grad()
     def experts_called(self, call: ExpertsCall) -> None:
         super().experts_called(call)
-        following, self.weight, self.normalised = self._next(call)
+        tokens, top_k = call.index.shape
+        following = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
+        self.weight = following.float()
+        self.normalised = following.new_zeros((), dtype=torch.bool)
         self.refill = torch.zeros(call.hidden.shape, device=call.hidden.device)
+        observed = self.observed
+        count = observed.layer.experts
+        if self.routed is not None and count > top_k:
+            positional, by_keyword = as_call(self.routed.arguments)
+            with another_top_k(observed.router, observed.block, observed.config, top_k + 1):
+                # past the hooks of those who watch
+                output = observed.router.forward(*positional, **by_keyword)
+            weights, index = (part.reshape(-1, part.shape[-1]) for part in output[1:3])
+            # else a router that looks its experts up
+            if index.shape == (tokens, top_k + 1):
+                added = (index[:, :, None] != call.index[:, None]).all(-1)
+                slot = added.int().argmax(1, keepdim=True)
+                following = index.gather(1, slot)[:, 0].long()
+                weight = weights.float().gather(1, slot)[:, 0]
+                before = call.weights.float().sum(1)
+                after = weights.float().sum(1) - weight
+                known = (added.sum(1) == 1) & (following < count) & weight.isfinite()
+                is_shared = (after - before).abs() > NORMALISED * before.abs()
+                self.normalised = (known & is_shared).any()
+                on_scale = weight * before / after.masked_fill(after == 0, 1.0)
+                self.weight = torch.where(self.normalised, on_scale, weight).where(known, 0)
+                following = following.where(known, 0)
 
         def keep(choices: Choices, outputs: Tensor) -> None:
             self.refill[choices.tokens] = choices.weights[:, None] * outputs.float()
 
         observed_forward(
-            self.observed.experts, call.hidden, following[:, None], self.weight[:, None], keep
+            observed.experts, call.hidden, following[:, None], self.weight[:, None], keep
         )
 
     def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
@@ -360,34 +385,6 @@ class DeletionSum(TokenSum):
         damage = as_float64(total - scale[..., None] * changed).square().sum(-1)
         damage *= as_float64(gates) != 0
         self.add(self.by_token(choices, choices.experts).flatten(), damage.flatten())
-
-    def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's next expert [T], its gate weight [T] beside those in use, and
-        `normalised` []."""
-        tokens, top_k = call.index.shape
-        none = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
-        nothing = none, none.float(), none.new_zeros((), dtype=torch.bool)
-        observed = self.observed
-        if self.routed is None or observed.layer.experts <= top_k:
-            return nothing
-        positional, by_keyword = as_call(self.routed.arguments)
-        with another_top_k(observed.router, observed.block, observed.config, top_k + 1):
-            # past the hooks of those who watch
-            output = observed.router.forward(*positional, **by_keyword)
-        weights, index = (part.reshape(-1, part.shape[-1]) for part in output[1:3])
-        if index.shape != (tokens, top_k + 1):  # a router that looks its experts up
-            return nothing
-        added = (index[:, :, None] != call.index[:, None]).all(-1)
-        slot = added.int().argmax(1, keepdim=True)
-        following = index.gather(1, slot)[:, 0].long()
-        weight = weights.float().gather(1, slot)[:, 0]
-        before = call.weights.float().sum(1)
-        after = weights.float().sum(1) - weight
-        known = (added.sum(1) == 1) & (following < observed.layer.experts) & weight.isfinite()
-        normalised = (known & ((after - before).abs() > NORMALISED * before.abs())).any()
-        on_scale = weight * before / after.masked_fill(after == 0, 1.0)
-        weight = torch.where(normalised, on_scale, weight)
-        return following.where(known, 0), weight.where(known, 0), normalised
 
 
 class Sample(Meter):
@@ -465,25 +462,19 @@ class RouterArgumentsSample(Sample):
         self.owned = {id(value) for value in (*block.parameters(), *block.buffers())}
 
     def router_called(self, call: RouterCall) -> None:
-        if call.rows.numel():
-            arguments = [
-                (name, *self._rows(value, len(call.logits), call.rows))
-                for name, value in call.arguments
-            ]
-            self.parts.append((call.batch, arguments))
-
-    def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
-        """Return a router argument's dimension of tokens and sampled rows: [S, ...] of [T, ...], or
-        [1, S, ...].
-
-        An argument that does not go by tokens, such as a bias held by the parent block, comes back
-        as it is with None."""
-        dim = None if id(value) in self.owned else token_dim(value, tokens)
-        if dim is None:
-            return None, value
-        by_token = value if dim == 0 else value.flatten(0, 1)
-        taken = by_token[rows].detach()
-        return dim, taken if dim == 0 else taken[None]
+        """Keep the sampled rows of what goes by tokens, [S, ...] of [T, ...] or [1, S, ...]; a bias
+        held by the block, for example, stays as it is."""
+        if not call.rows.numel():
+            return
+        arguments = []
+        for name, value in call.arguments:
+            dim = None if id(value) in self.owned else token_dim(value, len(call.logits))
+            if dim == 0:
+                value = value[call.rows].detach()
+            elif dim is not None:
+                value = value.flatten(0, 1)[call.rows].detach()[None]
+            arguments.append((name, dim, value))
+        self.parts.append((call.batch, arguments))
 
     def finish(self) -> RouterArguments:
         joined = list[tuple[str | None, Any]]()

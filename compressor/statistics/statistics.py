@@ -265,12 +265,10 @@ class Collector:
         }
         # batches with such inputs
         self.infinite = torch.zeros((), dtype=torch.long, device=experts.down_proj.device)
-        watching = [
-            meter
-            for meter in self.meters.values()
-            if type(meter).experts_ran is not Meter.experts_ran
-        ]
-        self.watches_experts = bool(watching)  # which needs a slower forward
+        # which needs a slower forward
+        self.watches_experts = any(
+            type(meter).experts_ran is not Meter.experts_ran for meter in self.meters.values()
+        )
         self.hooks = ExitStack()
 
     def observe(self, ids: Tensor, rows: Tensor, batch: int = 0, source: int = 0) -> None:
@@ -466,7 +464,21 @@ def collect(
     if calibration is None:
         if needs - WEIGHTS:
             raise CompressionError("this strategy needs calibration data; pass --calibration")
-        yield from _from_weights(model, needs, routers, progress, seed)
+        layers = model.architecture.layers
+        if not ranks().is_first:
+            yield from (LayerStatistics(layer, seed=seed) for layer in layers)
+            return
+        progress.start("plan", len(layers))
+        inner = model.partial
+        for layer in layers:
+            keys = [tensor.key for tensor in layer.tensors]
+            inner.load(key for key in keys if key.startswith(f"{layer.name}."))
+            try:
+                yield Collector(layer, inner.model, needs, seed, partial(routers, layer)).finish()
+            finally:
+                inner.release(layer.block)
+                give_back()
+            progress.advance(layer.name)
         return
     watching = _Watching(
         lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed)
@@ -493,28 +505,6 @@ def collect(
         finally:
             for collector in watching.active:
                 collector.detach()
-
-
-def _from_weights(
-    model: OpenModel, needs: frozenset[str], routers: Routers, progress: Progress, seed: int
-) -> Iterator[LayerStatistics]:
-    layers = model.architecture.layers
-    if not ranks().is_first:
-        yield from (LayerStatistics(layer, seed=seed) for layer in layers)
-        return
-    progress.start("plan", len(layers))
-    for layer in layers:
-        model.partial.load(
-            tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}.")
-        )
-        try:
-            yield Collector(
-                layer, model.partial.model, needs, seed, partial(routers, layer)
-            ).finish()
-        finally:
-            model.partial.release(layer.block)
-            give_back()
-        progress.advance(layer.name)
 
 
 class _Watching(LayerVisitor):

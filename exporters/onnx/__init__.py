@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from compressor.answers.lm_eval_run import fits_whole
 from compressor.checkpoint.reader import MODELOPT
 from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text
-from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, require
 from compressor.files import GRAPH, TOOL, new_folder
@@ -32,6 +31,7 @@ from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.remote_code import json_bytes, without_code
 from compressor.model.verification import check_carried
+from compressor.options import NamedOptions
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as
 from compressor.run_record import COMPRESSION, versions
@@ -62,7 +62,6 @@ WEIGHTS = "model.onnx.data"
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 FORMATS = {"none": None, **SCHEMES}  # of the experts' weights
-OPSETS = range(18, 24)
 # above this the weights lie in a file of their own; a graph file ends at 2 GB
 EXTERNAL_BYTES = 64 * 2**20
 RECORD = "onnx_export.json"
@@ -93,26 +92,26 @@ RECORDED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
+class ExportOptions(NamedOptions):
     """Options of the graph and its verification."""
 
-    opset: int = option(20, "Version of the ONNX operators.", OPSETS)
-    dtype: str = option("fp32", "Data type of the weights: fp32 or fp16.", DTYPES)
-    quantize: str = option(
-        "none", "Experts' weights: none, int8 (by row) or int4 (by blocks of 32).", FORMATS
-    )
-    past: bool = option(True, "Have the KV cache as inputs and outputs.")
-    overwrite: bool = option(False, "Replace an existing output.")
-    external_bytes: int = option(
-        EXTERNAL_BYTES, "Bytes of weights above which they go to a file of their own."
-    )
-    tokens: int = option(TOKENS, "Greedy tokens to compare with the checkpoint's.")
-    stream: bool | None = option(
-        None,
-        "Map the weights from their file to verify (default: where the model does not fit into "
-        "memory).",
-    )
+    opset: Literal[18, 19, 20, 21, 22, 23] = 20
+    """Version of the ONNX operators."""
+    dtype: Literal["fp32", "fp16"] = "fp32"
+    """Data type of the weights."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Experts' weights: none, int8 (by row) or int4 (by blocks of 32)."""
+    past: bool = True
+    """Have the KV cache as inputs and outputs."""
+    overwrite: bool = False
+    """Replace an existing output."""
+    external_bytes: int = EXTERNAL_BYTES
+    """Bytes of weights above which they go to a file of their own."""
+    tokens: int = TOKENS
+    """Greedy tokens to compare with the checkpoint's."""
+    stream: bool | None = None
+    """Map the weights from their file to verify (default: where the model does not fit into
+    memory)."""
 
     @property
     def scheme(self) -> Scheme | None:
@@ -433,7 +432,7 @@ def _write_files(
         "source": opened.source.label,
         "files": carried,
         "options": {
-            name: value for name, value in asdict(options).items() if name not in UNRECORDED
+            name: value for name, value in options.model_dump().items() if name not in UNRECORDED
         },
         **{name: result[name] for name in RECORDED},
     }

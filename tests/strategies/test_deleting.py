@@ -159,9 +159,10 @@ def test_two_that_stand_in_for_each_other_do_not_both_go() -> None:
     table = torch.diag(torch.tensor([1.0, 1.1, 2.0, 9.0])).double()
     table[0, 1] = table[1, 0] = 50.0
     assert kept(hope.plan(scored(table), 2)) == [1, 3]
-    assert kept(hope.plan(scored(table, counts=torch.zeros(4, 4)), 2, options=hope.Options("norms"))) == [0, 1]
+    norms = hope.Options(interaction="norms")
+    assert kept(hope.plan(scored(table, counts=torch.zeros(4, 4)), 2, options=norms)) == [0, 1]
     counts = torch.full((4, 4), 1000.0).double().fill_diagonal_(1.0)  # on average little, as they seldom are alone
-    assert kept(hope.plan(scored(table, counts=counts), 2, options=hope.Options("norms"))) == [2, 3]
+    assert kept(hope.plan(scored(table, counts=counts), 2, options=norms)) == [2, 3]
 
 
 @pytest.mark.parametrize("strategy", ["razor", "leave-one-out", "hope", "energy", "ranked-choice"])

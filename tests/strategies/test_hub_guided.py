@@ -75,7 +75,7 @@ def test_without_later_routers_or_exponent_it_is_gated_mass_or_count_guided(grou
             for found, exponent in ((stats(mass, changes, counts, **groups), 0.0), (last, 1.0)):
                 made = plan(found, keep, protected, Options(exponent=exponent))
                 assert made == gated_mass.plan(found, keep, protected)
-                made = plan(found, keep, protected, Options("visits", exponent))
+                made = plan(found, keep, protected, Options(mass="visits", exponent=exponent))
                 assert made.groups == count_guided.plan(found, keep, protected).groups
 
 

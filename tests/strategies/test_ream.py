@@ -1,7 +1,6 @@
 """REAM: a whole model and made-up layers against plain loops, protection, room, refusals."""
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,7 @@ def test_made_up_layers_against_loops(data: st.DataObject) -> None:
     logits, outputs = random.normal(size=(tokens, experts)), random.normal(size=(experts, tokens, 3))
     saliency = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
     found = stats(sums, counts, torch.from_numpy(logits), torch.from_numpy(outputs))
-    made = ream.plan(found, keep, frozenset(protected), Options(size))
+    made = ream.plan(found, keep, frozenset(protected), Options(group_size=size))
     table = naive_table(logits.tolist(), outputs.tolist())
     groups = naive_groups(saliency, table, keep, protected, size)
     check(made, groups, saliency)
@@ -155,21 +154,21 @@ def test_protected_experts_stay_alone_and_may_leave_no_home_for_others() -> None
     full = ream.plan(found, 2, frozenset({3, 5}))
     assert members(full) == [(3,), (5,)] and full.dropped == (0, 1, 2, 4)
     twice = stats(SUMS[:4] * 2, COUNTS[:4] * 2, LOGITS[:, :4].repeat(1, 2), OUTPUTS[:4].repeat(2, 1, 1), **GROUPED)
-    inside = members(ream.plan(twice, 4, options=Options(3)))
+    inside = members(ream.plan(twice, 4, options=Options(group_size=3)))
     assert inside == [(0, 2, 3), (1,), (4, 6, 7), (5,)]
 
 
 def test_a_layer_without_tokens_is_planned_by_its_lowest_experts() -> None:
     silent = stats([0.0] * 6, [0] * 6, torch.zeros(0, 6), torch.zeros(6, 0, 2))
-    assert members(ream.plan(silent, 3, options=Options(3))) == [(0, 3, 4), (1, 5), (2,)]
+    assert members(ream.plan(silent, 3, options=Options(group_size=3))) == [(0, 3, 4), (1, 5), (2,)]
     assert ream.plan(silent, 3).groups[0].coefficients == pytest.approx((0.25,) * 4)
 
 
 def test_the_contract_options_and_refusals() -> None:
     for settings_of in ({"group_size": 0}, {"align": False, "merge_routers": True}):
         check_strategy(ream, settings_of)
-    assert asdict(load_strategy("ream").options) == {"group_size": 16, "align": True, "merge_routers": False}
+    assert load_strategy("ream").options.model_dump() == {"group_size": 16, "align": True, "merge_routers": False}
     with pytest.raises(CompressionError, match="2 groups of at most 2 have no room for 6 experts; raise group_size"):
-        ream.plan(stats(SUMS, COUNTS, LOGITS, OUTPUTS), 2, options=Options(2))
+        ream.plan(stats(SUMS, COUNTS, LOGITS, OUTPUTS), 2, options=Options(group_size=2))
     with pytest.raises(CompressionError, match="the outputs of expert 1 are not finite"):
         ream.plan(stats([1.0, float("nan"), 3.0], [1.0, 1.0, 1.0], LOGITS[:, :3], OUTPUTS[:3]), 2)

@@ -105,9 +105,9 @@ def measure(
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
     layers = model.architecture.layers
-    paths = (
-        {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
-    )
+    paths = dict[str, Path]()
+    if kept is not None:
+        paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
     if paths and all(read_metadata(path) is not None for path in paths.values()):
         return {name: LayerConstants(**load_tensors(path)) for name, path in paths.items()}
     constants = {}
@@ -163,9 +163,8 @@ def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
     numbers = [0] * len(most)
     while sum(numbers) < removed:
         remaining = removed - sum(numbers)
-        for position in [
-            position for position, number in enumerate(numbers) if number < most[position]
-        ][-remaining:]:
+        able = [position for position, number in enumerate(numbers) if number < most[position]]
+        for position in able[-remaining:]:
             numbers[position] += 1
     return numbers
 
@@ -264,33 +263,25 @@ class _Search:
         """Return each layer's cost of replacing 0, 1 ... experts while all others stay as they
         are."""
         layers = self.model.architecture.layers
-        changes = []
-        for position, layer in enumerate(layers):
-            changes += [
-                (position, number)
-                for number in probed_numbers(len(self.orders[position]), layer.experts)
-            ]
-        nothing = [0] * len(layers)
-        divisions = [shifted(nothing, *change) for change in changes]
-        measured: list[dict[int, float]] = [{} for _ in layers]
-        for (position, number), figures in zip(
-            changes, self.costs(divisions, "measure curves", self._few()), strict=True
-        ):
-            measured[position][number] = figures.means["kl"]
-        return [
-            curve(self.constants[layer.name].missed[order].tolist(), costs)
-            for layer, order, costs in zip(layers, self.orders, measured, strict=True)
-        ]
-
-    def _few(self) -> list[int]:
-        """Return the first held-out batches, of `PROBED` tokens at least if there are as many."""
-        numbers = []
+        few = list[int]()  # the first held-out batches, of `PROBED` tokens if there are as many
         tokens = 0
         for number, batch in enumerate(self.evaluator.batches):
             if tokens < PROBED:
-                numbers.append(number)
+                few.append(number)
                 tokens += batch.numel()
-        return numbers
+        changes = []
+        for position, layer in enumerate(layers):
+            numbers = probed_numbers(len(self.orders[position]), layer.experts)
+            changes += [(position, number) for number in numbers]
+        divisions = [shifted([0] * len(layers), *change) for change in changes]
+        measured: list[dict[int, float]] = [{} for _ in layers]
+        costs = self.costs(divisions, "measure curves", few)
+        for (position, number), figures in zip(changes, costs, strict=True):
+            measured[position][number] = figures.means["kl"]
+        curves = []
+        for layer, order, costs_of_layer in zip(layers, self.orders, measured, strict=True):
+            curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs_of_layer))
+        return curves
 
     def moved(self, step: int) -> list[list[int]]:
         """Return divisions in which the layers that cost least give `step` more, those that cost
@@ -299,18 +290,15 @@ class _Search:
         base = self.kl(self.best)
         changes = []
         for position, order in enumerate(self.orders):
-            changes += [
-                (position, change)
-                for change in (step, -step)
-                if 0 <= best[position] + change <= len(order)
-            ]
+            for change in (step, -step):
+                if 0 <= best[position] + change <= len(order):
+                    changes.append((position, change))
         costs = self.costs([shifted(best, *change) for change in changes], "measure moves")
-        ranked = sorted(
-            (figures.means["kl"] - base, *change)
-            for figures, change in zip(costs, changes, strict=True)
-        )
-        giving = [(cost, position) for cost, position, change in ranked if change == step]
-        taking = [(cost, position) for cost, position, change in ranked if change == -step]
+        sides: dict[int, list[tuple[float, int]]] = {step: [], -step: []}
+        for figures, (position, change) in zip(costs, changes, strict=True):
+            sides[change].append((figures.means["kl"] - base, position))
+        giving = sorted(sides[step])
+        taking = sorted(sides[-step])
         divisions = []
         numbers = list(best)
         used = set[int]()

@@ -24,7 +24,6 @@ KICKED_EXPERTS = 8
 TOLERANCE = 1e-12  # a gain below this share of the cost it removes is rounding, and could cycle
 
 Members = tuple[int, ...]  # experts of a group, ascending
-Changes = list[tuple[int, int]]  # (expert, its new group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,7 @@ def group_experts(
     values = rounded(table, noise)
     partition = [range(len(table))] if blocks is None else blocks
     groups = list[Members]()
+    objective = cost = 0.0
     is_proved = True
     for block in partition:
         free = [expert for expert in sorted(block) if expert not in alone]
@@ -81,22 +81,13 @@ def group_experts(
         is_small = len(free) <= EXACT_LIMIT
         labels = _solve(distances, rest) if is_small else search_labels(distances, rest, generator)
         is_proved &= is_small or is_least(distances, labels, rest)
+        cost += labels_cost(distances, labels)
+        objective += labels_cost(table[free][:, free], labels)
         for label in range(rest):
             members = (labels == label).nonzero().flatten().tolist()
             groups.append(tuple(free[member] for member in members))
     groups.sort()
-    return Grouping(
-        tuple(groups), _objective(table, groups), is_proved or _objective(values, groups) == 0
-    )
-
-
-def _objective(distances: Tensor, groups: Sequence[Members]) -> float:
-    """Sum of distances over unordered pairs within a group."""
-    total = 0.0
-    for group in groups:
-        members = list(group)
-        total += float(distances[members][:, members].triu(1).sum())
-    return total
+    return Grouping(tuple(groups), objective, is_proved or cost == 0)
 
 
 def _solve(distances: Tensor, count: int) -> Tensor:
@@ -150,9 +141,13 @@ def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
 
 def search_labels(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Good labels for many experts, the first found among equals: [E, E] -> [E]."""
+
+    def cheapest(candidates: list[Tensor]) -> Tensor:
+        return candidates[stable_argmin(labels_cost(distances, labels) for labels in candidates)]
+
     starts = [_merge_by_sums(distances, count)]
     starts += [agglomerate(distances, count, linkage) for linkage in ("average", "complete")]
-    best = _cheapest(distances, [_descend(distances, start, count) for start in starts])
+    best = cheapest([_descend(distances, start, count) for start in starts])
     if is_least(distances, best, count):
         return best
     nearest = distances.argsort(dim=1, stable=True)[:, :KICKED_EXPERTS]
@@ -160,13 +155,8 @@ def search_labels(distances: Tensor, count: int, generator: torch.Generator) -> 
         kicked = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
         shuffled = kicked[torch.randperm(len(kicked), generator=generator)]
         start = best.index_copy(0, kicked, best[shuffled])
-        best = _cheapest(distances, [best, _descend(distances, start, count)])
+        best = cheapest([best, _descend(distances, start, count)])
     return best
-
-
-def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
-    """Return the labels [E] of least cost, the first of equal ones."""
-    return candidates[stable_argmin(labels_cost(distances, labels) for labels in candidates)]
 
 
 def agglomerate(distances: Tensor, count: int, linkage: Literal["average", "complete"]) -> Tensor:
@@ -202,38 +192,28 @@ def _merge_by_sums(distances: Tensor, count: int) -> Tensor:
 def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:
     """Follow best improvements until no move or swap helps: [E, E], [E] -> [E]."""
     labels = start.clone()
-    table = torch.zeros(labels.numel(), count, dtype=torch.float64).index_add_(1, labels, distances)
-    for _ in range(50 * labels.numel()):
-        changes = _best_move(table, labels) or _best_swap(distances, table, labels)
-        if not changes:
-            break
-        touched = set[int]()
+    experts = labels.numel()
+    table = torch.zeros(experts, count, dtype=torch.float64).index_add_(1, labels, distances)
+    for _ in range(50 * experts):
+        current = table.gather(1, labels[:, None])
+        # expert e to group g gains table[e, g] - table[e, own], unless it leaves none behind
+        gain = (table - current).scatter_(1, labels[:, None], torch.inf)
+        gain[labels.bincount(minlength=count)[labels] == 1] = torch.inf
+        expert, group = divmod(int(gain.argmin()), count)
+        changes = [(expert, group)]
+        if gain[expert, group] >= -TOLERANCE * current[expert]:
+            # experts u, v trade groups: A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]
+            gain = table[:, labels] - current
+            gain = (gain + gain.T).sub_(distances, alpha=2)
+            gain.masked_fill_(labels[:, None] == labels, torch.inf)
+            first, second = divmod(int(gain.argmin()), experts)
+            if gain[first, second] >= -TOLERANCE * (current[first] + current[second]):
+                break
+            changes = [(first, int(labels[second])), (second, int(labels[first]))]
+        touched = {group for _, group in changes}
         for expert, group in changes:
-            touched |= {int(labels[expert]), group}
+            touched.add(int(labels[expert]))
             labels[expert] = group
         for group in touched:  # summed afresh, so that rounding does not pile up
             table[:, group] = distances[:, labels == group].sum(dim=1)
     return labels
-
-
-def _best_move(table: Tensor, labels: Tensor) -> Changes:
-    """Expert e to group g, gain table[e, g] - table[e, own]: [E, G], [E] -> one change, or none."""
-    current = table.gather(1, labels[:, None])
-    lonely = labels.bincount(minlength=table.shape[1])[labels] == 1
-    gain = (table - current).scatter_(1, labels[:, None], torch.inf)
-    gain.masked_fill_(lonely[:, None], torch.inf)
-    expert, group = divmod(int(gain.argmin()), table.shape[1])
-    return [(expert, group)] if gain[expert, group] < -TOLERANCE * current[expert] else []
-
-
-def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
-    """Experts u, v trade groups: gain A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]: changes or
-    none."""
-    current = table.gather(1, labels[:, None])
-    gain = table[:, labels] - current
-    gain = (gain + gain.T).sub_(distances, alpha=2)
-    gain.masked_fill_(labels[:, None] == labels, torch.inf)
-    first, second = divmod(int(gain.argmin()), labels.numel())
-    if gain[first, second] >= -TOLERANCE * (current[first] + current[second]):
-        return []
-    return [(first, int(labels[second])), (second, int(labels[first]))]

@@ -56,10 +56,8 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
         raise CompressionError(
             f'{where} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]'
         )
-    return [
-        read_as(Entry, entry, f"{where}, entry {number}")
-        for number, entry in enumerate(content, start=1)
-    ]
+    numbered = enumerate(content, start=1)
+    return [read_as(Entry, entry, f"{where}, entry {number}") for number, entry in numbered]
 
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
@@ -82,47 +80,37 @@ def given_protected(
     """
     protected: dict[str, frozenset[int]] = {layer.name: frozenset() for layer in layers}
     for number, entry in enumerate(_entries(protect), start=1):
-        layer, experts = _experts_of(entry, layers, f"protect, entry {number}")
+        where = f"protect, entry {number}: "
+        inside = [layer for layer in layers if layer.index == entry.layer]
+        if entry.module is not None:
+            inside = [layer for layer in inside if layer.name == entry.module]
+        if not inside:
+            known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
+            named = "" if entry.module is None else f" called {entry.module!r}"
+            raise CompressionError(
+                f"{where}layer {entry.layer} has no experts module{named}; layers with experts are "
+                f"{known}, modules are called like {layers[0].name}"
+            )
+        if len(inside) > 1:
+            names = " and ".join(layer.name for layer in inside)
+            raise CompressionError(
+                f"{where}layer {entry.layer} has several experts modules, {names}; add one as "
+                "'module'"
+            )
+        (layer,) = inside
+        count = layer.experts // layer.parts
+        parts = range(layer.parts) if entry.part is None or layer.parts == 1 else [entry.part]
+        if not 0 <= entry.expert < count or parts[0] not in range(layer.parts):
+            part = "" if entry.part is None else f", part {entry.part}"
+            raise CompressionError(
+                f"{where}{layer.name} has no expert {entry.expert}{part}; the experts that this "
+                f"step gets are numbered 0 to {count - 1}, and their parts 0 to {layer.parts - 1}"
+            )
+        experts = [entry.expert * layer.parts + part for part in parts]
         protected[layer.name] |= frozenset(experts)
     for layer in layers:
         blocks_of(layer, keep, protected[layer.name])
     return {name: experts for name, experts in protected.items() if experts}
-
-
-def _experts_of(
-    entry: Entry, layers: Sequence[MoeLayer], where: str
-) -> tuple[MoeLayer, Sequence[int]]:
-    """Return the layer and the expert that an entry of the list means; of a split one its parts."""
-    inside = [
-        layer
-        for layer in layers
-        if layer.index == entry.layer and entry.module in (None, layer.name)
-    ]
-    if not inside:
-        known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
-        named = "" if entry.module is None else f" called {entry.module!r}"
-        raise CompressionError(
-            f"{where}: layer {entry.layer} has no experts module{named}; layers with experts are "
-            f"{known}, modules are "
-            f"called like {layers[0].name}"
-        )
-    if len(inside) > 1:
-        names = " and ".join(layer.name for layer in inside)
-        raise CompressionError(
-            f"{where}: layer {entry.layer} has several experts modules, {names}; add one as "
-            "'module'"
-        )
-    (layer,) = inside
-    count = layer.experts // layer.parts
-    parts = range(layer.parts) if entry.part is None or layer.parts == 1 else [entry.part]
-    if not 0 <= entry.expert < count or parts[0] not in range(layer.parts):
-        part = "" if entry.part is None else f", part {entry.part}"
-        raise CompressionError(
-            f"{where}: {layer.name} has no expert {entry.expert}{part}; the experts that this "
-            "step gets are numbered 0 "
-            f"to {count - 1}, and their parts 0 to {layer.parts - 1}"
-        )
-    return layer, [entry.expert * layer.parts + part for part in parts]
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:

@@ -48,9 +48,8 @@ class SmallerRouter:
         self._tables = dict[str, Tensor]()
         self._has_equal_rows = False
         by_key = {tensor.key: tensor for tensor in layer.tensors}
-        for name, value in (
-            dict(weights.router.named_buffers()) | weights.router.state_dict()
-        ).items():
+        router = weights.router
+        for name, value in {**dict(router.named_buffers()), **router.state_dict()}.items():
             key = f"{layer.router}.{name}"
             tensor = by_key.get(key)
             if key in layer.tables:
@@ -131,28 +130,21 @@ class SmallerRouter:
             tensors[name] = value
         for name, table in self._tables.items():
             # only the rows that integers among the arguments may name are remapped, as tables may
-            # be long
-            named = _named_rows(arguments, table)
+            # be long; all where none are whole numbers
+            named = torch.arange(len(table), device=table.device)
+            numbers = list[Tensor]()
+            for _, value in arguments:
+                if isinstance(value, Tensor) and value.dtype == torch.long:
+                    numbers.append(value.flatten())
+            if numbers:
+                unique = torch.cat(numbers).unique()
+                named = unique[unique < len(table)]
             remapped = remap_table(table[named].cpu(), tuple(remap)).to(table.device)
             tensors[name] = torch.zeros_like(table).index_copy(0, named, remapped)
         output = functional_call(
             self._build(count), tensors, *as_call(arguments), tie_weights=False
         )
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
-
-
-def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: Tensor) -> Tensor:
-    """Return the rows of a table that whole numbers among the arguments name, ascending.
-
-    All where none are whole numbers.
-    """
-    tensors = [
-        value for _, value in arguments if isinstance(value, Tensor) and value.dtype == torch.long
-    ]
-    if not tensors:
-        return torch.arange(len(table), device=table.device)
-    numbers: Tensor = torch.cat([value.flatten() for value in tensors]).unique()
-    return numbers[numbers < len(table)]
 
 
 def _float(value: Any) -> Any:

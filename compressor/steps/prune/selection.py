@@ -8,16 +8,16 @@ sampled inputs. One merged expert exists at a time. S sampled tokens, K top-k, E
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from compressor.devices import as_float64
-from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.model.experts import Parameters, apply_expert, expert_parameters, routed
 from compressor.model.moe_layer import MoeLayer
+from compressor.options import NamedOptions
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.cutting import aligned_experts, mixed_parameters
@@ -26,7 +26,8 @@ from compressor.tolerance import SQUARED, rounded, stable_argmin
 
 STEPS = 60  # of learning coefficients
 LEARNING_RATE = 0.05
-METHODS = ("uniform", "max", "frequency", "learned")
+MergeMethod = Literal["uniform", "max", "frequency", "learned"]
+METHODS = get_args(MergeMethod)
 COUNTS = frozenset({"routed_count"})
 LEARNED = frozenset({"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"})
 
@@ -42,25 +43,16 @@ def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
     return COUNTS
 
 
-def merge_option(default: str) -> str:
-    """Return the option `merge` of a strategy, with its help and choices."""
-    return option(
-        default, "how a group becomes one expert: uniform, max, frequency or learned", METHODS
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
+class MergeOptions(NamedOptions):
     """Options of merging a group of experts into one; those of a merging strategy derive from
     them."""
 
-    merge: str = merge_option("uniform")
-    merge_routers: bool = option(
-        True, help="whether router rows are merged alike, or the leading expert's stays"
-    )
-    align: bool = option(
-        False, help="whether neurons are first put in the order of the leading expert's"
-    )
+    merge: MergeMethod = "uniform"
+    """How a group becomes one expert."""
+    merge_routers: bool = True
+    """Merge router rows, too, instead of keeping the leading expert's."""
+    align: bool = False
+    """Put neurons in the order of the leading expert's first."""
 
     @property
     def merge_needs(self) -> frozenset[str]:
@@ -137,12 +129,11 @@ class _Merge:
         self.groups = plan.groups
         self.logits = list[Tensor]()
         self.log_scales = list[Tensor]()
+        device = self.inputs.device
         for group in plan.groups:
             size = len(group.members)
-            self.logits.append(torch.zeros(size, device=self.inputs.device, requires_grad=size > 1))
-            self.log_scales.append(
-                torch.zeros((), device=self.inputs.device, requires_grad=size > 1)
-            )
+            self.logits.append(torch.zeros(size, device=device, requires_grad=size > 1))
+            self.log_scales.append(torch.zeros((), device=device, requires_grad=size > 1))
 
     def shares(self, slot: int) -> Tensor:
         """Coefficients of a group's members, times its scale."""
@@ -201,9 +192,8 @@ def learn_coefficients(
             outputs = apply_expert(stats.weights.experts, parameters, stats.inputs[tokens])
             target.index_add_(0, tokens, outputs * stats.top_k_weights[tokens, choices, None])
     size = float(target.square().sum()) or 1.0
-    stats = stats.adding(
-        weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
-    )
+    experts = aligned_experts(stats.weights.experts, plan.groups)
+    stats = stats.adding(weights=replace(stats.weights, experts=experts))
     merge = _Merge(stats, plan)
     router = SmallerRouter(stats)
     learned = [*merge.logits, *merge.log_scales]

@@ -110,67 +110,59 @@ class StoredParts:
         roles = model.layout.roles
         plans = plan.by_module
         layers = {layer.name: layer for layer in model.architecture.layers}
+        parts = self.factors.parts
         finished = set[str]()  # layers whose experts are stored by themselves
         outputs = []
         for name, role in roles.items():
             output = OutputTensor.copy(model.checkpoint, name, role.decoder_layer)
             if role.kind == "plain":
                 outputs.append(output)
-            elif role.kind == "table" or role.is_router:
-                outputs.append(self._beside(model, output, layers[role.layer], plans[role.layer]))
+                continue
+            layer_plan = plans[role.layer]
+            if role.kind == "table" or role.is_router:
+                shape = list(output.shape)
+                if role.kind == "table":
+                    shape[-1] *= parts
+                else:
+                    shape[role.dim] = len(layer_plan.groups) + role.extra
+                content = partial(self._beside, model, name, layers[role.layer], layer_plan)
+                outputs.append(replace(output, shape=tuple(shape), content=content))
             elif role.kind == "fused":
-                members = [(name, group.members[0]) for group in plans[role.layer].groups]
-                shape = (len(members), *self.cuts[name].shape(output.shape[1:], self.factors.parts))
-                outputs.append(
-                    replace(output, shape=shape, content=partial(self._parts, model, role, members))
-                )
+                experts = [(name, group.members[0]) for group in layer_plan.groups]
+                cut_shape = self.cuts[name].shape(output.shape[1:], parts)
+                content = partial(self._parts, model, role, experts)
+                outputs.append(replace(output, shape=(len(experts), *cut_shape), content=content))
             elif role.layer not in finished:
                 finished.add(role.layer)
-                outputs += self._of_single_experts(model, layers[role.layer], plans[role.layer])
+                single = {key: value for key, value in roles.items() if value.layer == role.layer}
+                slots = expert_slots(single, {role.layer: layer_plan}, parts)
+                for part_name, _, group, members in slots:
+                    stored = model.checkpoint.tensors[members[0][0]]
+                    experts = [(stored.name, group.members[0])]
+                    outputs.append(
+                        OutputTensor(
+                            part_name,
+                            stored.dtype,
+                            self.cuts[stored.name].shape(stored.shape, parts),
+                            layers[role.layer].decoder_layer,
+                            partial(self._parts, model, roles[stored.name], experts),
+                            stored.density,
+                        )
+                    )
         return in_order_of(model.architecture.decoder_layers, outputs)
 
     def _beside(
-        self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan
-    ) -> OutputTensor:
-        """Return a router's tensor, or a table of expert ids, for the parts that stay."""
-        role = model.layout.roles[output.name]
-        shape = list(output.shape)
+        self, model: OpenModel, name: str, layer: MoeLayer, plan: LayerPlan
+    ) -> Iterator[Piece]:
+        """Yield a router's tensor, or a table of expert ids, for the parts that stay."""
+        role = model.layout.roles[name]
+        (whole,) = (whole for whole in self.whole.architecture.layers if whole.name == layer.name)
+        key = model.partial.plain_keys.targets[name]
+        split = split_beside(key, model.checkpoint.read_checked(name), whole, self.factors)
         if role.kind == "table":
-            shape[-1] *= self.factors.parts
+            yield tensor_bytes_view(remap_table(split, plan.remap()))
         else:
-            shape[role.dim] = len(plan.groups) + role.extra
-
-        def content() -> Iterator[Piece]:
-            whole = next(
-                whole for whole in self.whole.architecture.layers if whole.name == layer.name
-            )
-            key = model.partial.plain_keys.targets[output.name]
-            split = split_beside(
-                key, model.checkpoint.read_checked(output.name), whole, self.factors
-            )
-            if role.kind == "table":
-                yield tensor_bytes_view(remap_table(split, plan.remap()))
-            else:
-                yield tensor_bytes_view(cut_router(output.name, split, role.dim, layer, plan))
-
-        return replace(output, shape=tuple(shape), content=content)
-
-    def _of_single_experts(
-        self, model: OpenModel, layer: MoeLayer, plan: LayerPlan
-    ) -> Iterator[OutputTensor]:
-        """Yield the parts that stay of experts whose tensors are their own; a family has one of
-        each expert."""
-        roles = model.layout.roles
-        own = {name: role for name, role in roles.items() if role.layer == layer.name}
-        for name, _, group, members in expert_slots(own, {layer.name: plan}, self.factors.parts):
-            stored = model.checkpoint.tensors[members[0][0]]
-            shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
-            content = partial(
-                self._parts, model, roles[stored.name], [(stored.name, group.members[0])]
-            )
-            yield OutputTensor(
-                name, stored.dtype, shape, layer.decoder_layer, content, stored.density
-            )
+            yield tensor_bytes_view(cut_router(name, split, role.dim, layer, plan))
 
     def _parts(
         self, model: OpenModel, role: Role, members: Iterable[tuple[str, int]]
@@ -198,7 +190,11 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
     for layer in whole.architecture.layers:
-        _refuse_named(configs, whole, layer, factors.parts)
+        renames = {}  # of single experts, which become several
+        for expert, old in expert_prefixes(whole.layout, layer).items():
+            renames[old] = f"{old.rpartition('.')[0]}.{expert * factors.parts + 1}"
+        if renumbered_quantization(configs, renames) != configs:
+            raise CompressionError("its quantization_config speaks of single experts")
     suffixes = dict[str, set[str]]()  # of what is stored beside a weight
     for role in whole.layout.roles.values():
         family, _, suffix = role.family.rpartition("|")
@@ -248,16 +244,6 @@ def _block_sizes(node: Any) -> Iterator[int]:
                 yield from (size for size in sizes if isinstance(size, int) and size > 0)
             else:
                 yield from _block_sizes(value)
-
-
-def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
-    """Refuse a quantisation that names single experts, which become several."""
-    prefixes = expert_prefixes(whole.layout, layer)
-    renames = {
-        old: f"{old.rpartition('.')[0]}.{expert * parts + 1}" for expert, old in prefixes.items()
-    }
-    if renumbered_quantization(configs, renames) != configs:
-        raise CompressionError("its quantization_config speaks of single experts")
 
 
 def _cut_of_one(

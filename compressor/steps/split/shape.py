@@ -62,11 +62,8 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     for name, width in widths(model).items():
         if width % parts:
             row = ALIGNMENT // model.get_submodule(name).down_proj.itemsize
-            suitable = [
-                str(number)
-                for number in range(2, min(width, 64) + 1)
-                if width % (number * row) == 0
-            ]
+            numbers = range(2, min(width, 64) + 1)
+            suitable = [str(number) for number in numbers if width % (number * row) == 0]
             remedy = f"none leaves rows of a multiple of {ALIGNMENT} bytes, so leave the split out"
             if suitable:
                 remedy = f"give one of {', '.join(suitable)}"
@@ -196,14 +193,10 @@ def _factors(architecture: Architecture, parts: int, fields: Fields, width_field
         kinds[
             block, router, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)
         ] = layer
-    factors = {
-        _factors_of_block(architecture.family, model, after, layer, parts)
-        for layer in kinds.values()
-    }
+    family = architecture.family
+    factors = {_factors_of_block(family, model, after, layer, parts) for layer in kinds.values()}
     if len(factors) > 1:
-        raise CompressionError(
-            f"{architecture.family} cannot be split: its layers do not weigh experts alike"
-        )
+        raise CompressionError(f"{family} cannot be split: its layers do not weigh experts alike")
     return factors.pop()
 
 

@@ -14,10 +14,9 @@ from tests.support.plugins import install
 pytestmark = pytest.mark.usefixtures("offline")
 TOY = '''
 """A list of tensors as text."""
-from dataclasses import dataclass
 from safetensors import safe_open
-@dataclass(frozen=True)
-class Options:
+from compressor.plugins import NamedOptions
+class Options(NamedOptions):
     title: str = "tensors"
     fail: bool = False
 def export(checkpoint, output, options, progress):
@@ -94,10 +93,10 @@ def test_an_exporter_that_fails_leaves_nothing(run: Run, checkpoint: Path, tmp_p
         (("--format", "safetensors"), "safetensors is what compress writes"),
         (("--format", "needy"), "needy needs the package nowhere"),
         (("--format", "broken"), "exporter 'broken' is no plugin: it needs a function export"),
-        (("--format", "toy", "--option", "colour=red"), "exporter 'toy' has no option 'colour'; it has fail, title"),
+        (("--format", "toy", "--option", "colour=red"), "exporter 'toy' has no option 'colour'; known are title, fail"),
         (("--format", "toy", "--option", "colour"), "--option 'colour' should be name=value"),
         (("--format", "toy", "--opset", 20), "exporter 'toy' has no option 'opset'"),
-        (("--format", "plain", "--option", "title=a"), "exporter 'plain' has no option 'title'; it has none"),
+        (("--format", "plain", "--option", "title=a"), "exporter 'plain' has no option 'title'; known are none"),
         (("--format", "onnx", "--option", "overwrite=true"), "pass that"),
     ],
 )

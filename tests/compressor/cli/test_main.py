@@ -90,7 +90,7 @@ def test_what_is_not_shown_is_taken_all_the_same() -> None:
     [
         ("steps", "prune", ("protect", "text | list or mapping", None, "Experts that are neither merged")),
         ("steps", "distill", ("steps", "int", 400, "Optimizer steps.")),
-        ("strategies", "data-centric", ("merge", "uniform | max | frequency | learned", "uniform", "how a group")),
+        ("strategies", "data-centric", ("merge", "uniform | max | frequency | learned", "uniform", "How a group")),
         ("exporters", "onnx", ("opset", "18 | 19 | 20 | 21 | 22 | 23", 20, "Version of the ONNX operators.")),
         ("optimizers", "adafactor", None),
     ],

@@ -1,6 +1,5 @@
 """Sources of calibration text: arguments, weights, division, names, and refusals."""
 
-import json
 import math
 from fractions import Fraction
 from itertools import pairwise, product
@@ -24,7 +23,7 @@ from compressor.data.sources import (
 )
 from compressor.errors import CompressionError
 from compressor.recipe.step import TextOptions
-from tests.support.texts import VOCAB, Numbers, count_up, run, write
+from tests.support.texts import write
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 
@@ -148,11 +147,3 @@ def test_python_names_sources_or_gives_texts(tmp_path: Path) -> None:
     assert TextOptions(data=Path("a.txt")).data == ("a.txt",) == TextOptions(data=[Path("a.txt")]).data
     with pytest.raises(CompressionError, match="calibration is a DatasetDict with train, test; pass one of its splits"):
         TextOptions(data=DatasetDict(dict.fromkeys(("train", "test"), Dataset.from_list([{"text": "a"}]))))
-
-
-def test_a_record_names_no_folders(tmp_path: Path) -> None:
-    sources = [WeightedSource(count_up(tmp_path, number, 90), 1.0) for number in range(2)]
-    made = run(sources, Numbers(), vocab=VOCAB)
-    shown = without_folders(made.identity)
-    assert shown["source"] == "s0.txt + s1.txt" and str(tmp_path) not in json.dumps(shown)
-    assert list(shown) == list(made.identity)

@@ -30,7 +30,7 @@ def test_an_unknown_name_or_option_is_refused(tmp_path: Path, monkeypatch: pytes
         CompressionError, match=r"no strategy 'thier-reap'; did you mean 'their-reap'\? known are .*their-reap"
     ):
         load_strategy("thier-reap")
-    with pytest.raises(CompressionError, match="strategy 'their-reap' has no option 'merge'; it has none"):
+    with pytest.raises(CompressionError, match="strategy 'their-reap' has no option 'merge'; known are none"):
         load_strategy("their-reap", {"merge": "uniform"})
 
 
@@ -45,10 +45,14 @@ BROKEN = {
         "NEEDS = frozenset()\nCORRECTION = 'ridgid'\ndef plan(*a): ...",
         "is no plugin: CORRECTION should be none, ridge, tune, not 'ridgid'",
     ),
-    "odd-options": ("NEEDS = frozenset()\nOptions = dict\ndef plan(*a): ...", "Options should be a frozen dataclass"),
-    "bad-defaults": (
+    "dataclass": (
         "from dataclasses import dataclass\nNEEDS = frozenset()\n@dataclass(frozen=True)\nclass Options:\n"
-        "    a: int = 1\n    def __post_init__(self): 1 / 0\ndef plan(*a): ...",
+        "    a: int = 1\ndef plan(*a): ...",
+        "Options is no class of options; write `class Options",
+    ),
+    "bad-defaults": (
+        "from compressor.plugins import NamedOptions\nNEEDS = frozenset()\nclass Options(NamedOptions):\n"
+        "    a: int = 1\n    def model_post_init(self, _): 1 / 0\ndef plan(*a): ...",
         "does not take these options: division by zero",
     ),
 }
