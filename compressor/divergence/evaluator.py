@@ -19,8 +19,8 @@ from torch.nn.functional import log_softmax
 from compressor.data.batches import EvaluationSet
 from compressor.devices import as_float64
 from compressor.distributed import ranks
+from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
-from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
@@ -177,17 +177,6 @@ def rows_at_once(tokens: int, vocabulary: int) -> int:
     return max(1, LOGITS // (tokens * vocabulary))
 
 
-def require_head(model: Any) -> nn.Module:
-    """Return the language-model head; raises `CompressionError` for a model without one."""
-    head = head_of(model)
-    if head is None:
-        raise CompressionError(
-            f"{type(model).__name__} has no language-model head, so its next-token distributions "
-            "cannot be compared"
-        )
-    return head
-
-
 class Evaluator:
     """A base model and held-out text, on which any number of variants are compared with it.
 
@@ -209,7 +198,7 @@ class Evaluator:
         self.head = require_head(model)
         self.head_name = next(name for name, module in model.named_modules() if module is self.head)
         self.batches: list[Tensor] = []  # so small that their logits are, too
-        self.counted: list[Tensor] = []  # by batch: [B, L - 1] positions whose next token counts
+        self.counted: list[Tensor] = []  # by batch: [B, L] positions whose next token counts
         self.domains: list[int] = []  # of each batch
         for domain, entry in enumerate(sets):
             masks = entry.counted or [None] * len(entry.batches)
@@ -220,7 +209,9 @@ class Evaluator:
                     mask = torch.ones(batch.shape, dtype=torch.bool)
                 rows = rows_at_once(int(mask.sum(1).max()), base.vocabulary)
                 self.batches += batch.split(rows)
-                self.counted += mask[:, 1:].split(rows)
+                before = mask.roll(-1, 1)
+                before[:, -1] = False
+                self.counted += before.split(rows)
                 self.domains += [domain] * (len(self.batches) - len(self.domains))
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
         self.held = BUDGET if waits else 0  # bytes of these, on disk past the budget of memory
@@ -283,7 +274,8 @@ class Evaluator:
         entries: list[_Entry] = [(None, number) for number in self.missing(numbers)]
         for variant in range(len(variants)):
             entries += [(variant, number) for number in numbers]
-        side_by_side = SideBySide(model, variants, [variant for variant, _ in entries])
+        by_entry = [AS_IT_IS if number is None else variants[number] for number, _ in entries]
+        side_by_side = SideBySide(model, by_entry)
         with self._probe(model.partial.model, entries) as probe:
             probe.run(model, progress, phase, side_by_side, *visitors)
         probe.add_up()
@@ -309,10 +301,7 @@ class Evaluator:
         head = require_head(model)
         probe = HeldoutProbe(self, entries, first)
         try:
-            with (
-                head.register_forward_pre_hook(probe.before_head),
-                head.register_forward_hook(probe.after_head),
-            ):
+            with probe.attached(model), head.register_forward_hook(probe.after_head):
                 yield probe
         finally:
             if head is not self.head:
@@ -339,21 +328,18 @@ class Evaluator:
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
 
 
-@dataclass(slots=True)
-class HeldoutProbe(LayerVisitor):
+class HeldoutProbe(LogitReader):
     """Held-out batches in a pass, numbered from `first` on, an entry each.
 
     Of the base's entries what enters the head is kept, and the head computes next to nothing. When
     the pass has ended, `add_up` puts together the figures of each variant from all ranks."""
 
-    repeatable = True
-    evaluator: Evaluator
-    entries: Sequence[_Entry]
-    first: int = 0
-    figures: list[Figures] = field(default_factory=list)
-    _running: _Entry | None = None
-    _selected: bool = False  # the head sees only positions that count
-    _by_sequence: dict[_Entry, list[list[float]]] = field(default_factory=dict)
+    def __init__(self, evaluator: Evaluator, entries: Sequence[_Entry], first: int = 0) -> None:
+        super().__init__([evaluator.counted[number] for _, number in entries], self._compare, first)
+        self.evaluator = evaluator
+        self.entries = entries
+        self.figures = list[Figures]()
+        self._by_sequence = dict[_Entry, list[list[float]]]()
 
     @property
     def batches(self) -> list[Tensor]:
@@ -377,59 +363,50 @@ class HeldoutProbe(LayerVisitor):
         evaluation = Pass(model, self.batches, progress, phase, to_end=True, share=share)
         evaluation.run(self, *visitors)
 
-    def on_batch_start(self, batch: int) -> None:
-        position = batch - self.first
-        self._running = self.entries[position] if 0 <= position < len(self.entries) else None
-
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of
-        another form stay."""
-        if self._running is None:
+        """Choose positions, and keep the hidden states of the base's, of which the head then sees
+        none."""
+        chosen = super().before_head(head, args)
+        if chosen is None or self.running is None:
             return None
-        variant, number = self._running
+        variant, number = self.entries[self.running]
+        if variant is not None:
+            return chosen
+        hidden = chosen[0]
         evaluator = self.evaluator
-        hidden = args[0]
-        self._selected = hidden.shape[:-1] == evaluator.batches[number].shape
-        if self._selected:
-            hidden = hidden[:, :-1][evaluator.counted[number].to(hidden.device)][None]
-        if variant is None:
-            storage = allocate(
-                tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held)
-            )
-            evaluator.held += hidden.nbytes
-            evaluator.inputs[number] = storage.copy_(hidden.detach())
-            if self._selected:
-                hidden = hidden[:, :0]
-        return (hidden, *args[1:])
+        budget = max(0, BUDGET - evaluator.held)
+        storage = allocate(tuple(hidden.shape), hidden.dtype, CPU, budget)
+        evaluator.held += hidden.nbytes
+        evaluator.inputs[number] = storage.copy_(hidden.detach())
+        return (hidden[:, :0], *args[1:]) if self.is_selected else chosen
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
         """Put the base's logits, by its own head, which is loaded beside a variant's, below those
         of the variant."""
-        if self._running is None or self._running[0] is None:
+        if self.running is None or self.entries[self.running][0] is None:
             return None
         evaluator = self.evaluator
         if head is not evaluator.head:
             partial = evaluator.base.partial
             partial.load(partial.keys_under(evaluator.head_name))
-        hidden = evaluator.inputs[self._running[1]].to(logits.device)
+        hidden = evaluator.inputs[self.entries[self.running][1]].to(logits.device)
         # past the head's own hooks
         return torch.cat([logits, evaluator.head.forward(hidden, *args[1:])])
 
-    def on_batch_end(self, batch: int, output: Any) -> None:
-        """Compare a variant's output with the base's, which is below it."""
-        if self._running is None or self._running[0] is None:
+    def _compare(self, position: int, logits: Tensor) -> None:
+        """Compare a variant's logits with the base's, which are below them."""
+        variant, number = self.entries[position]
+        if variant is None:
             return
-        _, number = self._running
         evaluator = self.evaluator
-        positions = evaluator.counted[number].to(output.logits.device)
-        values = [evaluator.batches[number].to(positions.device)[:, 1:][positions]]
-        for logits in output.logits.chunk(2):
-            values.append(logits[0] if self._selected else logits[:, :-1][positions])
-        counts = positions.sum(1).tolist()
+        counted = evaluator.counted[number].to(logits.device)
+        targets = evaluator.batches[number].to(logits.device)[:, 1:][counted[:, :-1]]
+        counts = counted.sum(1).tolist()
         figures = []
-        for targets, logits, base in zip(*(value.split(counts) for value in values), strict=True):
-            figures.append(compare_sequence(logits, base, targets, evaluator.stop_tokens))
-        self._by_sequence[self._running] = figures
+        by_sequence = (values.split(counts) for values in (targets, *logits.chunk(2)))
+        for following, ours, base in zip(*by_sequence, strict=True):
+            figures.append(compare_sequence(ours, base, following, evaluator.stop_tokens))
+        self._by_sequence[variant, number] = figures
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
