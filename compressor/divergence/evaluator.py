@@ -25,13 +25,12 @@ from compressor.model.inputs import Inputs, forward_inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
 from compressor.model.substitution import AS_IT_IS, SideBySide, Substitution
-from compressor.progress import Progress, Silent
+from compressor.progress import SILENT, Progress
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 COMPARED = 2**22  # logits compared at once
 FEWEST = 8  # held-out sequences that can tell whether a change is a gain
 CPU = torch.device("cpu")
-_SILENT = Silent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +257,7 @@ class Evaluator:
         self,
         model: OpenModel,
         variants: Sequence[Substitution] = (AS_IT_IS,),
-        visitors: Sequence[LayerVisitor] = (),
-        progress: Progress = _SILENT,
+        progress: Progress = SILENT,
         phase: str = "evaluate",
         only: Sequence[int] | None = None,
     ) -> list[Figures]:
@@ -277,7 +275,7 @@ class Evaluator:
         by_entry = [AS_IT_IS if number is None else variants[number] for number, _ in entries]
         side_by_side = SideBySide(model, by_entry)
         with self._probe(model.partial.model, entries) as probe:
-            probe.run(model, progress, phase, side_by_side, *visitors)
+            probe.run(model, progress, phase, side_by_side)
         probe.add_up()
         return probe.figures
 
@@ -285,7 +283,7 @@ class Evaluator:
     def measure_loaded(self, model: nn.Module) -> Figures:
         """Return the figures of a variant that is whole in memory."""
         if self.missing():
-            self._keep(_SILENT)
+            self._keep(SILENT)
         parameter = next(model.parameters())
         with self.measuring(model) as probe:
             for number in sorted(ranks().share(self.batches)):

@@ -11,9 +11,8 @@ from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.model.substitution import SideBySide, Substitution
-from compressor.progress import Progress, Silent
+from compressor.progress import SILENT, Progress
 
-_SILENT = Silent()
 Answer = TypeVar("Answer")
 
 
@@ -87,7 +86,7 @@ def read_logits(
     model: OpenModel,
     batches: Sequence[tuple[Substitution, Tensor, Tensor]],
     read: Callable[[Tensor], Answer],
-    progress: Progress = _SILENT,
+    progress: Progress = SILENT,
     phase: str = "",
 ) -> list[Answer]:
     """Return what `read` makes of each batch's logits [N, V], from one pass.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from compressor.checkpoint.source import locate
 from compressor.golden.answers import GoldenAnswers, Top
 from compressor.golden.causes import find_cause
+from compressor.golden.checking import ask_folder
 from compressor.golden.compare import Answered, compare
 from compressor.golden.measure import make_golden, top_of
-from compressor.golden.things import ask_folder
 from compressor.progress import Silent
 from tests.support import zoo
 
