@@ -7,7 +7,7 @@ computes both sets of logits, and whatever the model does after its head is done
 some tokens count, such as those of an answer, the heads see the positions before these alone."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -23,7 +23,7 @@ from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, forward_inputs
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
+from compressor.model.streaming import BUDGET, Pass, allocate
 from compressor.model.substitution import AS_IT_IS, SideBySide, Substitution
 from compressor.progress import SILENT, Progress
 
@@ -130,45 +130,32 @@ def compare_sequence(
     Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of
     `Figures.stop_tokens`."""
     rows = max(1, COMPARED // ours.shape[-1])
-    columns = []
-    for part in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True):
-        columns.append(_at_positions(*part, stop_tokens))
-    by_position = torch.cat(columns, 1)
-    kl, loss, base_loss, flips = by_position[:4]
-    figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
-    for due, base_probability, probability in by_position[4:].view(
-        len(stop_tokens), 3, len(targets)
+    parts = []
+    for logits, base, following in zip(
+        ours.split(rows), theirs.split(rows), targets.split(rows), strict=True
     ):
-        figures.append(due.sum())
-        for share in (due, 1 - due):
-            figures.append((base_probability * share).sum())
-            figures.append((probability * share).sum())
-    return torch.stack(figures).tolist()
-
-
-def _at_positions(
-    logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]]
-) -> Tensor:
-    """Return KL, both losses and flips at each position: [C, N].
-
-    Then for each set of stop tokens: 1 where one is next, and their probability by the base and by
-    the variant."""
-    logs = log_softmax(logits, dim=-1, dtype=torch.float32)
-    base_logs = log_softmax(base, dim=-1, dtype=torch.float32)
-    at_target = targets[:, None]
-    columns = [
-        (base_logs.exp() * (base_logs - logs)).sum(-1),
-        -logs.gather(-1, at_target)[:, 0],
-        -base_logs.gather(-1, at_target)[:, 0],
-        logits.argmax(-1) != base.argmax(-1),
-    ]
-    columns = [as_float64(column) for column in columns]
-    for tokens in stop_tokens:
-        ids = torch.tensor(tokens, device=targets.device)
-        columns.append(as_float64(torch.isin(targets, ids)))
-        columns.append(as_float64(base_logs[:, ids].exp()).sum(-1))
-        columns.append(as_float64(logs[:, ids].exp()).sum(-1))
-    return torch.stack(columns)
+        logs = log_softmax(logits, dim=-1, dtype=torch.float32)
+        base_logs = log_softmax(base, dim=-1, dtype=torch.float32)
+        at_target = following[:, None]
+        columns = [
+            (base_logs.exp() * (base_logs - logs)).sum(-1),
+            -logs.gather(-1, at_target)[:, 0],
+            logits.argmax(-1) != base.argmax(-1),
+            -base_logs.gather(-1, at_target)[:, 0],
+        ]
+        columns = [as_float64(column) for column in columns]
+        for tokens in stop_tokens:
+            ids = torch.tensor(tokens, device=targets.device)
+            due = as_float64(torch.isin(following, ids))
+            columns.append(due)
+            # the probability of these tokens where one is next, and at all other positions
+            for share in (due, 1 - due):
+                for known in (base_logs, logs):
+                    columns.append(as_float64(known[:, ids].exp()).sum(-1) * share)
+        parts.append(torch.stack(columns))
+    by_position = torch.cat(parts, 1)
+    means = [values.mean() for values in by_position[:4]]
+    return torch.stack([*means, *(values.sum() for values in by_position[4:])]).tolist()
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
@@ -229,11 +216,20 @@ class Evaluator:
         numbers = ranks().share(self.batches) - self.inputs.keys()
         return sorted(numbers if wanted is None else numbers.intersection(wanted))
 
+    def _probe(
+        self, variants: int = 0, only: Collection[int] | None = None, first: int = 0
+    ) -> "HeldoutProbe":
+        """Return a probe of variants, after those of the base's batches that are missing."""
+        entries: list[_Entry] = [(None, number) for number in self.missing(only)]
+        for variant in range(variants):
+            numbers = range(len(self.batches)) if only is None else only
+            entries += [(variant, number) for number in numbers]
+        return HeldoutProbe(self, entries, first)
+
     def keeping(self, first: int = 0) -> AbstractContextManager["HeldoutProbe"]:
         """Keep the base's answers from a pass over it in which the probe's batches have numbers
         from `first` on."""
-        entries: list[_Entry] = [(None, number) for number in self.missing()]
-        return self._probe(self.base.partial.model, entries, first)
+        return self._probe(first=first).attached(self.base.partial.model)
 
     @contextmanager
     def measuring(self, model: nn.Module, variants: int = 1) -> Iterator["HeldoutProbe"]:
@@ -242,21 +238,15 @@ class Evaluator:
 
         The base's own batches come first, if its answers are not kept yet.
         """
-        entries: list[_Entry] = [(None, number) for number in self.missing()]
-        for variant in range(variants):
-            entries += [(variant, number) for number in range(len(self.batches))]
-        with self._probe(model, entries) as probe:
+        with self._probe(variants).attached(model) as probe:
             yield probe
         probe.add_up()
-
-    def _keep(self, progress: Progress) -> None:
-        with self.keeping() as probe:
-            probe.run(self.base, progress, "ask the base")
 
     def measure(
         self,
         model: OpenModel,
         variants: Sequence[Substitution] = (AS_IT_IS,),
+        *,
         progress: Progress = SILENT,
         phase: str = "evaluate",
         only: Sequence[int] | None = None,
@@ -266,18 +256,16 @@ class Evaluator:
 
         Where the base's answers are not kept yet, it runs along in this pass if it is the same
         opened model, and in one of its own otherwise."""
-        numbers = range(len(self.batches)) if only is None else only
-        if model.partial is not self.base.partial and self.missing(numbers):
+        if model.partial is not self.base.partial and self.missing(only):
             self._keep(progress)
-        entries: list[_Entry] = [(None, number) for number in self.missing(numbers)]
-        for variant in range(len(variants)):
-            entries += [(variant, number) for number in numbers]
-        by_entry = [AS_IT_IS if number is None else variants[number] for number, _ in entries]
-        side_by_side = SideBySide(model, by_entry)
-        with self._probe(model.partial.model, entries) as probe:
-            probe.run(model, progress, phase, side_by_side)
+        with self._probe(len(variants), only).attached(model.partial.model) as probe:
+            probe.run(model, progress, phase, variants)
         probe.add_up()
         return probe.figures
+
+    def _keep(self, progress: Progress) -> None:
+        with self.keeping() as probe:
+            probe.run(self.base, progress, "ask the base")
 
     @torch.no_grad()
     def measure_loaded(self, model: nn.Module) -> Figures:
@@ -291,36 +279,6 @@ class Evaluator:
                 inputs = forward_inputs(self.batches[number], parameter.device, parameter.dtype)
                 probe.on_batch_end(number, model(**inputs, use_cache=False))
         return probe.figures[0]
-
-    @contextmanager
-    def _probe(
-        self, model: nn.Module, entries: Sequence["_Entry"], first: int = 0
-    ) -> Iterator["HeldoutProbe"]:
-        head = require_head(model)
-        probe = HeldoutProbe(self, entries, first)
-        try:
-            with probe.attached(model), head.register_forward_hook(probe.after_head):
-                yield probe
-        finally:
-            if head is not self.head:
-                self.base.partial.release(self.head_name)
-
-    def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
-        """Return the figures of a variant, in the order of the batches, from those of each batch's
-        sequences."""
-        rows = list[Sequence[float]]()
-        tokens = list[int]()
-        domains = list[int]()
-        for number in sorted(by_batch):
-            rows += by_batch[number]
-            tokens += self.counted[number].sum(1).tolist()
-            domains += [self.domains[number]] * len(self.batches[number])
-        columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.stop_tokens))
-        kl, loss, flips, base_loss = columns[:, :4].T
-        stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
-        return Figures(
-            kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, stop_tokens
-        )
 
 
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
@@ -337,7 +295,7 @@ class HeldoutProbe(LogitReader):
         self.evaluator = evaluator
         self.entries = entries
         self.figures = list[Figures]()
-        self._by_sequence = dict[_Entry, list[list[float]]]()
+        self._by_sequence = dict[tuple[int, int], list[list[float]]]()
 
     @property
     def batches(self) -> list[Tensor]:
@@ -353,13 +311,30 @@ class HeldoutProbe(LogitReader):
         ]
 
     def run(
-        self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor
+        self,
+        model: OpenModel,
+        progress: Progress,
+        phase: str,
+        variants: Sequence[Substitution] = (),
     ) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
         numbers = ranks().share(self.evaluator.batches)
         share = [position for position, (_, number) in enumerate(self.entries) if number in numbers]
+        by_entry = [AS_IT_IS if entry[0] is None else variants[entry[0]] for entry in self.entries]
         evaluation = Pass(model, self.batches, progress, phase, to_end=True, share=share)
-        evaluation.run(self, *visitors)
+        evaluation.run(self, SideBySide(model, by_entry))
+
+    @contextmanager
+    def attached(self, model: Any) -> Iterator[Self]:
+        """Choose positions before the head of a live model, and compare after it."""
+        head = require_head(model)
+        evaluator = self.evaluator
+        try:
+            with super().attached(model), head.register_forward_hook(self.after_head):
+                yield self
+        finally:
+            if head is not evaluator.head:
+                evaluator.base.partial.release(evaluator.head_name)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Choose positions, and keep the hidden states of the base's, of which the head then sees
@@ -408,10 +383,22 @@ class HeldoutProbe(LogitReader):
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
-        by_variant: dict[Any, dict[int, list[list[float]]]] = {}
-        for by_sequence in ranks().all_gather(self._by_sequence):
-            for (variant, number), rows in by_sequence.items():
-                by_variant.setdefault(variant, {})[number] = rows
-        self.figures = [
-            self.evaluator.figures(by_variant[variant]) for variant in sorted(by_variant)
-        ]
+        evaluator = self.evaluator
+        by_entry = dict[tuple[int, int], list[list[float]]]()
+        for entries in ranks().all_gather(self._by_sequence):
+            by_entry |= entries
+        for variant in sorted({variant for variant, _ in by_entry}):
+            rows = list[list[float]]()
+            tokens = list[int]()
+            domains = list[int]()
+            for number in range(len(evaluator.batches)):
+                of_batch = by_entry.get((variant, number))
+                if of_batch is not None:
+                    rows += of_batch
+                    tokens += evaluator.counted[number].sum(1).tolist()
+                    domains += [evaluator.domains[number]] * len(of_batch)
+            columns = torch.tensor(rows, dtype=torch.float64)
+            kl, loss, flips, base_loss = columns[:, :4].T
+            stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
+            counts = torch.tensor(tokens), torch.tensor(domains)
+            self.figures.append(Figures(kl, loss, flips, *counts, base_loss, stop_tokens))

@@ -127,7 +127,7 @@ def read_base(
     ranks().barrier()  # until all ranks have written their answers
     distributions = dict[str, list[Distributions]]()
     for name, of_text in outputs.items():
-        distributions[name] = [stored.read() for stored in of_text]
+        distributions[name] = [Distributions(**load_tensors(stored.path)) for stored in of_text]
     return distributions
 
 
@@ -155,9 +155,6 @@ class _StoredOutputs:
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         save_tensors(self.path, tensors, self.facts)
-
-    def read(self) -> Distributions:
-        return Distributions(**load_tensors(self.path))
 
 
 class _Teacher(LogitReader):

@@ -42,10 +42,13 @@ class Top:
         total = 0.0
         tokens = first.keys() | second.keys()
         for token in tokens:
-            here = max(first.get(token, self.logs[-1]), LEAST)
-            there = max(second.get(token, other.logs[-1]), LEAST)
-            hidden = (token not in first and there < here) or (token not in second and here < there)
-            total += 0.0 if hidden else (here - there) ** 2
+            difference = max(first.get(token, self.logs[-1]), LEAST)
+            difference -= max(second.get(token, other.logs[-1]), LEAST)
+            if token not in first:
+                difference = min(difference, 0.0)
+            elif token not in second:
+                difference = max(difference, 0.0)
+            total += difference**2
         return math.sqrt(total / len(tokens))
 
 

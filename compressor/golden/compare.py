@@ -146,11 +146,11 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
         most_far = MOST_FAR * len(direct)
         if kind == "float32":
             most_far = 0
-        # two that are not exact may round alike
-        elif (golden.dtype == "float32" and not is_even(moved, allowed)) or median(moved) > LEVELS[
-            kind
-        ] * median(allowed):
-            continue
+        else:
+            # two that are not exact may round alike
+            is_rounding = golden.dtype != "float32" or is_even(moved, allowed)
+            if not is_rounding or median(moved) > LEVELS[kind] * median(allowed):
+                continue
         if len(far - decoded) > most_far:
             continue
         if len(far & decoded) <= MOST_FAR_IN_DECODING * len(decoded):

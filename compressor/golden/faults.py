@@ -150,7 +150,8 @@ def _gated(
 
     def choose(module: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Change the weights that experts are called with."""
-        hidden, index, weights, *more = (*args, *kwargs.values())
+        values: list[Any] = [*args, *kwargs.values()]
+        index, weights = values[1:3]
         chosen = index.clamp(max=layer.experts - 1)
         scores = weights_of(logits[-1], score).gather(1, chosen)
         factor = weights.float().sum(-1)
@@ -160,7 +161,8 @@ def _gated(
             scores = scores / scores.sum(-1, keepdim=True)
         if has_factor:
             scores = scores * factor.median()
-        return (hidden, index, scores.to(weights.dtype), *more), {}
+        values[2] = scores.to(weights.dtype)
+        return tuple(values), {}
 
     experts = live.get_submodule(layer.name)
     with (

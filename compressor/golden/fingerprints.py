@@ -6,7 +6,6 @@ Rounding hardly changes them. N experts, or rows of a vocabulary, or 1; C tensor
 
 import base64
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,23 +30,20 @@ def gate_and_up(experts: Any, value: Tensor) -> tuple[Tensor, int]:
     return value.unflatten(dim, (-1, 2)), dim + 1
 
 
-@cache
-def _directions(length: int) -> Tensor:
-    return torch.randn(length, 2, generator=torch.Generator().manual_seed(0))
-
-
 def _text(value: Tensor) -> str:
     """Return the norm of each row's weights, and two projections of them at norm 1, in base64 of
     bfloat16: [N, ...] -> [N, 3]."""
-    rows = list[Tensor]()
-    for row in value.detach():
-        matrix = row.float().cpu()
-        matrix = matrix.reshape(-1, matrix.shape[-1] if matrix.dim() else 1)
-        norm = matrix.norm()
-        projections = (matrix @ _directions(matrix.shape[1]) * _directions(len(matrix))).sum(0)
-        rows.append(torch.cat([norm[None], projections / norm.clamp_min(TINY)]))
-    stored = torch.stack(rows).bfloat16().view(torch.int16)
-    return base64.b64encode(stored.numpy().tobytes()).decode()
+    rows = value.detach().reshape(len(value), -1, value.shape[-1] if value.dim() > 1 else 1)
+    lines, columns = (
+        torch.randn(length, 2, generator=torch.Generator().manual_seed(0))
+        for length in rows.shape[1:]
+    )
+    numbers = torch.empty(len(rows), 3)
+    for row, matrix in zip(numbers, rows, strict=True):
+        matrix = matrix.float().cpu()
+        row[0] = matrix.norm()
+        row[1:] = (matrix @ columns * lines).sum(0) / row[0].clamp_min(TINY)
+    return base64.b64encode(numbers.bfloat16().view(torch.int16).numpy().tobytes()).decode()
 
 
 def fingerprints(model: OpenModel) -> dict[str, str]:
@@ -84,16 +80,13 @@ def fingerprints(model: OpenModel) -> dict[str, str]:
 def _move(old: Tensor, new: Tensor) -> str | None:
     """Return how rows have changed places: [N, 2 C], [N, 2 C]; None if they are others."""
     count = len(old)
-    if count == 1:
-        return None
     for step in range(1, count):
         is_there = (new - old.roll(step, 0)).abs().amax(1) <= TURNED
         if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
             return f"shifted by {step - count if step > count // 2 else step}"
     sources = torch.cdist(new, old).argmin(1)
-    is_permuted = sources.unique().numel() == count
-    is_permuted &= bool((new - old[sources]).abs().amax() <= TURNED)
-    return "permuted" if is_permuted else None
+    is_permuted = count > 1 and sources.unique().numel() == count
+    return "permuted" if is_permuted and (new - old[sources]).abs().amax() <= TURNED else None
 
 
 def _cause_in(

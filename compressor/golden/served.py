@@ -187,8 +187,8 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
 
 def _ask(server: Server, question: Mapping[str, Any], path: str = "/completions") -> Answer:
     """Ask for one greedy token, unless the question says otherwise."""
-    settings = {"model": server.model, "max_tokens": 1, "temperature": 0}
-    return server.ask(path, Answer, settings | question)
+    settings = {"model": server.model, "max_tokens": 1, "temperature": 0, **question}
+    return server.ask(path, Answer, settings)
 
 
 def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:

@@ -315,9 +315,10 @@ class _RowBuilder:
                         seconds = time.perf_counter() - begin
                     else:
                         substituted = [Substitution(constants=variant)]
-                        figures = self.evaluator.measure(
-                            model, substituted, (), self.progress, f"{name}, {count}"
-                        )[0]
+                        phase = f"{name}, {count}"
+                        (figures,) = self.evaluator.measure(
+                            model, substituted, progress=self.progress, phase=phase
+                        )
                 yield self.row(
                     figures,
                     count,

@@ -336,8 +336,8 @@ class _Engine:
         layer = self.layers[decoder_layer]
         partial.release(decoder_layer)
         partial.load(layer.keys)
-        masters = kept_state(folder, decoder_layer, partial.device, moments=False).masters
-        values = layer.values(self.loaded(layer), masters)
+        state = kept_state(folder, decoder_layer, partial.device, moments=False)
+        values = layer.values(self.loaded(layer), state.masters)
         partial.release(decoder_layer)
         return values
 
@@ -460,22 +460,22 @@ class Streamed(_Engine, ReverseVisitor):
         return evaluator.measure(self.model, [Substitution(tensors)])[0]
 
     def save(self, folder: Path) -> None:
-        _linked(self.now, folder, self.layers)
+        _link(self.now, folder)
 
     def load(self, folder: Path) -> None:
-        _linked(folder, self.now, self.layers)
+        _link(folder, self.now)
 
 
 Engine = InMemory | Streamed
 
 
-def _linked(source: Path, folder: Path, layer_names: Mapping[str, TrainedLayer]) -> None:
+def _link(source: Path, folder: Path) -> None:
     """Give every layer's file, which is never written again, a name in another folder, too; or copy
     it there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for decoder_layer in layer_names:
+    for path in source.glob("*.safetensors"):
         try:
-            os.link(file_of(source, decoder_layer), file_of(folder, decoder_layer))
+            os.link(path, folder / path.name)
         except OSError:
-            shutil.copyfile(file_of(source, decoder_layer), file_of(folder, decoder_layer))
+            shutil.copyfile(path, folder / path.name)
