@@ -82,44 +82,47 @@ def own_rounding(model: OpenModel) -> dict[str, Change]:
 def roundings(model: OpenModel, constants: Mapping[str, Substitutes]) -> dict[str, Substitution]:
     """Return the variant of a model for each kind of rounding, each upon the finer ones before it.
 
-    Routers stay, as quantisers leave them. What modules multiply by matrices is rounded with fp8.
-    """
-    partial_model = model.partial
+    They follow the model itself in a pass, for a loaded layer is rounded in place if it can be
+    written to. Routers stay, as quantisers leave them. With fp8 what modules multiply by matrices
+    is rounded, too."""
     own = own_rounding(model)
     kinds = (FP8, "8-bit", "4-bit") if own else ("8-bit", FP8, "4-bit")  # the finest first
     experts = {layer.name for layer in model.architecture.layers}
     routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
     matrices = [
         key
-        for key, value in partial_model.empty.items()
+        for key, value in model.partial.empty.items()
         if value.dim() > 1 and value.is_floating_point() and not key.startswith(routers)
     ]
-    rounding = own or dict.fromkeys((key.rpartition(".")[0] for key in matrices), to_fp8)
+    modules = {key.rpartition(".")[0] for key in matrices}
+    rounding = own or dict.fromkeys(modules, to_fp8)
     values = dict[str, Tensor]()  # of a layer, as rounded last
 
     def tensors(kind: str, decoder_layer: str) -> Mapping[str, Tensor] | None:
-        if kind == kinds[0]:
-            values.clear()
         if kind == FP8 and own:
             return None
         for key in matrices:
             if key.startswith(f"{decoder_layer}."):
-                source = values.get(key, partial_model.model.get_parameter_or_buffer(key))
-                target = values.setdefault(key, torch.empty_like(source))
-                if source.dim() == 2:
-                    target.copy_(WEIGHTS[kind](source))
-                    continue
-                for matrix, rounded_matrix in zip(source, target, strict=True):
+                source = values.get(key, model.partial.model.get_parameter_or_buffer(key))
+                is_mapped = model.partial.is_mapped(source)
+                target = torch.empty_like(source) if is_mapped else source
+                parts = (source, target) if source.dim() > 2 else (source[None], target[None])
+                for matrix, rounded_matrix in zip(*parts, strict=True):
                     rounded_matrix.copy_(WEIGHTS[kind](matrix))
-        return dict(values)
+                values[key] = target
+        last = dict(values)
+        if kind == kinds[-1]:
+            values.clear()
+        return last
 
     @contextmanager
     def around(live: Any, decoder_layer: str) -> Iterator[None]:
         """Round what the linear modules and experts of a layer are given."""
         with ExitStack() as undo:
-            for name, change in rounding.items():
+            for name in sorted(modules & rounding.keys()):
                 if not name.startswith(f"{decoder_layer}."):
                     continue
+                change = rounding[name]
                 module = live.get_submodule(name)
                 if name in experts:
                     substitutes = constants.get(name)
