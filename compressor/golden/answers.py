@@ -3,14 +3,14 @@ rounding alone changes."""
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, SUMS, check_parent
+from compressor.files import SUMS, check_parent
 from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
 
 FORMAT = 3  # of the file
@@ -175,17 +175,3 @@ def _is_possible(golden: GoldenAnswers) -> bool:
         if max(tokens) >= golden.vocabulary:
             return False
     return True
-
-
-def find_golden(places: Sequence[Path]) -> Path:
-    """Return the first file of golden answers among folders and files; raises `CompressionError` if
-    there is none."""
-    for place in places:
-        path = place / GOLDEN if place.is_dir() else place
-        if path.is_file():
-            return path
-    raise CompressionError(
-        f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model "
-        "itself with "
-        "`moe-compress check --write MODEL`"
-    )

@@ -1,26 +1,30 @@
 """Whether a model anywhere computes what its golden answers say: a folder, an ONNX export, or a
 server."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from compressor.answers.onnx_decoder import onnx_decoder
 from compressor.answers.options import ServerOptions
 from compressor.answers.server import open_server
+from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, locate, locate_tokenizer
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import GRAPH, json_object
-from compressor.golden.answers import GoldenAnswers, Top, find_golden, read_golden
+from compressor.files import GOLDEN, GRAPH, json_object
+from compressor.golden.answers import GoldenAnswers, Top, read_golden
 from compressor.golden.causes import find_cause
 from compressor.golden.compare import Answered, Verdict, compare, widest_band
-from compressor.golden.measure import ask_model, open_exactly, stored_bits, top_of
+from compressor.golden.measure import ask_model, open_exactly, parameters_of, top_of
 from compressor.golden.prompts import other_tokens
 from compressor.golden.served import ask_server
 from compressor.model.inspection import stock_fault
 from compressor.progress import SILENT, Progress
 
 EXPORT = "onnx_export.json"
+BITS = re.compile(r'"(?:num_)?bits": (\d+)')  # of a quantised weight, in a config
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by bits
 
 
@@ -62,7 +66,15 @@ def check(
             else locate(model, revision, progress)
         )
         places = [source.folder]
-    file = find_golden([Path(answers)] if answers else places)
+    if answers:
+        places = [Path(answers)]
+    files = [place / GOLDEN if place.is_dir() else place for place in places]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise CompressionError(
+            f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model "
+            "itself with `moe-compress check --write MODEL`"
+        )
     golden = read_golden(file)
     if servers.server is not None:
         server = open_server(servers.server, servers.served_model, servers.timeout)
@@ -94,8 +106,14 @@ def ask_folder(
             "answers are of one "
             f"that knows {golden.vocabulary}; name its own with --answers"
         )
-    bits = stored_bits(model)
-    widest = "fp8" if 7 < bits < 15 and model.checkpoint.quantization else widest_band(bits)
+    quantization = model.checkpoint.quantization
+    if quantization:
+        named = [int(bits) for bits in BITS.findall(json.dumps(quantization, default=str))]
+        bits = min(named, default=4 if "4" in str(quantization.get("quant_method")) else 8)
+        widest = "fp8" if 7 < bits < 15 else widest_band(bits)
+    else:
+        size = Size.of(model.checkpoint.tensors.values()).bytes
+        widest = widest_band(8 * size / parameters_of(model))
     (top,) = ask_model(model, golden.prompts, progress=progress)
     return Answered(source.label, top, widest, other_tokens(source.folder, golden), model=model)
 

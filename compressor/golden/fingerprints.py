@@ -77,18 +77,6 @@ def fingerprints(model: OpenModel) -> dict[str, str]:
     return texts
 
 
-def _move(old: Tensor, new: Tensor) -> str | None:
-    """Return how rows have changed places: [N, 2 C], [N, 2 C]; None if they are others."""
-    count = len(old)
-    for step in range(1, count):
-        is_there = (new - old.roll(step, 0)).abs().amax(1) <= TURNED
-        if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
-            return f"shifted by {step - count if step > count // 2 else step}"
-    sources = torch.cdist(new, old).argmin(1)
-    is_permuted = count > 1 and sources.unique().numel() == count
-    return "permuted" if is_permuted and (new - old[sources]).abs().amax() <= TURNED else None
-
-
 def _cause_in(
     module: str, names: Sequence[str], old: Tensor, new: Tensor
 ) -> tuple[str, str] | None:
@@ -110,7 +98,17 @@ def _cause_in(
         whose = "" if is_scaled[:, column].all() else f" of expert {row}"
         return "scale", f"{names[column]}{whose} is multiplied by about {ratios[row, column]:.3g}"
     columns = is_turned.any(0)
-    how = _move(old[:, columns, 1:].flatten(1), new[:, columns, 1:].flatten(1))
+    before = old[:, columns, 1:].flatten(1)
+    after = new[:, columns, 1:].flatten(1)
+    count = len(old)
+    sources = torch.cdist(after, before).argmin(1)
+    how = None
+    if count > 1 and sources.unique().numel() == count:
+        how = "permuted" if (after - before[sources]).abs().amax() <= TURNED else None
+    for step in range(count - 1, 0, -1):
+        is_there = (after - before.roll(step, 0)).abs().amax(1) <= TURNED
+        if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
+            how = f"shifted by {step - count if step > count // 2 else step}"
     if how is not None:
         if any("down_proj" in name for name in names):
             return how, f"the experts of {module} are {how} against their router"

@@ -1,8 +1,6 @@
 """Asks a checkpoint for its answers in streamed passes, as it is and changed, and measures what
 rounding does."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.logits import read_logits
 from compressor.errors import CompressionError, wrap_faults
@@ -34,7 +31,6 @@ AT_ONCE = 4  # prompts in a batch
 IN_OTHERS = 6  # in batches that show what their order changes
 CONTINUED = 4  # prompts, the shortest ones
 APPENDED = 2  # tokens; the second step of a decoder reads what the first has left in its cache
-BITS = re.compile(r'"(?:num_)?bits": (\d+)')
 # of a config, in a forward
 UNUSED = {"use_cache", "return_dict", "output_hidden_states", "max_position_embeddings"}
 
@@ -95,15 +91,6 @@ def constants_of(model: OpenModel) -> Mapping[str, Substitutes]:
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
     partial = model.partial
     return model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
-
-
-def stored_bits(model: OpenModel) -> float:
-    """Return the bits of a stored weight: by a quantisation's config, or on average."""
-    quantization = model.checkpoint.quantization
-    if quantization:
-        named = [int(bits) for bits in BITS.findall(json.dumps(quantization, default=str))]
-        return float(min(named, default=4 if "4" in str(quantization.get("quant_method")) else 8))
-    return 8 * Size.of(model.checkpoint.tensors.values()).bytes / parameters_of(model)
 
 
 def parameters_of(model: OpenModel) -> int:

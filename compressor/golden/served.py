@@ -131,7 +131,6 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
 
     Raises `CompressionError` for another vocabulary, and where it gives no log-probabilities.
     """
-    _check_vocabulary(golden, server)
     form = _find_form(golden, server)
     vocabulary = Vocabulary(golden)
 
@@ -191,8 +190,10 @@ def _ask(server: Server, question: Mapping[str, Any], path: str = "/completions"
     return server.ask(path, Answer, settings)
 
 
-def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:
-    """Refuse a server that makes another number of tokens of a text; one more may open it."""
+def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
+    """Return the settings by which the server gives the most log-probabilities.
+
+    Refuses one that makes another number of tokens of a text; one more may open it."""
     texts = [prompt for prompt in golden.prompts if prompt.text is not None]
     for prompt in texts[:ASKED]:
         counted = _ask(server, {"prompt": prompt.text}).counted
@@ -202,10 +203,6 @@ def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:
                 f"text that has {prompt.text_tokens} in the golden answers; serve this model, or "
                 "name that one's with --answers"
             )
-
-
-def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
-    """Return the settings by which the server gives the most log-probabilities."""
     refusal = ""
     for form in FORMS:
         try:
