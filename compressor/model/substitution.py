@@ -108,7 +108,16 @@ class SideBySide(LayerVisitor):
         variant = self.variants[self.at.batch]
         if variant is not self._filled:
             self.on_layer_end(decoder_layer)
-            self._fill(decoder_layer, variant)
+            tensors = variant.tensors(decoder_layer) if variant.tensors else None
+            names = [layer.name for layer in self.at.moe_layers if layer.name in variant.constants]
+            if tensors is not None or names:
+                if variant.experts not in self._smaller:
+                    self._smaller[variant.experts] = SmallerModel(self.model, variant.experts)
+                smaller = self._smaller[variant.experts]
+                self._forward = smaller.fill(decoder_layer, tensors or {})
+                self._live = smaller.model
+                smaller.put_constants({name: variant.constants[name] for name in names})
+            self._filled = variant
         forward = self._forward or layer_forward
         if variant.around is None:
             return forward
@@ -126,15 +135,3 @@ class SideBySide(LayerVisitor):
         self._filled = None
         self._forward = None
         self._live = self.model.partial.model
-
-    def _fill(self, decoder_layer: str, variant: Substitution) -> None:
-        tensors = variant.tensors(decoder_layer) if variant.tensors else None
-        names = [layer.name for layer in self.at.moe_layers if layer.name in variant.constants]
-        if tensors is not None or names:
-            if variant.experts not in self._smaller:
-                self._smaller[variant.experts] = SmallerModel(self.model, variant.experts)
-            smaller = self._smaller[variant.experts]
-            self._forward = smaller.fill(decoder_layer, tensors or {})
-            self._live = smaller.model
-            smaller.put_constants({name: variant.constants[name] for name in names})
-        self._filled = variant

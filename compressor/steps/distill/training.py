@@ -64,11 +64,6 @@ class Evaluation:
     # of several sources, where these are balanced
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def criterion(self) -> float:
-        """The KL by which the best state is chosen: of balanced sources the largest."""
-        return max(self.kl_by_source.values(), default=self.kl)
-
 
 @dataclass(slots=True)
 class TrainingState:
@@ -210,7 +205,8 @@ class Training:
         if not (math.isfinite(evaluation.kl) and math.isfinite(evaluation.loss)):
             return replace(state, ended=NOT_A_NUMBER)
         curve = (*state.curve, evaluation)
-        best = min(curve, key=lambda entry: entry.criterion)
+        # of balanced sources the largest KL counts
+        best = min(curve, key=lambda entry: max(entry.kl_by_source.values(), default=entry.kl))
         ended = None
         if evaluation.kl > DIVERGED * state.curve[0].kl:
             ended = APART
